@@ -1,6 +1,7 @@
-// workerpool of Node on the work of the bench, with a process as its worker.
+// workerpool of Node on the work of the bench, with a worker process.
 //
-// Reads orders from its standard input, a line each, and writes a JSON object for each; see `bench/src/peers.rs`.
+// Reads an order from each line of standard input, and writes a JSON object for each order; see
+// `bench/src/peers.rs`.
 
 import { createInterface } from "node:readline";
 import { createRequire } from "node:module";
@@ -53,7 +54,7 @@ if (process.env.PEER_WORKER) {
             await call(Buffer.alloc(64, "x"));
             break;
           } catch {
-            // The pool starts another worker for the next one.
+            // The pool starts another worker for the next request.
           }
         }
         times.push(performance.now() - began);

@@ -21,7 +21,7 @@ def die():
 
 
 class Executor:
-    """One worker process, as the supervisor has it, behind `submit`."""
+    """A single worker process, as under the supervisor, with a method `submit`."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -112,7 +112,7 @@ def main():
     for line in sys.stdin:
         order, *numbers = line.split()
         print(json.dumps(orders[order](executor, *map(int, numbers))), flush=True)
-    # Not to wait for what an executor leaves behind.
+    # Does not wait for threads and processes that an executor leaves behind.
     os._exit(0)
 
 

@@ -36,10 +36,10 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
             // The supervisor closes the connection when it receives descriptors that it does not accept.
-            let Ok(socket) = dial(socket) else { continue };
+            let Ok(socket) = connect(socket) else { continue };
             for _ in 0..8 {
                 let (held, _peer) = slow_to_close()?;
-                if pass(socket.as_fd(), &[0], held.as_fd()).is_err() {
+                if send_descriptor(socket.as_fd(), &[0], held.as_fd()).is_err() {
                     break;
                 }
             }
@@ -48,7 +48,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
         "announcements" => loop {
             let mut held = Vec::new();
             for _ in 0..600 {
-                let Ok(mut socket) = dial(socket) else { continue };
+                let Ok(mut socket) = connect(socket) else { continue };
                 let mut frame = submit("open", 1)?;
                 let metadata_bytes = u32::try_from(frame.len() - HEADER_BYTES)?;
                 frame[..4].copy_from_slice(&(metadata_bytes + (1 << 20)).to_le_bytes());
@@ -80,7 +80,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     let mut answers = vec![0; 1 << 16];
     loop {
         while sockets.len() < connections {
-            let socket = dial(path)?;
+            let socket = connect(path)?;
             socket.set_nonblocking(true)?;
             // The number counts the bytes of the current burst that were already written.
             sockets.push((socket, 0));
@@ -127,7 +127,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
         "descriptors" => loop {
             let (held, _peer) = slow_to_close()?;
             // Each heartbeat carries a descriptor.
-            if pass(link.as_fd(), &frame(self::kind::HEARTBEAT, 0, &Empty)?, held.as_fd()).is_err() {
+            if send_descriptor(link.as_fd(), &frame(self::kind::HEARTBEAT, 0, &Empty)?, held.as_fd()).is_err()
+            {
                 std::thread::sleep(Duration::from_millis(1));
             }
         },
@@ -147,7 +148,7 @@ fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     Ok((held, peer))
 }
 
-fn pass(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Result<()> {
+fn send_descriptor(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Result<()> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor];
@@ -158,7 +159,7 @@ fn pass(socket: BorrowedFd<'_>, bytes: &[u8], descriptor: BorrowedFd<'_>) -> Res
     Ok(())
 }
 
-fn dial(path: &Path) -> Result<UnixStream> {
+fn connect(path: &Path) -> Result<UnixStream> {
     let mut socket = UnixStream::connect(path)?;
     socket.write_all(&hello(role::CLIENT)?)?;
     Ok(socket)

@@ -23,17 +23,17 @@ pub(crate) struct Plan {
     /// Number of pairs of rounds. One round of a pair runs next to busy loops, the other next to the attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
-    pub(crate) lasts: Duration,
+    pub(crate) duration: Duration,
 }
 
 /// Interval between honest jobs.
-const EVERY: Duration = Duration::from_millis(2);
+const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Interval between deaths of an honest worker.
-const DEATH_EVERY: Duration = Duration::from_millis(100);
+const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Interval between honest programs.
-const PROGRAM_EVERY: Duration = Duration::from_millis(25);
+const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
 /// Programs of a worker. An honest program ends at once. The hostile program attacks only
 /// its siblings and their host, until it dies.
@@ -48,10 +48,10 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     *) cat;; esac";
 
 /// Latency that is recorded for an honest job with the wrong outcome.
-const HARMED: Duration = Duration::from_secs(60);
+const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
 /// User id without privileges (`nobody`).
-const STRANGER: u32 = 65_534;
+const UNPRIVILEGED_UID: u32 = 65_534;
 
 /// Source of an attack.
 #[derive(Clone, Copy)]
@@ -84,9 +84,9 @@ const ATTACKS: [(&str, Attacker, Victim); 11] = [
     ("A4 four workers flood frames", Attacker::Workers("frames", 4), Victim::Jobs),
     ("A4 200 connections, unknown bulkhead", Attacker::Clients("unknown-many", 1), Victim::Jobs),
     ("A5 a worker leaves 1,500 orphans", Attacker::Jobs("orphans", 1), Victim::Deaths),
-    ("A6 a storm of deaths and of their events", Attacker::Jobs("storm", 4), Victim::Jobs),
+    ("A6 a storm of deaths and death events", Attacker::Jobs("storm", 4), Victim::Jobs),
     ("A7 a program leaves a writer behind", Attacker::Jobs("loud", 2), Victim::Jobs),
-    ("A8 a program attacks its neighbours", Attacker::Jobs("neighbours", 1), Victim::Programs),
+    ("A8 a program attacks neighbour programs", Attacker::Jobs("neighbours", 1), Victim::Programs),
 ];
 
 /// Takes all requested measurements. Must be called within a `LocalSet`.
@@ -96,15 +96,15 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         eprintln!("not root: attackers run as the same user as the bench");
     }
     for (name, attacker, victim) in ATTACKS {
-        for is_stranger in [true, false] {
+        for is_other_user in [true, false] {
             for is_pinned in [true, false] {
-                let user = if is_stranger { "another user" } else { "the same user" };
+                let user = if is_other_user { "another user" } else { "the same user" };
                 let place = if is_pinned { "pinned" } else { "free" };
                 let name = format!("{GROUP}: {name}, {user}, {place}");
-                if (is_stranger && !is_root) || !report.wants(&name) {
+                if (is_other_user && !is_root) || !report.wants(&name) {
                     continue;
                 }
-                report.tell(one(plan, name, Scene { attacker, victim, is_stranger, is_pinned }).await?);
+                report.add(one(plan, name, Scene { attacker, victim, is_other_user, is_pinned }).await?);
             }
         }
     }
@@ -115,7 +115,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 struct Scene {
     attacker: Attacker,
     victim: Victim,
-    is_stranger: bool,
+    is_other_user: bool,
     is_pinned: bool,
 }
 
@@ -162,11 +162,13 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
         }
     }
     // Gives the attack time to take effect.
-    tokio::time::sleep(plan.lasts / 5).await;
+    tokio::time::sleep(plan.duration / 5).await;
     let p99 = match scene.victim {
-        Victim::Jobs => scheduled(&host.client, plan.lasts, EVERY, "one", "").await?,
-        Victim::Programs => scheduled(&host.client, plan.lasts, PROGRAM_EVERY, "neighbours", "").await?,
-        Victim::Deaths => scheduled(&host.client, plan.lasts, DEATH_EVERY, "dies", "crash").await?,
+        Victim::Jobs => scheduled(&host.client, plan.duration, JOB_INTERVAL, "one", "").await?,
+        Victim::Programs => {
+            scheduled(&host.client, plan.duration, PROGRAM_INTERVAL, "neighbours", "").await?
+        }
+        Victim::Deaths => scheduled(&host.client, plan.duration, DEATH_INTERVAL, "dies", "crash").await?,
     };
     lanes.iter().for_each(tokio::task::JoinHandle::abort);
     Ok(p99)
@@ -176,7 +178,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
 /// each job was due.
 async fn scheduled(
     client: &Client,
-    lasts: Duration,
+    duration: Duration,
     every: Duration,
     bulkhead: &'static str,
     operation: &'static str,
@@ -184,7 +186,7 @@ async fn scheduled(
     let began = Instant::now();
     let mut jobs = tokio::task::JoinSet::new();
     let mut due = Duration::ZERO;
-    while due < lasts {
+    while due < duration {
         tokio::time::sleep_until((began + due).into()).await;
         let client = client.clone();
         jobs.spawn_local(async move {
@@ -196,7 +198,7 @@ async fn scheduled(
                     operation == "crash" && reason == Some("signal")
                 }
             };
-            let took = if is_as_expected { began.elapsed() - due } else { HARMED };
+            let took = if is_as_expected { began.elapsed() - due } else { WRONG_OUTCOME_LATENCY };
             took.as_secs_f64() * 1e6
         });
         due += every;
@@ -242,8 +244,8 @@ impl Host {
         if scene.is_pinned {
             command.arg("--pin");
         }
-        if scene.is_stranger {
-            command.gid(STRANGER).uid(STRANGER);
+        if scene.is_other_user {
+            command.gid(UNPRIVILEGED_UID).uid(UNPRIVILEGED_UID);
         }
         command.stdin(Stdio::null()).stderr(Stdio::null());
         Ok(command)
@@ -275,7 +277,8 @@ fn config(scene: Scene, is_loop: bool) -> Result<String> {
     let honest = |name: &str| format!("[bulkhead.{name}]\ncommand = [{worker}]\nmax_queue = 1000\n");
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 2000\n".to_owned();
     if rustix::process::geteuid().is_root() {
-        config += &format!("[[access]]\nuid = 0\n[[access]]\nuid = {STRANGER}\nbulkheads = [\"open\"]\n");
+        config +=
+            &format!("[[access]]\nuid = 0\n[[access]]\nuid = {UNPRIVILEGED_UID}\nbulkheads = [\"open\"]\n");
     }
     config += &["one", "dies", "open"].map(honest).concat();
     match scene.attacker {
@@ -287,7 +290,7 @@ fn config(scene: Scene, is_loop: bool) -> Result<String> {
         Attacker::Workers(kind, processes) => {
             let kind = if is_loop { "spin" } else { kind };
             let pin = if scene.is_pinned { ", \"--pin\"" } else { "" };
-            let user = if scene.is_stranger { ", user = \"nobody\"" } else { "" };
+            let user = if scene.is_other_user { ", user = \"nobody\"" } else { "" };
             config += &format!(
                 "[bulkhead.hostile]\ncommand = [{own:?}, \"hostile-worker\", {kind:?}{pin}]\n\
                  processes = {processes}\nhealth = {{ heartbeat = \"60s\", missed = 5 }}\n\

@@ -31,8 +31,8 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
         let far = connect(echo).await?;
         let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
         tokio::select! {
-            result = pass_on(near_in, far_out) => result,
-            result = pass_on(far_in, near_out) => result,
+            result = forward(near_in, far_out) => result,
+            result = forward(far_in, near_out) => result,
         }
     })?;
     Ok(())
@@ -57,7 +57,7 @@ pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
         }
         let (near_in, near_out) = listener.accept().await?.0.into_split();
         tokio::select! {
-            result = hand_out(near_in, &mut far) => result?,
+            result = distribute(near_in, &mut far) => result?,
             result = answers.write_to(near_out) => result?,
         }
         Ok(())
@@ -97,7 +97,7 @@ async fn collect(from: OwnedReadHalf, answers: Rc<Unsent>) -> io::Result<()> {
     }
 }
 
-async fn hand_out(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Result<()> {
+async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Result<()> {
     let mut buffer = vec![0; READ_BYTES];
     let (mut held, mut unsent, mut touched) = (Vec::new(), vec![Vec::new(); far.len()], Vec::new());
     loop {
@@ -139,7 +139,7 @@ async fn connect(socket: &Path) -> io::Result<UnixStream> {
     }
 }
 
-async fn pass_on(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> {
+async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> {
     let mut buffer = vec![0; READ_BYTES];
     loop {
         from.readable().await?;
@@ -188,7 +188,7 @@ impl Client {
     /// Sends a request and returns the answer.
     pub(crate) async fn call(&self, payload: &[u8]) -> Result<Vec<u8>> {
         let (sender, answer) = oneshot::channel();
-        let number = self.0.waiters.borrow_mut().enter(sender);
+        let number = self.0.waiters.borrow_mut().insert(sender);
         let length = u32::try_from(payload.len())?;
         {
             let mut unsent = self.0.unsent.borrow_mut();
@@ -204,7 +204,7 @@ impl Client {
 }
 
 impl Waiters {
-    fn enter(&mut self, waiter: oneshot::Sender<Vec<u8>>) -> usize {
+    fn insert(&mut self, waiter: oneshot::Sender<Vec<u8>>) -> usize {
         match self.free.pop_back() {
             Some(number) => {
                 self.slots[number] = Some(waiter);
@@ -217,7 +217,7 @@ impl Waiters {
         }
     }
 
-    fn leave(&mut self, number: usize) -> Option<oneshot::Sender<Vec<u8>>> {
+    fn remove(&mut self, number: usize) -> Option<oneshot::Sender<Vec<u8>>> {
         let waiter = self.slots.get_mut(number)?.take()?;
         self.free.push_back(number);
         Some(waiter)
@@ -267,7 +267,7 @@ fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
         && let Some((number, rest)) = rest.split_first_chunk::<8>()
         && let Some(payload) = rest.get(..u32::from_le_bytes(*length) as usize)
     {
-        if let Some(waiter) = waiters.leave(u64::from_le_bytes(*number) as usize) {
+        if let Some(waiter) = waiters.remove(u64::from_le_bytes(*number) as usize) {
             // The caller may have dropped the receiver.
             let _ = waiter.send(payload.to_vec());
         }

@@ -22,7 +22,7 @@ pub(crate) struct Plan {
     /// Number of pairs of rounds, with one round under `none` and one under `strict`.
     pub(crate) pairs: usize,
     /// Maximum duration of all pairs, if limited.
-    pub(crate) lasts: Option<Duration>,
+    pub(crate) duration: Option<Duration>,
     /// Number of jobs in each round of a pair: sent one at a time, and [`WIDE`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
@@ -37,11 +37,11 @@ const WIDE: usize = 64;
 const BYTES: usize = 64;
 
 /// Maximum time for the start of a worker.
-const START_PATIENCE: Duration = Duration::from_secs(15);
+const START_TIMEOUT: Duration = Duration::from_secs(15);
 
 const STARTUP: &str = "startup: new worker's first answer";
 const MEMORY: &str = "startup: idle worker's memory (PSS)";
-const INIT_MEMORY: &str = "startup: its init's memory (PSS)";
+const INIT_MEMORY: &str = "startup: memory of the namespace's init (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 
@@ -59,11 +59,11 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let Some((chain, profiles)) = start().await? else { return Ok(()) };
     if wants_startup {
         let figures = startup(&chain, plan, &profiles).await?;
-        figures.into_iter().for_each(|figure| report.tell(figure));
+        figures.into_iter().for_each(|figure| report.add(figure));
     }
     if wants_confined {
         let figures = confined(&chain, plan, &profiles).await?;
-        figures.into_iter().for_each(|figure| report.tell(figure));
+        figures.into_iter().for_each(|figure| report.add(figure));
     }
     Ok(())
 }
@@ -75,7 +75,7 @@ async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     for profile in PROFILES {
         match real::check(&programs, &config(&[profile])?)? {
             Ok(()) => accepted.push(profile),
-            Err(refused) => tell_missing(profile, &refused),
+            Err(refused) => report_missing(profile, &refused),
         }
     }
     if accepted.is_empty() {
@@ -86,13 +86,15 @@ async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     for profile in accepted {
         match first_answer(&chain, profile, "ready?").await {
             Ok(_) => profiles.push(profile),
-            Err(error) => tell_missing(profile, &format!("workers with this profile do not start: {error}")),
+            Err(error) => {
+                report_missing(profile, &format!("workers with this profile do not start: {error}"))
+            }
         }
     }
     Ok(Some((Rc::new(chain), profiles)))
 }
 
-fn tell_missing(profile: &str, why: &str) {
+fn report_missing(profile: &str, why: &str) {
     eprintln!("NOT MEASURED: the profile `{profile}` is not available on this machine: {why}");
 }
 
@@ -124,7 +126,7 @@ fn wide(profile: &str) -> String {
 /// number.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
-    let job = chain.client.job(profile, "").tenant(tenant).deadline(START_PATIENCE);
+    let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
     let reply = job.send().await?;
     let took = began.elapsed();
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
@@ -195,7 +197,7 @@ async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<V
         load(chain, &wide(profile), WIDE, plan.many / 4).await?;
     }
     let (mut p50, mut rate) = (Vec::new(), Vec::new());
-    for pair in Rounds::new(plan.pairs, plan.lasts) {
+    for pair in Rounds::new(plan.pairs, plan.duration) {
         let mut found = [(0.0, 0.0); 2];
         let order = if pair % 2 == 0 { [0, 1] } else { [1, 0] };
         for which in order {

@@ -33,7 +33,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
             let own = calls(client.clone(), plan.small).await?;
             p50.push((bare.quantile(0.5), own.quantile(0.5)));
         }
-        report.tell(paired(OWN.into(), "µs", &p50, Target::AtMost, 1.3));
+        report.add(paired(OWN.into(), "µs", &p50, Target::AtMost, 1.3));
         supervisor.shutdown()?;
     }
     if report.wants(LOCAL) {
@@ -53,7 +53,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
             let local = supervisor.run_until(calls).await??;
             p50.push((bare.quantile(0.5), local.quantile(0.5)));
         }
-        report.tell(paired(LOCAL.into(), "µs", &p50, Target::AtMost, 1.3));
+        report.add(paired(LOCAL.into(), "µs", &p50, Target::AtMost, 1.3));
         supervisor.shutdown().await?;
     }
     Ok(())

@@ -20,13 +20,13 @@ const AT_ONCE: usize = 2;
 /// Interval between deaths.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A way to get the next worker.
-struct Way {
+/// A variant of providing the next worker.
+struct Variant {
     /// Prefix of the names of the bulkheads.
     name: &'static str,
     profile: &'static str,
     /// Text in the names of the measurements.
-    told: &'static str,
+    description: &'static str,
     keys: &'static str,
     /// Target for fresh processes per second. The alternative target is `OF_BARE` of the rate of a bare fork server
     /// with the same layers.
@@ -41,40 +41,40 @@ const FORKED: &str = "start = { mode = \"fork\", spares = 2 }";
 
 const FORKED_ALONE: &str = "start = { mode = \"fork\" }";
 
-const fn way(
+const fn variant(
     name: &'static str,
     profile: &'static str,
-    told: &'static str,
+    description: &'static str,
     keys: &'static str,
     wanted: Option<f64>,
-) -> Way {
-    Way { name, profile, told, keys, wanted }
+) -> Variant {
+    Variant { name, profile, description, keys, wanted }
 }
 
-const WAYS: [Way; 10] = [
-    way("spawned", "none", "spawned", SPAWNED, None),
-    way("spares", "none", "spawned, spares", SPARES, None),
-    way("forked", "none", "forked, spares", FORKED, Some(2_000.0)),
-    way("alone", "none", "forked", FORKED_ALONE, None),
-    way("default-spares", "default", "spawned, spares", SPARES, None),
-    way("default-forked", "default", "forked, spares", FORKED, Some(1_500.0)),
-    way("default-alone", "default", "forked", FORKED_ALONE, None),
-    way("strict-spares", "strict", "spawned, spares", SPARES, None),
-    way("strict-forked", "strict", "forked, spares", FORKED, Some(800.0)),
-    way("strict-alone", "strict", "forked", FORKED_ALONE, None),
+const VARIANTS: [Variant; 10] = [
+    variant("spawned", "none", "spawned", SPAWNED, None),
+    variant("spares", "none", "spawned, spares", SPARES, None),
+    variant("forked", "none", "forked, spares", FORKED, Some(2_000.0)),
+    variant("alone", "none", "forked", FORKED_ALONE, None),
+    variant("default-spares", "default", "spawned, spares", SPARES, None),
+    variant("default-forked", "default", "forked, spares", FORKED, Some(1_500.0)),
+    variant("default-alone", "default", "forked", FORKED_ALONE, None),
+    variant("strict-spares", "strict", "spawned, spares", SPARES, None),
+    variant("strict-forked", "strict", "forked, spares", FORKED, Some(800.0)),
+    variant("strict-alone", "strict", "forked", FORKED_ALONE, None),
 ];
 
-impl Way {
+impl Variant {
     fn each(&self) -> String {
-        format!("{GROUP}: a process for each job, {AT_ONCE} at once, {}, {}", self.profile, self.told)
+        format!("{GROUP}: a process for each job, {AT_ONCE} at once, {}, {}", self.profile, self.description)
     }
 
     fn next(&self) -> String {
-        format!("{GROUP}: worker killed to next answer, {}, {}", self.profile, self.told)
+        format!("{GROUP}: worker killed to next answer, {}, {}", self.profile, self.description)
     }
 
     fn hang(&self) -> String {
-        format!("{GROUP}: hang: deadline + grace to next answer, {}, {}", self.profile, self.told)
+        format!("{GROUP}: hang: deadline + grace to next answer, {}, {}", self.profile, self.description)
     }
 
     fn has_spares(&self) -> bool {
@@ -84,14 +84,16 @@ impl Way {
 
 /// Takes all requested measurements. Must be called within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    let is_wanted = |way: &&Way| [way.each(), way.next(), way.hang()].iter().any(|name| report.wants(name));
-    let ways: Vec<&Way> = WAYS.iter().filter(is_wanted).collect();
-    if ways.is_empty() {
+    let is_wanted = |variant: &&Variant| {
+        [variant.each(), variant.next(), variant.hang()].iter().any(|name| report.wants(name))
+    };
+    let variants: Vec<&Variant> = VARIANTS.iter().filter(is_wanted).collect();
+    if variants.is_empty() {
         return Ok(());
     }
     let worker = processes::worker()?;
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    for Way { name, profile, keys, .. } in &ways {
+    for Variant { name, profile, keys, .. } in &variants {
         let common = format!(
             "command = [{worker}]\nsandbox = {{ profile = \"{profile}\" }}\nmax_queue = 16\n{keys}\n"
         );
@@ -102,44 +104,46 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         config += &format!("[bulkhead.{name}-hangs]\n{hangs}");
     }
     let chain = Rc::new(Chain::start(&processes::programs()?, &config).await?);
-    for way in ways {
-        let bare = ForkServer::start(way.profile)?;
-        if report.wants(&way.each()) {
+    for variant in variants {
+        let bare = ForkServer::start(variant.profile)?;
+        if report.wants(&variant.each()) {
             let mut rates = Vec::new();
             for _ in plan.rounds() {
                 let bare = bare.run(AT_ONCE, plan.programs)?;
-                rates.push((bare, fresh(&chain, &format!("{}-each", way.name), plan.programs).await?));
+                rates.push((bare, fresh(&chain, &format!("{}-each", variant.name), plan.programs).await?));
             }
-            let figure = paired(way.each(), "jobs/s", &rates, Target::Told, f64::NAN);
-            report.tell(match way.wanted {
-                Some(wanted) if figure.real >= wanted => figure.wanted(Target::FigureAtLeast, wanted),
-                Some(_) => figure.wanted(Target::AtLeast, OF_BARE),
+            let figure = paired(variant.each(), "jobs/s", &rates, Target::Told, f64::NAN);
+            report.add(match variant.wanted {
+                Some(wanted) if figure.real >= wanted => figure.with_target(Target::FigureAtLeast, wanted),
+                Some(_) => figure.with_target(Target::AtLeast, OF_BARE),
                 None => figure,
             });
         }
-        if report.wants(&way.next()) {
+        if report.wants(&variant.next()) {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 let bare = bare.recovery()?;
-                times.push((bare, recovery(&chain, &format!("{}-next", way.name)).await?));
+                times.push((bare, recovery(&chain, &format!("{}-next", variant.name)).await?));
             }
-            let figure = paired(way.next(), "ms", &times, Target::Told, f64::NAN);
-            report.tell(if way.has_spares() {
-                figure.wanted(Target::FigureAtMost, 0.3)
-            } else if way.keys == FORKED_ALONE {
-                figure.wanted(Target::AtMost, 1.8)
+            let figure = paired(variant.next(), "ms", &times, Target::Told, f64::NAN);
+            report.add(if variant.has_spares() {
+                figure.with_target(Target::FigureAtMost, 0.3)
+            } else if variant.keys == FORKED_ALONE {
+                figure.with_target(Target::AtMost, 1.8)
             } else {
                 figure
             });
         }
-        if way.has_spares() && report.wants(&way.hang()) {
+        if variant.has_spares() && report.wants(&variant.hang()) {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
-                times.push(chain.hang(&format!("{}-hangs", way.name)).await?);
+                times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
                 // Gives the next spare time to become ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
-            report.tell(Figure::alone(way.hang(), "ms", load::median(times)).wanted(Target::AtMost, 2.0));
+            report.add(
+                Figure::alone(variant.hang(), "ms", load::median(times)).with_target(Target::AtMost, 2.0),
+            );
         }
     }
     Ok(())

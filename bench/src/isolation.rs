@@ -34,13 +34,13 @@ const BURST: usize = 60;
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Deadline of a job that attacks its template for as long as it runs.
-const ATTACK_LASTS: Duration = Duration::from_secs(3);
+const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
 /// Deadline of a job that is killed at once.
-const KILLED_AFTER: Duration = Duration::from_millis(5);
+const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
 /// Time from the start of an attack to the first job of the others.
-const LEAD: Duration = Duration::from_millis(500);
+const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
 /// An attack and the same load without the attack.
 struct Scene {
@@ -108,14 +108,14 @@ const SCENES: [Scene; 5] = [
         name: "a job starts chains of processes",
         keys: [FORKED, FORKED],
         worker: Worker::Rust("worker"),
-        attacker: [Some(("loops", ATTACK_LASTS)), Some(("chains", ATTACK_LASTS))],
+        attacker: [Some(("loops", ATTACK_DEADLINE)), Some(("chains", ATTACK_DEADLINE))],
         attackers: 1,
         operation: "sleep 10",
         tenants: &[],
         lanes: 2,
     },
     Scene {
-        name: "one tenant is slow beside an adaptive limit",
+        name: "a slow tenant with an adaptive limit",
         keys: [
             SHARES,
             "processes = 8\ntenants = { max_in_flight = 2, max_queue = 100 }\nadaptive = { min = 1, max = 8, target = \"50ms\" }\n",
@@ -128,10 +128,10 @@ const SCENES: [Scene; 5] = [
         lanes: 6,
     },
     Scene {
-        name: "one tenant has its workers killed",
+        name: "a tenant whose workers are killed",
         keys: [SLOW_START, SLOW_START],
         worker: Worker::Rust("slow-worker"),
-        attacker: [Some(("sleep 1000", DEADLINE)), Some(("hang", KILLED_AFTER))],
+        attacker: [Some(("sleep 1000", DEADLINE)), Some(("hang", KILL_DEADLINE))],
         attackers: 4,
         operation: "sleep 15",
         tenants: OTHERS,
@@ -155,8 +155,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             rounds[1].push((without.quantile(0.99), with.quantile(0.99)));
         }
         let [p50, p99] = names;
-        report.tell(figure(p50, &rounds[0], Target::AtMost, 1.5));
-        report.tell(figure(p99, &rounds[1], Target::AtMostOrSlack, 2.0));
+        report.add(figure(p50, &rounds[0], Target::AtMost, 1.5));
+        report.add(figure(p99, &rounds[1], Target::AtMostOrSlack, 2.0));
     }
     Ok(())
 }
@@ -175,7 +175,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
         return bursts(scene, way, &host.client, jobs).await;
     }
     let attack = scene.attacker[way].map(|attacker| Attack::begin(scene, attacker, &host.client));
-    tokio::time::sleep(LEAD).await;
+    tokio::time::sleep(ATTACK_LEAD_TIME).await;
     let round = others(scene, &host.client, jobs).await;
     if let Some(attack) = attack {
         attack.0.iter().for_each(JoinHandle::abort);

@@ -20,8 +20,8 @@ use crate::{
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     // Decisions are measured first, before other processes can disturb the measurement.
     policy::all(plan, report)?;
-    let is_other = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
-    let of_others = confinement::GROUPS.into_iter().chain([
+    let is_only = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
+    let other_groups = confinement::GROUPS.into_iter().chain([
         policy::GROUP,
         watched::GROUP,
         attacks::GROUP,
@@ -30,7 +30,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         fresh::GROUP,
         scale::GROUP,
     ]);
-    if !of_others.into_iter().any(is_other) {
+    if !other_groups.into_iter().any(is_only) {
         LocalSet::new().run_until(measure(plan, report)).await?;
     }
     LocalSet::new().run_until(confinement::all(&plan.confinement, report)).await?;
@@ -40,11 +40,11 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     LocalSet::new().run_until(programs::all(plan, report)).await?;
     LocalSet::new().run_until(fresh::all(plan, report)).await?;
     LocalSet::new().run_until(scale::all(&plan.scale, report)).await?;
-    if report.wants_slow(isolation::GROUP) || is_other(isolation::GROUP) {
+    if report.wants_slow(isolation::GROUP) || is_only(isolation::GROUP) {
         LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;
     }
     // Attacks take about an hour, and are measured only on request.
-    if is_other(attacks::GROUP) {
+    if is_only(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
     }
     Ok(())
@@ -53,12 +53,12 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 async fn measure(plan: &Plan, report: &Report) -> Result<()> {
     let chains = Chains::start().await?;
     if report.wants("idle worker") {
-        report.tell(idle_memory(&chains).await?);
+        report.add(idle_memory(&chains).await?);
     }
     for (name, bytes, total) in [("64 B", 64, plan.small), ("4 KiB", 4 << 10, plan.small)] {
         let name = format!("{name}, 1 in flight");
         if report.wants(&name) {
-            latency(&chains, plan, &name, bytes, total).await?.into_iter().for_each(|f| report.tell(f));
+            latency(&chains, plan, &name, bytes, total).await?.into_iter().for_each(|f| report.add(f));
         }
     }
     for (name, bytes, total) in
@@ -66,25 +66,25 @@ async fn measure(plan: &Plan, report: &Report) -> Result<()> {
     {
         let name = format!("{name}, 1 in flight");
         if report.wants(&name) {
-            large(&chains, plan, &name, bytes, total).await?.into_iter().for_each(|f| report.tell(f));
+            large(&chains, plan, &name, bytes, total).await?.into_iter().for_each(|f| report.add(f));
         }
     }
     for (lanes, wanted) in [(64, 0.7), (1024, 0.6)] {
         let name = format!("64 B, {lanes} in flight");
         if report.wants(&name) {
-            throughput(&chains, plan, &name, (lanes, wanted)).await?.into_iter().for_each(|f| report.tell(f));
+            throughput(&chains, plan, &name, (lanes, wanted)).await?.into_iter().for_each(|f| report.add(f));
         }
     }
-    for (name, bulkhead) in [(AHEAD, real::NARROW), (NOT_AHEAD, real::WITHOUT)] {
+    for (name, bulkhead) in [(WITH_PREFETCH, real::NARROW), (WITHOUT_PREFETCH, real::WITHOUT)] {
         if report.wants(name) {
-            report.tell(one_at_a_time(&chains, plan, name, bulkhead).await?);
+            report.add(one_at_a_time(&chains, plan, name, bulkhead).await?);
         }
     }
     if report.wants("worker killed to next answer") {
-        report.tell(recovery(&chains, plan).await?);
+        report.add(recovery(&chains, plan).await?);
     }
     if report.wants("hang: deadline + grace to next answer") {
-        report.tell(hang(&chains, plan).await?);
+        report.add(hang(&chains, plan).await?);
     }
     embedded::all(&chains, plan, report).await?;
     neighbours::all(&chains, plan, report).await
@@ -155,8 +155,8 @@ async fn throughput(
     ])
 }
 
-const AHEAD: &str = "64 B, 64 waiting, one at a time over 64 in flight";
-const NOT_AHEAD: &str = "64 B, 64 waiting, one at a time without lookahead over 64 in flight";
+const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
+const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
 /// Compares a worker with one job at a time (`bulkhead`) and a worker with 64.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
@@ -167,7 +167,7 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
         rates.push((wide.rate(), narrow.rate()));
     }
     let figure = paired(name.into(), "jobs/s", &rates, Target::Told, f64::NAN);
-    Ok(if bulkhead == real::NARROW { figure.wanted(Target::AtLeast, 0.6) } else { figure })
+    Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
 /// Measures the time from the kill of a worker to the next answer. The reference is an echo that is killed and
@@ -210,11 +210,11 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     }
     // The target is 10 ms plus the start of a worker, which the figure above has.
     let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
-    Ok(figure.wanted(Target::AtMost, 12.0))
+    Ok(figure.with_target(Target::AtMost, 12.0))
 }
 
 async fn idle_memory(chains: &Chains) -> Result<Figure> {
     let pid = chains.real.worker(real::ONE).await?;
     let kib = processes::proportional_bytes(pid)? as f64 / 1024.0;
-    Ok(Figure::alone("idle worker's memory (PSS)", "KiB", kib).wanted(Target::AtMost, 600.0))
+    Ok(Figure::alone("idle worker's memory (PSS)", "KiB", kib).with_target(Target::AtMost, 600.0))
 }

@@ -18,7 +18,7 @@ use crate::report::{Figure, Report, Target};
 
 /// Interval between starts of a program that dies immediately. It equals the interval at which the supervisor starts
 /// the workers of a bulkhead that crashes on every job.
-const START_EVERY: Duration = Duration::from_millis(10);
+const START_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Number of concurrent jobs of the three siblings, and of the crashing bulkhead.
 const SIBLING_LANES: usize = 48;
@@ -27,16 +27,16 @@ const CRASH_LANES: usize = 16;
 /// Takes all requested measurements.
 pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
     for (bulkhead, way) in [(real::CRASHES, "spawned"), (real::FORKED_CRASHES, "forked")] {
-        let name = format!("sibling's p99 beside crashes (50/s) and without, {way}");
+        let name = format!("sibling's p99 with crashes (50/s) and without, {way}");
         if report.wants(&name) {
-            report.tell(sibling(chains, plan, (bulkhead, name)).await?);
+            report.add(sibling(chains, plan, (bulkhead, name)).await?);
         }
     }
     if report.wants_slow("siblings' p99 in a crowd") {
-        report.tell(crowd(chains, plan).await?);
+        report.add(crowd(chains, plan).await?);
     }
     if report.wants("siblings' p99 in a storm") {
-        storm(chains, plan).await?.into_iter().for_each(|figure| report.tell(figure));
+        storm(chains, plan).await?.into_iter().for_each(|figure| report.add(figure));
     }
     Ok(())
 }
@@ -47,7 +47,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     let mut due = Instant::now();
     loop {
         Command::new(&own).arg("die").spawn()?.wait()?;
-        due += START_EVERY;
+        due += START_INTERVAL;
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
     }
 }
@@ -110,7 +110,7 @@ async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
         pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
     }
-    let name = "siblings' p99 in a crowd, a quarter of which crashes its worker";
+    let name = "siblings' p99 in a crowd, a quarter of the jobs crash the worker";
     Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
 }
 
@@ -150,8 +150,8 @@ async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
         starts_over_quiet.push((quiet, starts));
         over_starts.push((starts, beside));
     }
-    let figure = |what: &str, pairs: &[_]| {
-        let name = format!("siblings' p99 in a storm: {what}");
+    let figure = |comparison: &str, pairs: &[_]| {
+        let name = format!("siblings' p99 in a storm: {comparison}");
         paired(name, "µs", pairs, Target::Told, f64::NAN)
     };
     Ok(vec![

@@ -16,7 +16,7 @@ pub(crate) fn paired(
         real: median(pairs.iter().map(|pair| pair.1).collect()),
         ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
         rounds: pairs.to_vec(),
-        ..Figure::alone(name, unit, f64::NAN).wanted(target, limit)
+        ..Figure::alone(name, unit, f64::NAN).with_target(target, limit)
     }
 }
 
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_interval_is_that_of_students_t() {
+    fn confidence_interval_uses_students_t() {
         // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
         let found = difference(&[1.0, 2.0, 3.0]).unwrap();
         assert!((found.mean - 2.0).abs() < 1e-9);

@@ -109,7 +109,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
                         driver.ask(&order).map_err(|error| format!("{}: {order}: {error}", peer.name))?;
                     pairs.push((theirs, work.kind.ours(&chain, count).await?));
                 }
-                report.tell(paired(name(peer, work), work.unit, &pairs, Target::Told, f64::NAN));
+                report.add(paired(name(peer, work), work.unit, &pairs, Target::Told, f64::NAN));
             }
         }
     }
@@ -252,7 +252,7 @@ impl Driver {
         }
         let answer: serde_json::Value = serde_json::from_str(&line)?;
         let value = answer.as_object().and_then(|object| object.values().next()?.as_f64());
-        value.ok_or_else(|| format!("it said {}", line.trim_end()).into())
+        value.ok_or_else(|| format!("the peer replied {}", line.trim_end()).into())
     }
 }
 

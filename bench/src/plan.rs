@@ -6,7 +6,7 @@ use crate::rounds::Rounds;
 use crate::{attacks, confinement, isolation, scale, watched};
 
 /// Maximum time in which a measurement starts further rounds, unless `--rounds` is given.
-const ROUNDS_LAST: Duration = Duration::from_secs(5);
+const ROUNDS_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Maximum number of rounds of each measurement, unless `--rounds` is given.
 const ROUNDS: usize = 9;
@@ -15,7 +15,7 @@ const ROUNDS: usize = 9;
 pub(crate) struct Plan {
     rounds: usize,
     /// Maximum time in which a measurement starts further rounds. `None` means no limit.
-    lasts: Option<Duration>,
+    duration: Option<Duration>,
     /// Requests of 64 B and 4 KiB in each round, sent one at a time.
     pub(crate) small: usize,
     /// Requests of 1 MiB in each round. A round with 64 MiB has a 32nd of this number.
@@ -44,7 +44,7 @@ impl Plan {
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),
-            lasts: rounds.is_none().then_some(ROUNDS_LAST),
+            duration: rounds.is_none().then_some(ROUNDS_TIME_MAX),
             small: 8_000,
             large: 300,
             many: 262_144,
@@ -56,12 +56,12 @@ impl Plan {
             confinement: confinement::Plan {
                 starts: 50,
                 pairs: 20,
-                lasts: rounds.is_none().then_some(ROUNDS_LAST),
+                duration: rounds.is_none().then_some(ROUNDS_TIME_MAX),
                 one_by_one: 4_000,
                 many: 65_536,
             },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
-            attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
+            attacks: attacks::Plan { pairs: 5, duration: Duration::from_secs(2) },
             isolation: isolation::Plan { pairs: rounds.unwrap_or(5).max(1), jobs: 600 },
             scale: scale::Plan {
                 rounds: rounds.unwrap_or(5).max(1),
@@ -80,7 +80,7 @@ impl Plan {
     pub(crate) fn smoke() -> Self {
         Self {
             rounds: 1,
-            lasts: None,
+            duration: None,
             small: 200,
             large: 5,
             many: 4_096,
@@ -89,9 +89,15 @@ impl Plan {
             storm: 4_096,
             decisions: 2_000,
             programs: 20,
-            confinement: confinement::Plan { starts: 2, pairs: 2, lasts: None, one_by_one: 200, many: 4_096 },
+            confinement: confinement::Plan {
+                starts: 2,
+                pairs: 2,
+                duration: None,
+                one_by_one: 200,
+                many: 4_096,
+            },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
-            attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
+            attacks: attacks::Plan { pairs: 1, duration: Duration::from_millis(200) },
             isolation: isolation::Plan { pairs: 1, jobs: 60 },
             scale: scale::Plan {
                 rounds: 1,
@@ -114,6 +120,6 @@ impl Plan {
 
     /// Returns at most `most` rounds of a measurement that starts now.
     pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
-        Rounds::new(most, self.lasts)
+        Rounds::new(most, self.duration)
     }
 }

@@ -110,11 +110,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_ratio_has_its_line_and_each_round_its_dot() {
+    fn draws_a_line_per_ratio_and_a_dot_per_round() {
         let figure = |name: &str, rounds: &[(f64, f64)], ratio| Figure {
             rounds: rounds.to_vec(),
             ratio,
-            ..Figure::alone(name, "µs", 3.0).wanted(Target::AtMost, 1.5)
+            ..Figure::alone(name, "µs", 3.0).with_target(Target::AtMost, 1.5)
         };
         let figures = [
             figure("a < b & c", &[(1.0, 1.2), (1.0, 20.0), (0.0, 1.0)], Some(1.2)),
@@ -124,7 +124,7 @@ mod tests {
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt; b &amp; c") && !svg.contains("none</text>"));
         // A ratio to zero is not drawn, and neither is a target of zero.
-        let idle = figures.clone().map(|figure| figure.wanted(Target::AtLeast, 0.0));
+        let idle = figures.clone().map(|figure| figure.with_target(Target::AtLeast, 0.0));
         assert_eq!(draw(&idle).matches("<path").count(), 0);
         assert_eq!((svg.matches("<circle").count(), svg.matches("<path").count()), (2, 1));
         // The scale goes from 0.1 to 100, so 1.2 lies just right of the first third.

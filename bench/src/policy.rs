@@ -41,12 +41,12 @@ type Cargo = u64;
 /// Takes all requested measurements.
 pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     let settings: Vec<_> = settings().into_iter().filter(|setting| report.wants(setting.name)).collect();
-    cycles(plan, &settings)?.into_iter().for_each(|figure| report.tell(figure));
+    cycles(plan, &settings)?.into_iter().for_each(|figure| report.add(figure));
     let cancels = "policy: cancel 9,000 amid 10,000 waiting";
     if report.wants(cancels) {
         let rounds = plan.rounds().map(|_| cancel()).collect::<Result<Vec<_>>>()?;
         let figure = Figure::alone(cancels, "ns", median(rounds));
-        report.tell(figure.wanted(Target::FigureAtMost, LIMIT_NS));
+        report.add(figure.with_target(Target::FigureAtMost, LIMIT_NS));
     }
     Ok(())
 }
@@ -105,7 +105,7 @@ struct Setting {
 /// but one are taken, unless the setting measures something else.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
-        name: "policy: one bulkhead, 63 jobs running",
+        name: "policy: 1 bulkhead, 63 jobs running",
         limits: Limits { max_in_flight: PERMITS, ..Limits::default() },
         bulkheads: 1,
         tenants: 0,
@@ -126,7 +126,7 @@ fn settings() -> Vec<Setting> {
         Setting { name: "policy: shares of 10,000 tenants", limits: shared(), tenants: 10_000, ..one() },
         Setting { name: "policy: shares of 10,000 tenants, 100 wait", waiting: 100, ..queued() },
         Setting { name: "policy: shares of 10,000 tenants, 10,000 wait", waiting: WAITING, ..queued() },
-        Setting { name: "policy: one bulkhead, nothing running", running: 0, ..one() },
+        Setting { name: "policy: 1 bulkhead, nothing running", running: 0, ..one() },
         Setting { name: "policy: 1,000 bulkheads, nothing running", running: 0, bulkheads: 1_000, ..one() },
         Setting { name: "policy: 1,000 bulkheads, 63 jobs running in each", bulkheads: 1_000, ..one() },
         Setting {
@@ -202,7 +202,11 @@ impl Scene {
             self.submit();
         }
         let wanted = setting.bulkheads * setting.running;
-        if self.effects.running.len() == wanted { Ok(()) } else { Err("jobs wait that should run".into()) }
+        if self.effects.running.len() == wanted {
+            Ok(())
+        } else {
+            Err("some jobs wait that should run".into())
+        }
     }
 
     /// Admits and releases `cycles` jobs. Returns the nanoseconds per job.
@@ -217,7 +221,8 @@ impl Scene {
         if (done, running) == (cycles, before.1) {
             return Ok(took);
         }
-        Err(format!("{done} of {cycles} jobs ended well, and {running} run instead of {}", before.1).into())
+        Err(format!("{done} of {cycles} jobs ended `ok`, and {running} jobs run instead of {}", before.1)
+            .into())
     }
 
     fn cycle(&mut self) {
@@ -328,7 +333,7 @@ fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
     let mut submit =
-        || subject.submit(Time::ZERO, "", Priority::Normal, &mut effects).ok_or("a job is refused");
+        || subject.submit(Time::ZERO, "", Priority::Normal, &mut effects).ok_or("a job was rejected");
     submit()?;
     let waiting = (0..WAITING).map(|_| submit()).collect::<std::result::Result<Vec<_>, _>>()?;
     let middle = &waiting[STAYING..WAITING - STAYING];

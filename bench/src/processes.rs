@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::Result;
 
 /// Maximum time for any wait. On a healthy machine, every wait ends almost immediately.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Name of the package of the chains' parts, and of its program.
 const PARTS: &str = "bulkhead-bench-parts";
@@ -35,7 +35,7 @@ impl Process {
     }
 
     /// Starts this program in another role, and returns its standard output.
-    pub(crate) fn role_that_tells(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
+    pub(crate) fn role_with_output(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
         Ok((Self(child), stdout))
@@ -95,8 +95,8 @@ fn own() -> Result<Command> {
 pub(crate) fn wait_for(path: &Path) -> Result<()> {
     let began = Instant::now();
     while !path.exists() {
-        if began.elapsed() > PATIENCE {
-            return Err(format!("waited {PATIENCE:?} for {}", path.display()).into());
+        if began.elapsed() > TIMEOUT {
+            return Err(format!("waited {TIMEOUT:?} for {}", path.display()).into());
         }
         std::thread::sleep(Duration::from_millis(1));
     }

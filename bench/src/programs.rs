@@ -47,7 +47,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             rates.push((spawn_and_wait(programs)?, run(&chain, profile, programs).await?));
         }
         let figure = paired(name(profile), "programs/s", &rates, Target::Told, f64::NAN);
-        report.tell(if profile == "none" { figure.wanted(Target::AtLeast, 0.45) } else { figure });
+        report.add(if profile == "none" { figure.with_target(Target::AtLeast, 0.45) } else { figure });
     }
     Ok(())
 }

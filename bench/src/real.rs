@@ -93,7 +93,7 @@ impl Chain {
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
         let next = self.client.job(bulkhead, "").deadline(Duration::from_secs(10)).start().await?;
         if hanging.await.is_ok() {
-            return Err("a job that hangs has succeeded".into());
+            return Err("a job that should hang has succeeded".into());
         }
         next.await?;
         Ok(began.elapsed().saturating_sub(HANG_DEADLINE + HANG_GRACE).as_secs_f64() * 1e3)

@@ -63,7 +63,7 @@ impl Figure {
     }
 
     /// Sets the target.
-    pub(crate) fn wanted(self, target: Target, limit: f64) -> Self {
+    pub(crate) fn with_target(self, target: Target, limit: f64) -> Self {
         Self { target, limit, ..self }
     }
 
@@ -81,7 +81,7 @@ impl Figure {
         }
     }
 
-    fn wish(&self) -> String {
+    fn target_text(&self) -> String {
         match self.target {
             Target::AtMost => format!("≤ {}", self.limit),
             Target::AtMostOrSlack => format!("≤ {} or {} ms more", self.limit, SLACK_US / 1e3),
@@ -103,7 +103,7 @@ impl Figure {
             number(self.bare),
             short(self.real),
             number(self.ratio),
-            self.wish(),
+            self.target_text(),
             if self.is_met() { "" } else { "   MISSED" },
         )
     }
@@ -140,7 +140,7 @@ impl Report {
     }
 
     /// Adds a figure, and drops it if it was not requested.
-    pub(crate) fn tell(&self, figure: Figure) {
+    pub(crate) fn add(&self, figure: Figure) {
         if !self.wants(&figure.name) {
             return;
         }

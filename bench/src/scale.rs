@@ -140,7 +140,9 @@ async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()>
     let count = plan.bulkheads;
     let mut relay = None;
     for (lanes, total) in [(1, plan.one_by_one), (64, plan.many)] {
-        let name = format!("scale: {count} bulkheads in turn over one, {lanes} in flight: supervisor CPU");
+        let name = format!(
+            "scale: {count} bulkheads in turn over a single bulkhead, {lanes} in flight: supervisor CPU"
+        );
         if !report.wants(&name) {
             continue;
         }
@@ -156,9 +158,9 @@ async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()>
             pairs.push((one, all));
             growths.push((bare.1 / bare.0, all / one));
         }
-        report.tell(paired(name.clone(), "µs/job", &pairs, Target::Told, f64::NAN));
-        let name = format!("{name}, over how it grows for a bare relay");
-        report.tell(paired(name, "times", &growths, Target::AtMost, RATIO));
+        report.add(paired(name.clone(), "µs/job", &pairs, Target::Told, f64::NAN));
+        let name = format!("{name}, over the growth for a bare relay");
+        report.add(paired(name, "times", &growths, Target::AtMost, RATIO));
     }
     Ok(())
 }
@@ -201,7 +203,8 @@ impl Spread {
 
 async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let (count, active) = (plan.tenants, plan.active);
-    let name = format!("scale: {active} of {count} tenants over one, 64 in flight: supervisor CPU");
+    let name =
+        format!("scale: {active} of {count} tenants over a single tenant, 64 in flight: supervisor CPU");
     if !report.wants(&name) {
         return Ok(());
     }
@@ -212,7 +215,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
         let one = cpu(alone, (64, plan.many), of_tenants(1)).await?;
         pairs.push((one, cpu(alone, (64, plan.many), of_tenants(active)).await?));
     }
-    report.tell(paired(name, "µs/job", &pairs, Target::AtMost, RATIO));
+    report.add(paired(name, "µs/job", &pairs, Target::AtMost, RATIO));
     Ok(())
 }
 
@@ -229,14 +232,14 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
     tokio::time::sleep(plan.idle).await;
     let used = processes::cpu(all)?.saturating_sub(before).as_secs_f64() / began.elapsed().as_secs_f64();
     let figure = Figure::alone(format!("{name}: supervisor CPU"), "% of a core", used * 100.0);
-    report.tell(figure.wanted(Target::FigureAtMost, 0.2));
+    report.add(figure.with_target(Target::FigureAtMost, 0.2));
     let more = processes::own_bytes(all)?.saturating_sub(processes::own_bytes(few)?);
     let each = more as f64 / 1024.0 / (count.max(2) - 1) as f64;
-    report.tell(
-        Figure::alone(format!("{name}: memory of each"), "KiB", each).wanted(Target::FigureAtMost, 20.0),
+    report.add(
+        Figure::alone(format!("{name}: memory of each"), "KiB", each).with_target(Target::FigureAtMost, 20.0),
     );
     let page = get(&many.admin(), "/metrics")?.len() as f64 / 1e6;
-    report.tell(Figure::alone(format!("{name}: a scrape"), "MB", page));
+    report.add(Figure::alone(format!("{name}: a scrape"), "MB", page));
     Ok(())
 }
 
@@ -272,7 +275,7 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         scraper.join().map_err(|_| "the scraper panicked")??;
         pairs.push((quiet.quantile(0.99), watched.quantile(0.99)));
     }
-    report.tell(paired(name, "µs", &pairs, Target::AtMost, RATIO));
+    report.add(paired(name, "µs", &pairs, Target::AtMost, RATIO));
     Ok(())
 }
 
@@ -321,14 +324,14 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let count = stays.len();
         let began = Instant::now();
         processes::terminate(pid)?;
-        let mut told = 0;
+        let mut rejected = 0;
         while let Some(ended) = stays.join_next().await {
-            told += usize::from(ended?.is_err_and(|error| error.to_string().contains("draining")));
+            rejected += usize::from(ended?.is_err_and(|error| error.to_string().contains("draining")));
         }
         let took = began.elapsed().as_secs_f64() * 1e6 / count as f64;
-        report.tell(Figure::alone(format!("{name}: half of them to be told of a stop"), "µs/job", took));
-        if told < count {
-            return Err(format!("only {told} of {count} jobs were rejected as `draining`").into());
+        report.add(Figure::alone(format!("{name}: half of the clients notified of a stop"), "µs/job", took));
+        if rejected < count {
+            return Err(format!("only {rejected} of {count} jobs were rejected as `draining`").into());
         }
     }
     hangs.abort();
@@ -336,10 +339,10 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         ("to come, supervisor CPU", "µs/job", coming),
         ("to be cancelled, supervisor CPU", "µs/job", cancelled),
     ];
-    for (what, unit, figures) in compared.into_iter().chain([("memory of each", "bytes", held)]) {
+    for (quantity, unit, figures) in compared.into_iter().chain([("memory of each", "bytes", held)]) {
         let pairs: Vec<_> =
             figures.iter().zip(figures.iter().skip(1)).map(|(few, all)| (*few, *all)).collect();
-        report.tell(paired(format!("{name} over a tenth: {what}"), unit, &pairs, Target::AtMost, RATIO));
+        report.add(paired(format!("{name} over a tenth: {quantity}"), unit, &pairs, Target::AtMost, RATIO));
     }
     Ok(())
 }

@@ -33,10 +33,10 @@ pub(crate) struct Plan {
 const STREAMS: usize = 50;
 
 /// Interval between scrapes of metrics.
-const SCRAPE_EVERY: Duration = Duration::from_millis(100);
+const SCRAPE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Interval between crashes, each of which causes an event or two, with and without readers.
-const CRASH_EVERY: Duration = Duration::from_millis(100);
+const CRASH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Size of a crash event in bytes.
 const EVENT_BYTES: usize = 700;
@@ -70,12 +70,12 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
         for stream in &mut streams {
             while stream.read(&mut buffer).is_ok_and(|count| count == buffer.len()) {}
         }
-        std::thread::sleep(SCRAPE_EVERY.saturating_sub(began.elapsed()));
+        std::thread::sleep(SCRAPE_INTERVAL.saturating_sub(began.elapsed()));
     }
 }
 
 /// Serves as a different server to read from, with minimal work and without jobs, until it is killed. Sends a page to
-/// each request for metrics, and an event to each follower every [`CRASH_EVERY`].
+/// each request for metrics, and an event to each follower every [`CRASH_INTERVAL`].
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -85,7 +85,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     let told = followers.clone();
     std::thread::spawn(move || {
         loop {
-            std::thread::sleep(CRASH_EVERY);
+            std::thread::sleep(CRASH_INTERVAL);
             let mut followers = told.lock().unwrap_or_else(PoisonError::into_inner);
             // Drops followers that have disconnected.
             followers.retain_mut(|follower| follower.write_all(event.as_bytes()).is_ok());
@@ -170,9 +170,9 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         let pairs = |which: fn(&(Cost, Cost, Cost)) -> (&Cost, &Cost)| -> Vec<_> {
             costs.iter().map(which).map(|(before, after)| (of(before), of(after))).collect()
         };
-        report.tell(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
-        let name = format!("watched, not something else: {name}");
-        report.tell(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
+        report.add(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
+        let name = format!("watched, compared with another server: {name}");
+        report.add(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
     }
     Ok(())
 }
@@ -180,7 +180,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 /// Starts a reader and waits until it has begun.
 fn watcher(admin: &Path) -> Result<Process> {
     let (watcher, mut said) =
-        Process::role_that_tells(&["watch", admin.to_str().ok_or("the path is not UTF-8")?])?;
+        Process::role_with_output(&["watch", admin.to_str().ok_or("the path is not UTF-8")?])?;
     let mut word = [0; 8];
     said.read_exact(&mut word)?;
     Ok(watcher)
@@ -214,6 +214,6 @@ async fn crash_on(chain: Rc<Chain>, is_over: Rc<Cell<bool>>) {
     while !is_over.get() {
         // The outcome is a crash.
         let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
-        tokio::time::sleep(CRASH_EVERY).await;
+        tokio::time::sleep(CRASH_INTERVAL).await;
     }
 }

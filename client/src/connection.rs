@@ -19,22 +19,22 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
-use crate::answer::{JobError, Progress};
 use crate::handle::JobHandle;
-use crate::order::Order;
+use crate::job_request::JobRequest;
+use crate::reply::{JobError, Progress};
 use crate::requests::{Frames, Requests, SubmitError};
-use crate::wire::Wire;
+use crate::transport::Transport;
 
 /// Maximum time for the supervisor to accept the connection and send the welcome.
-const WELCOME_WITHIN: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum time that jobs wait for a reconnection, from the loss of the connection.
-const RECONNECT_PATIENCE: Duration = Duration::from_secs(5);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Pause before the second attempt to reconnect. Doubles up to [`BACKOFF_MAX`]. A connection that lasts at
-/// least [`BACKOFF_MAX`] resets the pause.
-const BACKOFF: Duration = Duration::from_millis(10);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// Pause before the second attempt to reconnect. Doubles up to [`RECONNECT_PAUSE_MAX`]. A connection that lasts at
+/// least [`RECONNECT_PAUSE_MAX`] resets the pause.
+const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(10);
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Maximum size of a frame that this client accepts, in bytes after the header. The client announces this
 /// limit to the supervisor, and closes the connection on a larger frame. No bulkhead can be configured to
@@ -42,11 +42,11 @@ const BACKOFF_MAX: Duration = Duration::from_secs(1);
 const FRAME_BYTES_MAX: u32 = PAYLOAD_BYTES_CEILING as u32 + (FRAME_OVERHEAD_BYTES_MAX - HEADER_BYTES) as u32;
 
 /// Maximum number of reads before yielding to other tasks of the runtime.
-const READS_PER_TURN: usize = 16;
+const READS_PER_POLL_MAX: usize = 16;
 
 /// Time to keep reading after a failed write, because the supervisor may have sent a reason before it closed
 /// the connection.
-const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
+const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The reason why a connection failed. Messages fit after "failed to".
 #[derive(thiserror::Error)]
@@ -95,7 +95,7 @@ pub struct Client {
 
 /// A function that makes connections to a supervisor in this process. An error of kind `NotConnected` means
 /// that the supervisor has ended permanently.
-pub type Connector = Arc<dyn Fn() -> io::Result<in_process::End> + Send + Sync>;
+pub type Connector = Arc<dyn Fn() -> io::Result<in_process::Endpoint> + Send + Sync>;
 
 /// Location of the supervisor.
 #[derive(Clone)]
@@ -137,15 +137,15 @@ struct Shared {
     target: Target,
     current: watch::Receiver<Connection>,
     /// Notified when there is a job to send and no connection.
-    wanted: Arc<Notify>,
+    needed: Arc<Notify>,
 }
 
 /// Result of an attempt to send a job immediately.
-pub(crate) enum Begun {
+pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
-    Refused(JobError),
-    /// The job has to wait, for room or for a connection other than this one.
-    Not(Option<Arc<Requests>>),
+    Rejected(JobError),
+    /// The job has to wait, for space or for a connection other than this one.
+    MustWait(Option<Arc<Requests>>),
 }
 
 #[derive(Debug)]
@@ -161,14 +161,14 @@ struct Loss {
     /// Number of failed attempts to reconnect.
     attempts: u64,
     /// Reason for the missing connection, for people.
-    why: String,
+    reason: String,
     /// True if the client will not reconnect.
     is_final: bool,
 }
 
 impl Loss {
-    fn now(why: &str) -> Self {
-        Self { since: Instant::now(), attempts: 0, why: why.to_owned(), is_final: false }
+    fn now(reason: &str) -> Self {
+        Self { since: Instant::now(), attempts: 0, reason: reason.to_owned(), is_final: false }
     }
 }
 
@@ -209,87 +209,89 @@ impl Client {
     ) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
-        let wanted = Arc::<Notify>::default();
-        let driver = Driver { target: target.clone(), requests, current: sender, wanted: wanted.clone() };
-        (Self { shared: Arc::new(Shared { target, current, wanted }) }, driver.drive())
+        let needed = Arc::<Notify>::default();
+        let driver = Driver { target: target.clone(), requests, current: sender, needed: needed.clone() };
+        (Self { shared: Arc::new(Shared { target, current, needed }) }, driver.run())
     }
 
-    /// Sends a job, and waits for a connection or room if needed. Reports progress to `progress`.
-    pub(crate) async fn begin(
+    /// Sends a job, and waits for a connection or space if needed. Reports progress to `progress`.
+    pub(crate) async fn submit(
         &self,
-        job: &mut Order,
+        job: &mut JobRequest,
         progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<JobHandle, JobError> {
-        match self.begin_now(job, progress, None) {
-            Begun::Sent(handle) => Ok(handle),
-            Begun::Refused(error) => Err(error),
-            Begun::Not(broken) => Box::pin(self.begin_patiently(job, progress, broken)).await,
+        match self.try_submit(job, progress, None) {
+            SubmitAttempt::Sent(handle) => Ok(handle),
+            SubmitAttempt::Rejected(error) => Err(error),
+            SubmitAttempt::MustWait(broken) => {
+                Box::pin(self.submit_when_connected(job, progress, broken)).await
+            }
         }
     }
 
     /// Sends a job if that is possible immediately. The outcome wakes `waker`.
-    pub(crate) fn begin_now(
+    pub(crate) fn try_submit(
         &self,
-        job: &mut Order,
+        job: &mut JobRequest,
         progress: &mut Option<mpsc::Sender<Progress>>,
         waker: Option<&Waker>,
-    ) -> Begun {
-        let Some(requests) = self.shared.connected() else { return Begun::Not(None) };
+    ) -> SubmitAttempt {
+        let Some(requests) = self.shared.connected() else { return SubmitAttempt::MustWait(None) };
         match requests.submit(job, progress, waker) {
-            Ok(sent) => Begun::Sent(JobHandle::new(sent)),
-            Err(SubmitError::Refused(error)) => Begun::Refused(error),
-            Err(SubmitError::Full) => Begun::Not(None),
-            Err(SubmitError::Closed) => Begun::Not(Some(requests)),
+            Ok(sent) => SubmitAttempt::Sent(JobHandle::new(sent)),
+            Err(SubmitError::Rejected(error)) => SubmitAttempt::Rejected(error),
+            Err(SubmitError::Full) => SubmitAttempt::MustWait(None),
+            Err(SubmitError::Closed) => SubmitAttempt::MustWait(Some(requests)),
         }
     }
 
-    /// Sends a job as soon as there is a connection, other than `broken`, with room for it. The waiting time
+    /// Sends a job as soon as there is a connection, other than `broken`, with space for it. The waiting time
     /// is subtracted from the job's deadline.
-    pub(crate) async fn begin_patiently(
+    pub(crate) async fn submit_when_connected(
         &self,
-        job: &mut Order,
+        job: &mut JobRequest,
         progress: &mut Option<mpsc::Sender<Progress>>,
         mut broken: Option<Arc<Requests>>,
     ) -> Result<JobHandle, JobError> {
         let began = Instant::now();
-        let deadline = job.deadline;
+        let deadline = job.options.deadline;
         let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
         loop {
-            let requests = self.reconnected(broken.as_ref(), remaining()).await?;
-            let mut place = requests.queue();
-            let mut turn = pin!(requests.room.notified());
+            let requests = self.wait_for_connection(broken.as_ref(), remaining()).await?;
+            let mut position = requests.queue();
+            let mut space = pin!(requests.space.notified());
             // Registers for notifications before the first attempt, so that none is missed.
-            turn.as_mut().enable();
+            space.as_mut().enable();
             loop {
-                job.deadline = remaining();
-                if job.deadline.is_some_and(|left| left.is_zero()) {
-                    return Err(job.expired(deadline.unwrap_or_default()));
+                job.options.deadline = remaining();
+                if job.options.deadline.is_some_and(|left| left.is_zero()) {
+                    return Err(job.deadline_error(deadline.unwrap_or_default()));
                 }
-                match place.submit(job, progress) {
+                match position.submit(job, progress) {
                     Ok(sent) => return Ok(JobHandle::new(sent)),
-                    Err(SubmitError::Refused(error)) => return Err(error),
+                    Err(SubmitError::Rejected(error)) => return Err(error),
                     Err(SubmitError::Full) => {}
                     Err(SubmitError::Closed) => break,
                 }
-                match job.deadline {
+                match job.options.deadline {
                     // The loop checks the deadline above.
-                    Some(left) => drop(tokio::time::timeout(left, turn.as_mut()).await),
-                    None => turn.as_mut().await,
+                    Some(left) => drop(tokio::time::timeout(left, space.as_mut()).await),
+                    None => space.as_mut().await,
                 }
-                turn.set(requests.room.notified());
-                turn.as_mut().enable();
+                space.set(requests.space.notified());
+                space.as_mut().enable();
             }
             broken = Some(requests.clone());
         }
     }
 
-    async fn reconnected(
+    async fn wait_for_connection(
         &self,
         broken: Option<&Arc<Requests>>,
         remaining: Option<Duration>,
     ) -> Result<Arc<Requests>, JobError> {
         let mut current = self.shared.current.clone();
-        let is_another = |connection: &Connection| match connection {
+        let is_replacement = |connection: &Connection| match connection {
             Connection::Up(requests) => broken.is_none_or(|broken| !Arc::ptr_eq(broken, requests)),
             Connection::Down(_) => false,
         };
@@ -297,34 +299,34 @@ impl Client {
             Connection::Up(_) => None,
             Connection::Down(loss) => Some(loss.clone()),
         };
-        let left = loss.as_ref().map(|loss| RECONNECT_PATIENCE.saturating_sub(loss.since.elapsed()));
-        let is_late = left.is_some_and(|left| left.is_zero());
-        let patience = left.filter(|left| !left.is_zero()).unwrap_or(RECONNECT_PATIENCE);
-        let tried = loss.map_or(0, |loss| loss.attempts);
-        let is_worth_a_look = |connection: &Connection| match connection {
-            Connection::Up(_) => is_another(connection),
-            Connection::Down(loss) => is_late && loss.attempts > tried,
+        let left = loss.as_ref().map(|loss| RECONNECT_TIMEOUT.saturating_sub(loss.since.elapsed()));
+        let has_timed_out = left.is_some_and(|left| left.is_zero());
+        let timeout = left.filter(|left| !left.is_zero()).unwrap_or(RECONNECT_TIMEOUT);
+        let attempts_before = loss.map_or(0, |loss| loss.attempts);
+        let is_usable = |connection: &Connection| match connection {
+            Connection::Up(_) => is_replacement(connection),
+            Connection::Down(loss) => has_timed_out && loss.attempts > attempts_before,
         };
-        self.shared.wanted.notify_one();
+        self.shared.needed.notify_one();
         // If the driver is gone, the wait fails immediately.
-        let wait = current.wait_for(is_worth_a_look);
-        let _ = tokio::time::timeout(remaining.unwrap_or(patience).min(patience), wait).await;
+        let wait = current.wait_for(is_usable);
+        let _ = tokio::time::timeout(remaining.unwrap_or(timeout).min(timeout), wait).await;
         let found = current.borrow();
         match &*found {
-            Connection::Up(requests) if is_another(&found) => Ok(requests.clone()),
+            Connection::Up(requests) if is_replacement(&found) => Ok(requests.clone()),
             Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
             Connection::Down(loss) if loss.is_final => Err(JobError::Disconnected {
                 executed: Executed::No,
-                message: format!("{}; the job was not sent", loss.why),
+                message: format!("{}; the job was not sent", loss.reason),
             }),
-            Connection::Down(loss) => Err(self.unreachable(&loss.why)),
+            Connection::Down(loss) => Err(self.unreachable(&loss.reason)),
         }
     }
 
-    fn unreachable(&self, why: &str) -> JobError {
+    fn unreachable(&self, reason: &str) -> JobError {
         let place = self.shared.target.describe();
         let message = format!(
-            "the supervisor {place} is not reachable ({why}); the job was not sent: check that the \
+            "the supervisor {place} is not reachable ({reason}); the job was not sent: check that the \
              supervisor runs, then send the job again"
         );
         JobError::Disconnected { executed: Executed::No, message }
@@ -344,10 +346,10 @@ impl Shared {
 async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     let path = &target.path();
     let connected = match target {
-        Target::Path(path) => connect(path).await.map(Wire::Socket),
-        Target::InProcess(connector) => connector().map(Wire::InProcess),
+        Target::Path(path) => connect(path).await.map(Transport::Socket),
+        Target::InProcess(connector) => connector().map(Transport::InProcess),
     };
-    let wire = connected.map_err(|source| {
+    let transport = connected.map_err(|source| {
         let hint = match source.kind() {
             _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
@@ -359,46 +361,46 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
     let protocol = |message: String| ConnectError::Protocol { path: path.to_owned(), message };
-    match tokio::time::timeout(WELCOME_WITHIN, shake_hands(&wire)).await {
-        Err(_) => Err(protocol(format!("no welcome within {WELCOME_WITHIN:?}"))),
-        Ok(Err(Unwelcome::Protocol(message))) => Err(protocol(message)),
-        Ok(Err(Unwelcome::Refused { reason, message })) => {
+    match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake(&transport)).await {
+        Err(_) => Err(protocol(format!("no welcome within {HANDSHAKE_TIMEOUT:?}"))),
+        Ok(Err(HandshakeError::Protocol(message))) => Err(protocol(message)),
+        Ok(Err(HandshakeError::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
         }
-        Ok(Ok((bytes_max, capabilities))) => Ok(Arc::new(Requests::new(wire, bytes_max, capabilities))),
+        Ok(Ok((bytes_max, capabilities))) => Ok(Arc::new(Requests::new(transport, bytes_max, capabilities))),
     }
 }
 
 /// Connects. A Unix socket with a full backlog fails immediately with `WouldBlock`, so the connection is
 /// retried.
 async fn connect(path: &Path) -> io::Result<UnixStream> {
-    let until = Instant::now() + WELCOME_WITHIN;
-    let mut pause = BACKOFF;
+    let until = Instant::now() + HANDSHAKE_TIMEOUT;
+    let mut pause = RECONNECT_PAUSE_MIN;
     loop {
         match UnixStream::connect(path).await {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < until => {
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(BACKOFF_MAX);
+                pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
             }
             result => return result,
         }
     }
 }
 
-enum Unwelcome {
+enum HandshakeError {
     Refused { reason: u8, message: String },
     Protocol(String),
 }
 
-impl From<String> for Unwelcome {
+impl From<String> for HandshakeError {
     fn from(message: String) -> Self {
         Self::Protocol(message)
     }
 }
 
 /// Returns the maximum frame size of the supervisor, in bytes, and its capabilities.
-async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
-    let text = |error: &dyn std::fmt::Display| Unwelcome::Protocol(error.to_string());
+async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> {
+    let text = |error: &dyn std::fmt::Display| HandshakeError::Protocol(error.to_string());
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
         version_max: PROTOCOL_VERSION,
@@ -412,13 +414,13 @@ async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
     outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).map_err(|error| text(&error))?;
     // Errors are ignored, because a supervisor that refuses may have closed the connection already. Its
     // reason can still be read.
-    let _ = wire.flush(&mut outbox, &mut BufferPool::default());
+    let _ = transport.flush(&mut outbox, &mut BufferPool::default());
     let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(4096));
     loop {
-        wire.readable().await.map_err(|error| text(&error))?;
-        let read = wire.try_io(Interest::READABLE, || {
+        transport.readable().await.map_err(|error| text(&error))?;
+        let read = transport.try_io(Interest::READABLE, || {
             let (received, mut batch) =
-                inbox.receive_by(&mut scratch, |buffer| wire.receive(buffer, None))?;
+                inbox.receive_by(&mut scratch, |buffer| transport.receive(buffer, None))?;
             let item = batch.next().map_err(io::Error::other)?;
             let answer = match item {
                 Some(Item::Frame { header, metadata, .. } | Item::Announced { header, metadata }) => {
@@ -453,7 +455,7 @@ async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
                 let (refused, _) =
                     codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|error| text(&error))?;
                 let (reason, message) = (refused.reason, refused.message.to_owned());
-                return Err(Unwelcome::Refused { reason, message });
+                return Err(HandshakeError::Refused { reason, message });
             }
             Some((kind, _)) => return Err(format!("a frame of kind {kind} instead of a welcome").into()),
             None if received == Received::Closed => {
@@ -470,23 +472,23 @@ struct Driver {
     /// `None` before the first connection.
     requests: Option<Arc<Requests>>,
     current: watch::Sender<Connection>,
-    wanted: Arc<Notify>,
+    needed: Arc<Notify>,
 }
 
 impl Driver {
-    async fn drive(mut self) {
+    async fn run(mut self) {
         let mut pause = Duration::ZERO;
         loop {
             if let Some(requests) = &self.requests {
                 let began = Instant::now();
                 let message = tokio::select! {
                     message = serve(requests) => message,
-                    () = self.unwanted(requests) => return,
+                    () = self.wait_until_unused(requests) => return,
                 };
-                if began.elapsed() >= BACKOFF_MAX {
+                if began.elapsed() >= RECONNECT_PAUSE_MAX {
                     pause = Duration::ZERO;
                 }
-                self.lose(&message);
+                self.disconnect(&message);
             }
             let reconnected = tokio::select! {
                 requests = self.reconnect(&mut pause) => requests,
@@ -499,14 +501,14 @@ impl Driver {
     }
 
     /// Waits until no clone can send another job and no caller waits for an outcome.
-    async fn unwanted(&self, requests: &Requests) {
+    async fn wait_until_unused(&self, requests: &Requests) {
         self.current.closed().await;
         requests.idle().await;
     }
 
-    /// Ends the connection. Callers must not see the connection again when they retry, so it is made
-    /// unavailable before the waiters get their error.
-    fn lose(&self, message: &str) {
+    /// Ends the connection. The connection becomes unavailable before the waiters get an error, so that a
+    /// caller that retries does not use the same connection again.
+    fn disconnect(&self, message: &str) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {
             requests.close(message);
@@ -518,21 +520,21 @@ impl Driver {
         loop {
             tokio::select! {
                 () = tokio::time::sleep(*pause) => {}
-                () = self.asked() => {}
+                () = self.wait_until_needed() => {}
             }
-            *pause = (*pause * 2).clamp(BACKOFF, BACKOFF_MAX);
+            *pause = (*pause * 2).clamp(RECONNECT_PAUSE_MIN, RECONNECT_PAUSE_MAX);
             match open(&self.target).await {
                 Ok(requests) => return Some(requests),
-                Err(ConnectError::Unreachable { source, .. }) if self.is_end(&source) => {
-                    let why = format!("the supervisor {IN_PROCESS} has ended");
-                    let loss = Loss { is_final: true, ..Loss::now(&why) };
+                Err(ConnectError::Unreachable { source, .. }) if self.has_ended(&source) => {
+                    let reason = format!("the supervisor {IN_PROCESS} has ended");
+                    let loss = Loss { is_final: true, ..Loss::now(&reason) };
                     self.current.send_replace(Connection::Down(loss));
                     return None;
                 }
                 Err(error) => self.current.send_modify(|current| {
                     if let Connection::Down(loss) = current {
                         loss.attempts += 1;
-                        loss.why = format!("failed to {error}");
+                        loss.reason = format!("failed to {error}");
                     }
                 }),
             }
@@ -540,14 +542,14 @@ impl Driver {
     }
 
     /// Returns true if this error means that the supervisor has ended permanently.
-    fn is_end(&self, error: &io::Error) -> bool {
+    fn has_ended(&self, error: &io::Error) -> bool {
         matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
-    /// Waits until a caller needs a connection, and for at least [`BACKOFF`].
-    async fn asked(&self) {
-        tokio::time::sleep(BACKOFF).await;
-        self.wanted.notified().await;
+    /// Waits until a caller needs a connection, and for at least [`RECONNECT_PAUSE_MIN`].
+    async fn wait_until_needed(&self) {
+        tokio::time::sleep(RECONNECT_PAUSE_MIN).await;
+        self.needed.notified().await;
     }
 }
 
@@ -558,7 +560,7 @@ impl Drop for Driver {
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
             return;
         }
-        self.lose("the async runtime that served the connection has ended");
+        self.disconnect("the async runtime that served the connection has ended");
     }
 }
 
@@ -574,11 +576,11 @@ async fn read(requests: &Arc<Requests>) -> String {
     let mut inbox = Inbox::default();
     let mut scratch = Scratch::default();
     loop {
-        if let Err(error) = requests.wire.readable().await {
+        if let Err(error) = requests.transport.readable().await {
             return error.to_string();
         }
         let mut has_more = true;
-        for _ in 0..READS_PER_TURN {
+        for _ in 0..READS_PER_POLL_MAX {
             match read_once(requests, &mut inbox, &mut scratch) {
                 Ok(Received::More) => {}
                 Ok(Received::Drained) => {
@@ -606,7 +608,7 @@ async fn write(requests: &Requests) -> String {
         loop {
             // Runs within `try_io`, because only that clears tokio's readiness correctly if the socket has
             // become writable in the meantime.
-            let written = requests.wire.try_io(Interest::WRITABLE, || match requests.flush() {
+            let written = requests.transport.try_io(Interest::WRITABLE, || match requests.flush() {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::WouldBlock.into()),
                 Err(error) => Err(error),
@@ -614,14 +616,14 @@ async fn write(requests: &Requests) -> String {
             match written {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Err(error) = requests.wire.writable().await {
+                    if let Err(error) = requests.transport.writable().await {
                         return error.to_string();
                     }
                 }
                 Err(error) => {
                     // The reader usually finds a better reason, such as a message sent before the connection
                     // closed.
-                    tokio::time::sleep(LAST_WORDS_WITHIN).await;
+                    tokio::time::sleep(CLOSE_REASON_TIMEOUT).await;
                     return error.to_string();
                 }
             }
@@ -631,17 +633,17 @@ async fn write(requests: &Requests) -> String {
 
 fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
     let mut problem = None;
-    let read = requests.wire.try_io(tokio::io::Interest::READABLE, || {
+    let read = requests.transport.try_io(tokio::io::Interest::READABLE, || {
         let (received, mut batch) = inbox.receive_by(scratch, |buffer| requests.receive(buffer))?;
-        let mut frames = Frames::of(requests);
+        let mut frames = Frames::new(requests);
         loop {
             let result = match batch.next() {
                 Ok(None) => break,
                 Ok(Some(Item::Frame { header, metadata, payload })) => {
-                    frames.take(header, metadata, payload.to_vec())
+                    frames.handle(header, metadata, payload.to_vec())
                 }
                 Ok(Some(Item::Large { header, metadata, payload })) => {
-                    frames.take(header, &metadata, payload)
+                    frames.handle(header, &metadata, payload)
                 }
                 Ok(Some(Item::Announced { header, metadata })) => {
                     match announced(&mut frames, header, metadata) {
@@ -688,6 +690,6 @@ fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result
     if header.kind == kind::OUTCOME {
         return Ok(frames.buffer_for(header));
     }
-    frames.take(header, metadata, Vec::new())?;
+    frames.handle(header, metadata, Vec::new())?;
     Ok(None)
 }

@@ -5,8 +5,8 @@ use std::task::{Context, Poll};
 
 use tokio::sync::mpsc;
 
-use crate::answer::{JobError, Progress, Reply};
-use crate::requests::Ticket;
+use crate::reply::{JobError, Progress, Reply};
+use crate::requests::PendingOutcome;
 
 /// A submitted job: a future that resolves to the outcome. The handle remains valid when its
 /// [`Client`](crate::Client) is dropped.
@@ -15,12 +15,12 @@ use crate::requests::Ticket;
 pub struct JobHandle {
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,
     /// Cancels the job when dropped before the outcome has arrived.
-    ticket: Ticket,
+    outcome: PendingOutcome,
 }
 
 impl JobHandle {
-    pub(crate) fn new(ticket: Ticket) -> Self {
-        Self { progress: None, ticket }
+    pub(crate) fn new(outcome: PendingOutcome) -> Self {
+        Self { progress: None, outcome }
     }
 
     /// Waits for the next progress report. Returns `None` when the job has ended. Up to 16 unread reports are
@@ -32,19 +32,19 @@ impl JobHandle {
     /// Asks the supervisor to cancel the job. The outcome still arrives: `cancelled`, or another outcome if
     /// the job ended first. To cancel without waiting for the outcome, drop the handle.
     pub fn cancel(&self) {
-        self.ticket.cancel(false);
+        self.outcome.cancel(false);
     }
 
     /// Asks the supervisor to cancel the job unless it has begun. The outcome still arrives: `cancelled` with
     /// `executed: no`, or the outcome of the running job. A supervisor without this capability lets the job
     /// continue.
     pub fn cancel_unless_begun(&self) {
-        self.ticket.cancel(true);
+        self.outcome.cancel(true);
     }
 
     #[inline]
     pub(crate) fn poll_outcome(&mut self, cx: &Context<'_>) -> Poll<Result<Reply, JobError>> {
-        self.ticket.poll(cx)
+        self.outcome.poll(cx)
     }
 }
 

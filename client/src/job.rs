@@ -10,10 +10,10 @@ use std::time::Duration;
 use bulkhead_shared::Priority;
 use tokio::sync::mpsc;
 
-use crate::answer::{JobError, Reply};
-use crate::connection::{Begun, Client};
+use crate::connection::{Client, SubmitAttempt};
 use crate::handle::JobHandle;
-use crate::order::{Order, Source};
+use crate::job_request::{JobRequest, Source};
+use crate::reply::{JobError, Reply};
 
 /// Maximum number of unread progress reports per job; later reports are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
@@ -23,13 +23,13 @@ pub(crate) const PROGRESS_MAX: usize = 16;
 #[derive(Clone, Debug)]
 pub struct Job {
     client: Client,
-    order: Order,
+    request: JobRequest,
 }
 
 impl Client {
     /// Creates a job for `bulkhead`.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
-        Job { client: self.clone(), order: Order::new(bulkhead.into(), payload.into()) }
+        Job { client: self.clone(), request: JobRequest::new(bulkhead.into(), payload.into()) }
     }
 }
 
@@ -67,13 +67,13 @@ impl Job {
     pub fn payload_file(mut self, file: File) -> io::Result<Self> {
         let metadata = file.metadata()?;
         if !metadata.is_file() {
-            let why = "the payload is not a regular file, so the size is unknown: read the file, and send \
+            let reason = "the payload is not a regular file, so the size is unknown: read the file, and send \
                        the content";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         match usize::try_from(metadata.len()).map_err(io::Error::other)? {
-            0 => (self.order.payload, self.order.source) = (read_whole(&file)?, None),
-            bytes => self.order.source = Some(Source::File(Arc::new(file), bytes)),
+            0 => (self.request.payload, self.request.source) = (read_whole(&file)?, None),
+            bytes => self.request.source = Some(Source::File(Arc::new(file), bytes)),
         }
         Ok(self)
     }
@@ -86,7 +86,7 @@ impl Job {
         bytes: usize,
         fill: impl Fn(&mut [u8]) + Send + Sync + 'static,
     ) -> Self {
-        self.order.source = Some(Source::Function(Arc::new(fill), bytes));
+        self.request.source = Some(Source::Function(Arc::new(fill), bytes));
         self
     }
 
@@ -94,19 +94,19 @@ impl Job {
     /// copying it. A worker that misbehaves can modify the file while it is read. Results outside of memory
     /// files are copied as usual.
     pub fn map_result(mut self) -> Self {
-        self.order.maps_result = true;
+        self.request.maps_result = true;
         self
     }
 
     /// Sets the operation, at most 256 bytes. The handler uses it to choose what to do.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
-        self.order.operation = name.into();
+        self.request.options.operation = name.into();
         self
     }
 
     /// Sets the tenant, at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
-        self.order.tenant = name.into();
+        self.request.options.tenant = name.into();
         self
     }
 
@@ -117,7 +117,7 @@ impl Job {
     /// The supervisor measures the time from receipt of the job. The client subtracts the time spent waiting
     /// for a connection, or for space in the send queue.
     pub fn deadline(mut self, limit: Duration) -> Self {
-        self.order.deadline = Some(limit);
+        self.request.options.deadline = Some(limit);
         self
     }
 
@@ -138,31 +138,31 @@ impl Job {
     /// # }
     /// ```
     pub fn run_limit(mut self, limit: Duration) -> Self {
-        self.order.run_limit = Some(limit);
+        self.request.options.run_limit = Some(limit);
         self
     }
 
     /// Sets the priority.
     pub fn priority(mut self, priority: Priority) -> Self {
-        self.order.priority = priority;
+        self.request.options.priority = priority;
         self
     }
 
     /// Sets the cost of the job against a rate limit. The default is 1.
     pub fn cost(mut self, cost: u32) -> Self {
-        self.order.cost = cost;
+        self.request.options.cost = cost;
         self
     }
 
     /// Declares whether the job can safely run twice.
     pub fn idempotent(mut self, is_idempotent: bool) -> Self {
-        self.order.is_idempotent = is_idempotent;
+        self.request.options.is_idempotent = is_idempotent;
         self
     }
 
     /// Sets a W3C `traceparent`, which is passed to the handler.
     pub fn traceparent(mut self, text: impl Into<String>) -> Self {
-        self.order.traceparent = Some(text.into());
+        self.request.traceparent = Some(text.into());
         self
     }
 
@@ -181,25 +181,25 @@ impl Job {
     /// # }
     /// ```
     pub async fn send(mut self) -> Result<Reply, JobError> {
-        self.order.check()?;
+        self.request.check()?;
         let mut handle: Option<JobHandle> = None;
         // In one future, so that the outcome finds the task's waker without another poll.
         let result = std::future::poll_fn(|cx| match &mut handle {
             Some(handle) => handle.poll_outcome(cx).map(Ok),
-            None => match self.client.begin_now(&mut self.order, &mut None, Some(cx.waker())) {
-                Begun::Sent(sent) => {
+            None => match self.client.try_submit(&mut self.request, &mut None, Some(cx.waker())) {
+                SubmitAttempt::Sent(sent) => {
                     handle = Some(sent);
                     Poll::Pending
                 }
-                Begun::Refused(error) => Poll::Ready(Ok(Err(error))),
-                Begun::Not(broken) => Poll::Ready(Err(broken)),
+                SubmitAttempt::Rejected(error) => Poll::Ready(Ok(Err(error))),
+                SubmitAttempt::MustWait(broken) => Poll::Ready(Err(broken)),
             },
         });
         match result.await {
             Ok(result) => result,
             // Boxed because this path is rare and would enlarge the future of every job.
             Err(broken) => {
-                Box::pin(self.client.begin_patiently(&mut self.order, &mut None, broken)).await?.await
+                Box::pin(self.client.submit_when_connected(&mut self.request, &mut None, broken)).await?.await
             }
         }
     }
@@ -221,9 +221,9 @@ impl Job {
     /// # }
     /// ```
     pub async fn start(mut self) -> Result<JobHandle, JobError> {
-        self.order.check()?;
+        self.request.check()?;
         let (sender, progress) = mpsc::channel(PROGRESS_MAX);
-        let mut handle = self.client.begin(&mut self.order, &mut Some(sender)).await?;
+        let mut handle = self.client.submit(&mut self.request, &mut Some(sender)).await?;
         handle.progress = Some(progress);
         Ok(handle)
     }

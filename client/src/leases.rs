@@ -5,17 +5,17 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
+use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole};
 
 /// Maximum number of concurrent requests for leases.
-const ASKED_MAX: usize = 4;
+const LEASE_REQUESTS_MAX: usize = 4;
 
 /// Maximum idle time of a lease that can be used without checking for a recall. The supervisor revokes a
 /// lease five seconds after the recall, which this program may not have read yet.
-const FRESH_FOR: Duration = Duration::from_secs(4);
+const FRESH_TIME: Duration = Duration::from_secs(4);
 
 /// Pause after a refused request before the client asks again.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
+const LEASE_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// A lease, used by one job at a time.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub(crate) struct Lease {
 
 impl Lease {
     fn is_fresh(&self) -> bool {
-        self.used_at.elapsed() < FRESH_FOR
+        self.used_at.elapsed() < FRESH_TIME
     }
 
     /// Returns true if the result was still valid when it was read before this call.
@@ -46,9 +46,9 @@ impl Lease {
 }
 
 /// Owner of leases.
-pub(crate) trait TakesBack: Send + Sync {
+pub(crate) trait LeaseOwner: Send + Sync {
     /// Takes back a lease that is no longer needed.
-    fn take_back(&self, lease: Lease);
+    fn release_lease(&self, lease: Lease);
 }
 
 /// The leases of one connection.
@@ -56,95 +56,95 @@ pub(crate) trait TakesBack: Send + Sync {
 pub(crate) struct Leases {
     free: Vec<Lease>,
     /// Bulkhead and tenant of each pending request for a lease, by request number.
-    asked: HashMap<u64, (String, String)>,
-    last_asked: u64,
+    requested: HashMap<u64, (String, String)>,
+    last_request: u64,
     refused_at: Option<Instant>,
     /// Leases in use. True if the supervisor has recalled the lease.
     in_use: HashMap<u64, bool>,
     /// Descriptors received before the frame that describes them.
-    pub(crate) coming: Vec<OwnedFd>,
+    pub(crate) received_files: Vec<OwnedFd>,
 }
 
 impl Leases {
     /// Takes a lease for a payload of `bytes` bytes. If all leases are too small, returns one of them, to be
-    /// exchanged for a larger one. `hears` returns true if everything that the supervisor has sent was read.
+    /// exchanged for a larger one. `has_read_all` returns true if everything that the supervisor has sent was read.
     pub(crate) fn take(
         &mut self,
         (bulkhead, tenant): (&str, &str),
         bytes: usize,
-        hears: impl Fn() -> bool,
-    ) -> Taken {
+        has_read_all: impl Fn() -> bool,
+    ) -> LeaseSearch {
         let is_for = |lease: &Lease| lease.is_for(bulkhead, tenant);
-        if self.free.iter().any(|lease| is_for(lease) && !lease.is_fresh()) && !hears() {
-            return Taken::Doubtful;
+        if self.free.iter().any(|lease| is_for(lease) && !lease.is_fresh()) && !has_read_all() {
+            return LeaseSearch::MayBeRevoked;
         }
         let fits = |lease: &Lease| is_for(lease) && lease.payload.len() >= bytes;
         if let Some(at) = self.free.iter().rposition(fits) {
             let lease = self.free.swap_remove(at);
             self.in_use.insert(lease.number, false);
-            return Taken::Lease(lease);
+            return LeaseSearch::Found(lease);
         }
         if let Some(at) = self.free.iter().position(is_for) {
-            return Taken::TooSmall(self.free.swap_remove(at));
+            return LeaseSearch::TooSmall(self.free.swap_remove(at));
         }
-        Taken::None
+        LeaseSearch::None
     }
 
     /// Registers a request for a lease. Returns the request number, or `None` if it is too early or too many
     /// requests are pending.
-    pub(crate) fn ask(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
-        let is_early = self.refused_at.is_some_and(|at| at.elapsed() < ASK_AGAIN_AFTER);
-        if is_early || self.asked.len() >= ASKED_MAX {
+    pub(crate) fn request(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
+        let is_early = self.refused_at.is_some_and(|at| at.elapsed() < LEASE_RETRY_PAUSE);
+        if is_early || self.requested.len() >= LEASE_REQUESTS_MAX {
             return None;
         }
-        self.last_asked += 1;
-        self.asked.insert(self.last_asked, (bulkhead.to_owned(), tenant.to_owned()));
-        Some(self.last_asked)
+        self.last_request += 1;
+        self.requested.insert(self.last_request, (bulkhead.to_owned(), tenant.to_owned()));
+        Some(self.last_request)
     }
 
     /// Returns true if a requested lease may still arrive.
-    pub(crate) fn is_waiting(&self) -> bool {
-        !self.asked.is_empty()
+    pub(crate) fn expects_lease(&self) -> bool {
+        !self.requested.is_empty()
     }
 
     /// Handles a received lease. Returns `None` if it was not requested, and otherwise whether it can be
     /// used.
-    pub(crate) fn come(&mut self, asked_as: u64, named: Named) -> Option<bool> {
-        let coming = std::mem::take(&mut self.coming);
-        let (bulkhead, tenant) = self.asked.remove(&asked_as)?;
-        let mapped = map(named, coming);
-        let is_good = mapped.is_ok();
+    pub(crate) fn receive(&mut self, request: u64, lease_ref: LeaseRef) -> Option<bool> {
+        let received_files = std::mem::take(&mut self.received_files);
+        let (bulkhead, tenant) = self.requested.remove(&request)?;
+        let mapped = map(lease_ref, received_files);
+        let is_usable = mapped.is_ok();
         if let Ok((payload, result, result_file)) = mapped {
-            let number = named.lease;
+            let number = lease_ref.lease;
             let used_at = Instant::now();
             self.free.push(Lease { number, bulkhead, tenant, payload, result, result_file, used_at });
         } else {
             self.refused_at = Some(Instant::now());
         }
-        Some(is_good)
+        Some(is_usable)
     }
 
     /// Handles a recall. Returns the number of the lease if it must be returned immediately.
-    pub(crate) fn ended(&mut self, number: u64) -> Option<u64> {
+    pub(crate) fn recall(&mut self, number: u64) -> Option<u64> {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
         // A recall can cross the return of the lease. Unknown numbers are ignored.
-        if let Some(is_called_back) = self.in_use.get_mut(&number) {
-            *is_called_back = true;
+        if let Some(is_recalled) = self.in_use.get_mut(&number) {
+            *is_recalled = true;
         }
         None
     }
 
     /// Handles the refusal of a request.
-    pub(crate) fn refused(&mut self, asked_as: u64) {
-        self.asked.remove(&asked_as);
+    pub(crate) fn refused(&mut self, request: u64) {
+        self.requested.remove(&request);
         self.refused_at = Some(Instant::now());
     }
 
     /// Takes back a lease after a job. Returns the number of the lease if it must be returned to the
     /// supervisor.
-    pub(crate) fn put_back(&mut self, lease: Lease) -> Option<u64> {
+    pub(crate) fn release(&mut self, lease: Lease) -> Option<u64> {
         let number = lease.number;
         if self.in_use.remove(&number) == Some(true) {
             return Some(number);
@@ -160,19 +160,19 @@ impl Leases {
 }
 
 /// Result of looking for a lease.
-pub(crate) enum Taken {
-    Lease(Lease),
+pub(crate) enum LeaseSearch {
+    Found(Lease),
     TooSmall(Lease),
     /// The lease may have been revoked, and unread frames may say so.
-    Doubtful,
+    MayBeRevoked,
     None,
 }
 
-fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
-    let [payload, result] =
-        <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
-    let mapped = Mapping::new(&result, named.bytes, false)?;
-    Ok((Mapping::new(&payload, named.bytes, true)?, mapped, result))
+fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
+    let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
+        .map_err(|_| io::Error::other("the files did not arrive"))?;
+    let mapped = Mapping::new(&result, lease_ref.bytes, false)?;
+    Ok((Mapping::new(&payload, lease_ref.bytes, true)?, mapped, result))
 }
 
 #[cfg(test)]
@@ -181,12 +181,12 @@ mod tests {
 
     /// A recall can cross the return of a lease, for example after each cancelled job.
     #[test]
-    fn calls_for_leases_that_were_given_back_leave_nothing() {
+    fn recalls_of_returned_leases_leave_no_record() {
         let mut leases = Leases::default();
         for number in 0..1000 {
             leases.in_use.insert(number, false);
             leases.forget(number);
-            assert_eq!(leases.ended(number), None);
+            assert_eq!(leases.recall(number), None);
         }
         assert!(leases.in_use.is_empty());
     }

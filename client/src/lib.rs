@@ -23,20 +23,19 @@
 //! as [`JobError::Disconnected`], and the client reconnects automatically. [`blocking`] has the same
 //! functions without async.
 
-mod answer;
 pub mod blocking;
 mod connection;
 mod handle;
 mod job;
+mod job_request;
 mod leases;
 mod mapped;
-mod order;
+mod reply;
 mod requests;
-mod served;
+mod success;
+mod transport;
 mod waiters;
-mod wire;
 
-pub use answer::{Failure, JobError, Progress, Reply};
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, Priority, RejectReason, Verdict,
@@ -45,3 +44,4 @@ pub use connection::{Client, ConnectError, Connector};
 pub use handle::JobHandle;
 pub use job::Job;
 pub use mapped::MappedResult;
+pub use reply::{Failure, JobError, Progress, Reply};

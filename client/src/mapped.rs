@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Weak;
 
-use crate::leases::{Lease, TakesBack};
+use crate::leases::{Lease, LeaseOwner};
 
 /// A result in the memory file where the worker wrote it. **A misbehaving worker can change it at any time.**
 /// A parser must not rely on reading the same bytes twice. The memory file is not used for other jobs while
@@ -11,7 +11,7 @@ use crate::leases::{Lease, TakesBack};
 pub struct MappedResult {
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) bytes: usize,
-    pub(crate) requests: Weak<dyn TakesBack>,
+    pub(crate) requests: Weak<dyn LeaseOwner>,
 }
 
 impl MappedResult {
@@ -65,7 +65,7 @@ impl fmt::Debug for MappedResult {
 impl Drop for MappedResult {
     fn drop(&mut self) {
         if let (Some(lease), Some(requests)) = (self.lease.take(), self.requests.upgrade()) {
-            requests.take_back(*lease);
+            requests.release_lease(*lease);
         }
     }
 }

@@ -8,10 +8,10 @@ use std::task::{Context, Poll, Waker};
 
 use tokio::sync::mpsc;
 
-use crate::answer::{JobError, Progress, Reply};
 use crate::leases::Lease;
+use crate::reply::{JobError, Progress, Reply};
 
-pub(crate) type Told = Result<Reply, JobError>;
+pub(crate) type JobResult = Result<Reply, JobError>;
 
 /// State of a submitted job.
 pub(crate) struct Waiter {
@@ -25,27 +25,27 @@ pub(crate) struct Waiter {
     pub(crate) maps_result: bool,
 }
 
-enum Held {
-    Nothing,
+enum SlotState {
+    Free,
     Waiting(Waiter),
     /// The outcome has arrived and is being processed.
-    Reading,
-    Told(Told),
+    Processing,
+    Done(JobResult),
 }
 
 struct Slot {
     /// Number of requests that have used this slot; the upper half of a request's number.
     generation: u32,
-    held: Held,
+    state: SlotState,
     /// Waker of the waiting task.
     waker: Option<Waker>,
 }
 
 /// State left by a dropped handle.
-pub(crate) struct Left {
+pub(crate) struct RemovedRequest {
     /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
-    _rest: (Held, Option<Waker>),
+    _rest: (SlotState, Option<Waker>),
 }
 
 /// The slots of one connection.
@@ -64,14 +64,14 @@ impl Waiters {
 
     /// Adds a waiter. Returns the request's number.
     #[inline]
-    pub(crate) fn enter(&mut self, waiter: Waiter, waker: Option<Waker>) -> u64 {
+    pub(crate) fn insert(&mut self, waiter: Waiter, waker: Option<Waker>) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot { generation: 0, held: Held::Nothing, waker: None });
+            self.slots.push(Slot { generation: 0, state: SlotState::Free, waker: None });
             self.slots.len() as u32 - 1
         });
         let slot = &mut self.slots[index as usize];
         slot.generation = slot.generation.wrapping_add(1);
-        (slot.held, slot.waker) = (Held::Waiting(waiter), waker);
+        (slot.state, slot.waker) = (SlotState::Waiting(waiter), waker);
         self.waiting += 1;
         u64::from(slot.generation) << 32 | u64::from(index)
     }
@@ -85,19 +85,19 @@ impl Waiters {
     /// Returns the waiter of a request.
     #[inline]
     pub(crate) fn get(&mut self, number: u64) -> Option<&mut Waiter> {
-        match &mut self.slot(number)?.held {
-            Held::Waiting(waiter) => Some(waiter),
+        match &mut self.slot(number)?.state {
+            SlotState::Waiting(waiter) => Some(waiter),
             _ => None,
         }
     }
 
-    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::tell`].
+    /// Takes the waiter of a request whose outcome has arrived. Must be followed by [`Waiters::finish`].
     #[inline]
-    pub(crate) fn read(&mut self, number: u64) -> Option<Waiter> {
-        let held = &mut self.slot(number)?.held;
-        match held {
-            Held::Waiting(_) => match std::mem::replace(held, Held::Reading) {
-                Held::Waiting(waiter) => Some(waiter),
+    pub(crate) fn take(&mut self, number: u64) -> Option<Waiter> {
+        let state = &mut self.slot(number)?.state;
+        match state {
+            SlotState::Waiting(_) => match std::mem::replace(state, SlotState::Processing) {
+                SlotState::Waiting(waiter) => Some(waiter),
                 _ => None,
             },
             _ => None,
@@ -107,69 +107,74 @@ impl Waiters {
     /// Stores an outcome. Returns the waker of the waiting task, if any. If the handle is gone, returns the
     /// outcome as an error.
     #[inline]
-    pub(crate) fn tell(&mut self, number: u64, told: Told) -> Result<Option<Waker>, Box<Told>> {
+    pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {
-            Some(slot) if matches!(slot.held, Held::Reading) => {
-                slot.held = Held::Told(told);
+            Some(slot) if matches!(slot.state, SlotState::Processing) => {
+                slot.state = SlotState::Done(result);
                 let waker = slot.waker.take();
                 self.waiting -= 1;
                 Ok(waker)
             }
-            _ => Err(Box::new(told)),
+            _ => Err(Box::new(result)),
         }
     }
 
     /// Returns the outcome of a request, or `Ready(None)` if there is no such request. If the outcome has not
-    /// arrived, registers the task's waker and moves the previous one to `unwanted`.
+    /// arrived, registers the task's waker and moves the previous one to `replaced`.
     #[inline]
     pub(crate) fn poll(
         &mut self,
         number: u64,
         cx: &Context<'_>,
-        unwanted: &mut Option<Waker>,
-    ) -> Poll<Option<Told>> {
+        replaced: &mut Option<Waker>,
+    ) -> Poll<Option<JobResult>> {
         let Some(slot) = self.slot(number) else { return Poll::Ready(None) };
-        if matches!(slot.held, Held::Waiting(_) | Held::Reading) {
+        if matches!(slot.state, SlotState::Waiting(_) | SlotState::Processing) {
             if !slot.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
-                *unwanted = slot.waker.replace(cx.waker().clone());
+                *replaced = slot.waker.replace(cx.waker().clone());
             }
             return Poll::Pending;
         }
-        let Held::Told(told) = std::mem::replace(&mut slot.held, Held::Nothing) else {
+        let SlotState::Done(result) = std::mem::replace(&mut slot.state, SlotState::Free) else {
             return Poll::Ready(None);
         };
         self.free.push(number as u32);
-        Poll::Ready(Some(told))
+        Poll::Ready(Some(result))
     }
 
     /// Removes a request whose handle was dropped.
-    pub(crate) fn leave(&mut self, number: u64) -> Option<Left> {
+    pub(crate) fn remove(&mut self, number: u64) -> Option<RemovedRequest> {
         let slot = self.slot(number)?;
-        let held = std::mem::replace(&mut slot.held, Held::Nothing);
+        let state = std::mem::replace(&mut slot.state, SlotState::Free);
         let waker = slot.waker.take();
-        match held {
-            Held::Nothing => return None,
-            Held::Told(_) => {}
-            Held::Waiting(_) | Held::Reading => self.waiting -= 1,
+        match state {
+            SlotState::Free => return None,
+            SlotState::Done(_) => {}
+            SlotState::Waiting(_) | SlotState::Processing => self.waiting -= 1,
         }
         self.free.push(number as u32);
-        Some(match held {
-            Held::Waiting(waiter) => Left { waiter: Some(waiter), _rest: (Held::Nothing, waker) },
-            other => Left { waiter: None, _rest: (other, waker) },
+        Some(match state {
+            SlotState::Waiting(waiter) => {
+                RemovedRequest { waiter: Some(waiter), _rest: (SlotState::Free, waker) }
+            }
+            other => RemovedRequest { waiter: None, _rest: (other, waker) },
         })
     }
 
-    /// Gives every waiting job an outcome. `told` gets `None` for a job whose outcome was being processed
+    /// Gives every waiting job an outcome. `result` gets `None` for a job whose outcome was being processed
     /// when the connection failed. Returns the unused waiters and the wakers.
-    pub(crate) fn tell_all(&mut self, told: impl Fn(Option<&Waiter>) -> Told) -> (Vec<Waiter>, Vec<Waker>) {
+    pub(crate) fn finish_all(
+        &mut self,
+        result: impl Fn(Option<&Waiter>) -> JobResult,
+    ) -> (Vec<Waiter>, Vec<Waker>) {
         let (mut waiters, mut wakers) = (Vec::new(), Vec::new());
         for slot in &mut self.slots {
-            let told = match &slot.held {
-                Held::Waiting(waiter) => told(Some(waiter)),
-                Held::Reading => told(None),
-                Held::Nothing | Held::Told(_) => continue,
+            let result = match &slot.state {
+                SlotState::Waiting(waiter) => result(Some(waiter)),
+                SlotState::Processing => result(None),
+                SlotState::Free | SlotState::Done(_) => continue,
             };
-            if let Held::Waiting(waiter) = std::mem::replace(&mut slot.held, Held::Told(told)) {
+            if let SlotState::Waiting(waiter) = std::mem::replace(&mut slot.state, SlotState::Done(result)) {
                 waiters.push(waiter);
             }
             wakers.extend(slot.waker.take());
@@ -201,69 +206,69 @@ mod tests {
         Waiter { bulkhead, progress: None, frame_end: 0, lease: None, maps_result: false }
     }
 
-    fn lost() -> Told {
-        Err(JobError::lost(bulkhead_shared::Executed::No, "it is a test"))
+    fn lost() -> JobResult {
+        Err(JobError::lost(bulkhead_shared::Executed::No, "test"))
     }
 
     #[test]
-    fn an_outcome_is_told_once_and_to_the_task_that_asked_last() {
+    fn outcome_goes_once_to_the_last_waiting_task() {
         let mut waiters = Waiters::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
-        let number = waiters.enter(waiter(), Some(tasks[0].clone()));
-        let mut unwanted = None;
+        let number = waiters.insert(waiter(), Some(tasks[0].clone()));
+        let mut replaced = None;
         let cx = Context::from_waker(&tasks[0]);
-        assert!(waiters.poll(number, &cx, &mut unwanted).is_pending() && unwanted.is_none());
+        assert!(waiters.poll(number, &cx, &mut replaced).is_pending() && replaced.is_none());
         let cx = Context::from_waker(&tasks[1]);
-        assert!(waiters.poll(number, &cx, &mut unwanted).is_pending());
-        assert!(unwanted.as_ref().unwrap().will_wake(&tasks[0]));
+        assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
+        assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
 
-        assert!(waiters.tell(number, lost()).is_err(), "it was not read");
-        assert!(waiters.read(number).is_some());
-        assert!(waiters.read(number).is_none() && waiters.get(number).is_none());
+        assert!(waiters.finish(number, lost()).is_err(), "the outcome was not taken");
+        assert!(waiters.take(number).is_some());
+        assert!(waiters.take(number).is_none() && waiters.get(number).is_none());
         assert_eq!(waiters.waiting(), 1);
-        waiters.tell(number, lost()).unwrap().unwrap().wake();
+        waiters.finish(number, lost()).unwrap().unwrap().wake();
         assert_eq!(wakers.iter().map(|woken| woken.0.load(Ordering::SeqCst)).collect::<Vec<_>>(), [0, 1]);
         assert_eq!(waiters.waiting(), 0);
-        assert_eq!(waiters.poll(number, &cx, &mut unwanted), Poll::Ready(Some(lost())));
-        assert_eq!(waiters.poll(number, &cx, &mut unwanted), Poll::Ready(None));
-        assert!(waiters.leave(number).is_none(), "it is free, once");
+        assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(Some(lost())));
+        assert_eq!(waiters.poll(number, &cx, &mut replaced), Poll::Ready(None));
+        assert!(waiters.remove(number).is_none(), "the slot is freed only once");
     }
 
     #[test]
-    fn a_slot_that_is_used_again_is_another_request() {
+    fn reused_slot_belongs_to_another_request() {
         let mut waiters = Waiters::default();
-        let first = waiters.enter(waiter(), None);
-        assert!(waiters.leave(first).unwrap().waiter.is_some());
-        let second = waiters.enter(waiter(), None);
+        let first = waiters.insert(waiter(), None);
+        assert!(waiters.remove(first).unwrap().waiter.is_some());
+        let second = waiters.insert(waiter(), None);
         assert_eq!(first as u32, second as u32);
         assert!(
-            waiters.get(first).is_none() && waiters.read(first).is_none() && waiters.leave(first).is_none()
+            waiters.get(first).is_none() && waiters.take(first).is_none() && waiters.remove(first).is_none()
         );
         // The handle is dropped while its outcome is being processed. The outcome is then discarded, even if
         // another request uses the slot.
-        assert!(waiters.read(second).is_some());
-        assert!(waiters.leave(second).unwrap().waiter.is_none());
-        assert!(waiters.tell(second, lost()).is_err());
-        let third = waiters.enter(waiter(), None);
-        assert!(waiters.tell(second, lost()).is_err());
+        assert!(waiters.take(second).is_some());
+        assert!(waiters.remove(second).unwrap().waiter.is_none());
+        assert!(waiters.finish(second, lost()).is_err());
+        let third = waiters.insert(waiter(), None);
+        assert!(waiters.finish(second, lost()).is_err());
         assert!(waiters.get(third).is_some());
         assert_eq!(waiters.waiting(), 1);
     }
 
     #[test]
-    fn tell_all_answers_waiters_and_keeps_earlier_results() {
+    fn finish_all_keeps_earlier_results() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
-        let numbers: Vec<u64> = (0..4).map(|_| waiters.enter(waiter(), Some(task.clone()))).collect();
-        waiters.read(numbers[1]);
-        let of_its_own = || Err(JobError::result_lost());
-        waiters.tell(numbers[1], of_its_own()).unwrap();
-        waiters.read(numbers[3]);
-        let (left, wakers) = waiters.tell_all(|_| lost());
+        let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();
+        waiters.take(numbers[1]);
+        let revoked = || Err(JobError::result_revoked());
+        waiters.finish(numbers[1], revoked()).unwrap();
+        waiters.take(numbers[3]);
+        let (left, wakers) = waiters.finish_all(|_| lost());
         assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 3, 0));
         let cx = Context::from_waker(&task);
-        let told: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
-        assert_eq!(told, [lost(), of_its_own(), lost(), lost()].map(|told| Poll::Ready(Some(told))));
+        let result: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
+        assert_eq!(result, [lost(), revoked(), lost(), lost()].map(|result| Poll::Ready(Some(result))));
     }
 }

@@ -25,7 +25,7 @@ from typing import Any
 from rivals import RIVALS, installed, installed_modules
 
 #: Maximum number of seconds until a pool reports the outcome of a job. billiard takes ten to notice a death.
-ANSWER_SECONDS_MAX = 15.0
+RESPONSE_SECONDS_MAX = 15.0
 #: Time limit of a job in seconds, for pools that support one.
 TIMEOUT_SECONDS = 0.5
 #: Time limit of a case in seconds. The case is then killed.
@@ -161,7 +161,7 @@ def frozen(name: str, folder: str) -> str:
         start_new_session=True,
     )
     try:
-        return "runs" if program.communicate(timeout=ANSWER_SECONDS_MAX)[0] == b"42\n" else "fails"
+        return "runs" if program.communicate(timeout=RESPONSE_SECONDS_MAX)[0] == b"42\n" else "fails"
     except subprocess.TimeoutExpired:
         return "no answer"
     finally:
@@ -211,7 +211,7 @@ def one(name: str, case: str) -> str:
     arguments = (note,) if job is hangs_with_a_grandchild else ()
     is_endless = job in (hangs, hangs_with_a_grandchild)
     timeout = TIMEOUT_SECONDS if is_endless and pool.has_timeout else None
-    limit = ANSWER_SECONDS_MAX if timeout or not is_endless else 4 * TIMEOUT_SECONDS
+    limit = RESPONSE_SECONDS_MAX if timeout or not is_endless else 4 * TIMEOUT_SECONDS
     said, waited = outcome_of(pool.submit(job, *arguments, timeout=timeout), limit)
     if job is hangs_with_a_grandchild:
         return grandchild_fate(note)

@@ -1,4 +1,4 @@
-"""Tasks of Celery that hand what may crash to a bulkhead: the worker's own processes live on.
+"""Celery tasks that run code that may crash in a bulkhead, so that the processes of the Celery worker survive.
 
 celery -A celery_tasks worker
 """
@@ -15,13 +15,13 @@ app.conf.broker_transport_options = {
     "data_folder_out": os.environ.get("CELERY_FOLDER", ""),
 }
 
-# One for the module: each process that Celery forks connects anew.
+# A single client for the module. Each process that Celery forks connects again.
 client = bulkhead.Client()
 
 
 @app.task(bind=True, max_retries=5)
 def thumbnail(self, picture: str) -> int:
-    """Bytes of the thumbnail. What was not taken is tried again when the supervisor says."""
+    """Returns the thumbnail. Rejected jobs are tried again after the time that the supervisor gave."""
     with open(picture, "rb") as file:
         content = file.read()
     try:

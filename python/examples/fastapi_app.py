@@ -1,4 +1,4 @@
-"""Pictures in a web service: what becomes of a job is the answer.
+"""Makes thumbnails in a web service, and responds with the outcome of the job.
 
 bulkhead-supervisor --config thumbnails/workers.toml &
 BULKHEAD_SOCKET=... uvicorn fastapi_app:app
@@ -26,14 +26,14 @@ app = FastAPI(lifespan=lifespan)
 @app.post("/thumbnail")
 async def thumbnail(request: Request, tenant: str = "") -> Response:
     picture = await request.body()
-    # A client that goes away cancels the request, and with it the job.
+    # A client that disconnects cancels the request, which cancels the job.
     reply = await request.app.state.bulkhead.call("thumbnail", picture, tenant=tenant, deadline=2.0)
     return Response(bytes(reply.payload), media_type="image/jpeg")
 
 
 @app.exception_handler(bulkhead.JobError)
 async def tell(request: Request, error: bulkhead.JobError) -> Response:
-    """429 and 503 with Retry-After, 504 for a timeout, 422 for a picture that is none, 502 for one that kills."""
+    """429 and 503 with Retry-After, 504 for a timeout, 422 for an invalid picture, 502 for a crash of the worker."""
     headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
     said = {"outcome": error.outcome.outcome, "reason": error.outcome.reason, "detail": str(error)}
     return JSONResponse(said, error.http_status, headers)

@@ -25,12 +25,12 @@ def needs_of(path: Path) -> Needs:
     """Reads a 64-bit little-endian ELF file. Raises ``ValueError`` for other files."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
-        raise ValueError(f"{path} is no 64-bit little-endian ELF file")
+        raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
     (machine,) = struct.unpack_from("<H", data, 18)
     program_headers, section_headers = struct.unpack_from("<QQ", data, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", data, 54)
     if machine not in _MACHINES:
-        raise ValueError(f"{path} is for a machine without a name here: {machine}")
+        raise ValueError(f"{path} is for an unknown machine: {machine}")
     interpreter = ""
     for index in range(program_count):
         at = program_headers + index * program_size

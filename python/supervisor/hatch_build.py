@@ -31,7 +31,7 @@ def find_programs() -> Path:
     named = os.environ.get("BULKHEAD_PROGRAMS")
     folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]
     if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
-        print("building the programs, which takes some minutes", file=sys.stderr, flush=True)
+        print("building the programs; this takes some minutes", file=sys.stderr, flush=True)
         packages = [word for package in PACKAGES for word in ("--package", package)]
         programs = [word for program in PROGRAMS for word in ("--bin", program)]
         subprocess.run(["cargo", "build", "--profile", "dist", *packages, *programs], cwd=ROOT, check=True)
@@ -40,8 +40,8 @@ def find_programs() -> Path:
             return folder
     looked = ", ".join(map(str, folders))
     raise FileNotFoundError(
-        f"{', '.join(PROGRAMS)} are not in {looked}: install cargo, which builds them, or name their folder in "
-        "$BULKHEAD_PROGRAMS"
+        f"{', '.join(PROGRAMS)} are not in {looked}: install cargo to build the programs, or set "
+        "$BULKHEAD_PROGRAMS to the folder of the programs"
     )
 
 
@@ -65,7 +65,9 @@ class ProgramsHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            raise RuntimeError("there is nothing to edit here: set $BULKHEAD_SUPERVISOR to the program instead")
+            raise RuntimeError(
+                "an editable installation is not supported: set $BULKHEAD_SUPERVISOR to the path of the program instead"
+            )
         source = find_programs()
         self._folder = tempfile.TemporaryDirectory(prefix="bulkhead-wheel-")
         stripped = [strip(source / program, Path(self._folder.name) / program) for program in PROGRAMS]

@@ -46,7 +46,7 @@ async def connected(supervisor: Supervisor) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def test_payloads_come_back(supervisor: Supervisor) -> None:
+def test_payloads_are_returned(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             for size in (0, 1, 64, 65_536, 65_537, 5_000_000):
@@ -59,7 +59,7 @@ def test_payloads_come_back(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_many_at_once_get_their_own_answers(supervisor: Supervisor) -> None:
+def test_concurrent_jobs_get_their_own_results(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
 
@@ -74,7 +74,7 @@ def test_many_at_once_get_their_own_answers(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_each_end_has_its_error(supervisor: Supervisor) -> None:
+def test_each_outcome_raises_its_exception(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             with pytest.raises(bulkhead.Failed, match="no such page"):
@@ -122,7 +122,7 @@ def test_cancelling_a_task_cancels_its_job(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_a_job_that_is_cancelled_before_it_is_sent_is_not_sent(supervisor: Supervisor) -> None:
+def test_job_cancelled_before_sending_is_not_sent(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             job = client.submit("plain", operation="spin")
@@ -132,7 +132,7 @@ def test_a_job_that_is_cancelled_before_it_is_sent_is_not_sent(supervisor: Super
     run(test)
 
 
-def test_progress_is_heard(supervisor: Supervisor) -> None:
+def test_listeners_get_progress(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             heard: list[tuple[float, str]] = []
@@ -197,7 +197,7 @@ async def call_once(client: AsyncClient) -> bytes | bytearray:
     return (await client.call("two", b"x")).payload
 
 
-def test_closing_reaches_the_jobs_of_other_loops(supervisor: Supervisor) -> None:
+def test_closing_cancels_jobs_of_other_loops(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
     began = threading.Event()
     errors: list[BaseException] = []
@@ -219,7 +219,7 @@ def test_closing_reaches_the_jobs_of_other_loops(supervisor: Supervisor) -> None
     assert [type(error) for error in errors] == [bulkhead.Disconnected]
 
 
-def test_a_forked_child_has_a_connection_and_a_loop_of_its_own(supervisor: Supervisor) -> None:
+def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             assert (await client.call("two", b"x")).payload == b"x"
@@ -247,7 +247,7 @@ def test_a_forked_child_has_a_connection_and_a_loop_of_its_own(supervisor: Super
     run(test)
 
 
-def test_supervisors_that_go_away(tmp_path: os.PathLike[str]) -> None:
+def test_lost_supervisors_fail_jobs(tmp_path: os.PathLike[str]) -> None:
     async def test() -> None:
         with running(plain=WORKER) as own:
             async with AsyncClient(own.socket) as client:
@@ -270,20 +270,20 @@ def test_supervisors_that_go_away(tmp_path: os.PathLike[str]) -> None:
     run(test)
 
 
-def test_a_client_that_is_closed_ends_its_jobs(supervisor: Supervisor) -> None:
+def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
     async def test() -> None:
         client = AsyncClient(supervisor.socket)
         job = client.submit("plain", operation="spin")
         await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         await client.aclose()
-        with pytest.raises(bulkhead.Disconnected, match="closed here"):
+        with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
         await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
 
     run(test)
 
 
-def test_outcomes_that_have_come_count_when_the_connection_is_reset(tmp_path: Path) -> None:
+def test_received_outcomes_count_after_a_reset(tmp_path: Path) -> None:
     def welcome(listening: socket.socket) -> socket.socket:
         peer = listening.accept()[0]
         peer.recv(65_536)

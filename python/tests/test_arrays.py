@@ -53,7 +53,7 @@ def test_large_array_reaches_worker_in_memory_file(pool: BulkheadExecutor) -> No
     assert len(leases(pool)) == 1
 
 
-def test_result_stays_when_its_file_serves_another_call(pool: BulkheadExecutor) -> None:
+def test_result_is_independent_of_file_reuse(pool: BulkheadExecutor) -> None:
     for size in (arrays.MAPPED, arrays.COPIED):
         warm(pool)
         results = [pool.submit(arrays.plus_one, filled(size, number)).result(LONG) for number in range(4)]
@@ -63,7 +63,7 @@ def test_result_stays_when_its_file_serves_another_call(pool: BulkheadExecutor) 
 
 
 @pytest.mark.parametrize("size", [arrays.MAPPED, arrays.COPIED])
-def test_function_may_write_to_its_array(pool: BulkheadExecutor, size: int) -> None:
+def test_function_can_write_to_its_array(pool: BulkheadExecutor, size: int) -> None:
     warm(pool)
     for _ in range(3):
         array = filled(size, 1.0)
@@ -106,14 +106,14 @@ def test_many_large_calls_share_one_lease_per_worker() -> None:
         assert len(leases(pool)) <= 2
 
 
-def test_worker_that_dies_costs_its_call_alone(pool: BulkheadExecutor) -> None:
+def test_worker_death_fails_only_its_call(pool: BulkheadExecutor) -> None:
     for _ in range(2):
         warm(pool)
         assert isinstance(pool.submit(arrays.die).exception(LONG), WorkerCrashed)
         assert (pool.submit(arrays.plus_one, filled(arrays.MAPPED, 1)).result(LONG) == 2).all()
 
 
-def test_call_that_is_cancelled_leaves_the_pool_its_files(pool: BulkheadExecutor) -> None:
+def test_cancelled_call_keeps_memory_files_of_the_pool(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         warm(pool)
         future = pool.submit(arrays.sleep_with, filled(arrays.MAPPED, 1))
@@ -122,14 +122,14 @@ def test_call_that_is_cancelled_leaves_the_pool_its_files(pool: BulkheadExecutor
     warm(pool)
 
 
-def test_supervisor_that_is_killed_takes_its_leases_along(pool: BulkheadExecutor) -> None:
+def test_killed_supervisor_invalidates_leases(pool: BulkheadExecutor) -> None:
     warm(pool)
     os.kill(pool._pool.supervisor().pid or 0, signal.SIGKILL)
     wait_for("another supervisor", lambda: pool.submit(int).exception(LONG) is None)
     warm(pool)
 
 
-def test_objects_and_strided_arrays_travel_as_before(pool: BulkheadExecutor) -> None:
+def test_object_and_strided_arrays_are_pickled(pool: BulkheadExecutor) -> None:
     for array in (numpy.array([1, "x", None] * 50_000, object), filled(arrays.MAPPED, 3.0)[::3], numpy.zeros((0, 3))):
         assert (pool.submit(jobs.echo, array).result(LONG) == array).all()
     frozen = filled(arrays.COPIED, 3.0)
@@ -162,13 +162,13 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_head_is_refused(name: str) -> None:
+def test_rejects_forged_headers(name: str) -> None:
     for data in (FORGED[name], FORGED[name] + bytes(9000)):
         with pytest.raises((ValueError, EOFError, pickle.UnpicklingError)):
             pickle.loads(_files.parts(data)[0])
 
 
-def test_forged_head_in_file_costs_its_call_alone() -> None:
+def test_forged_header_in_a_file_fails_only_its_call() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for forged in FORGED.values():
@@ -180,7 +180,7 @@ def test_forged_head_in_file_costs_its_call_alone() -> None:
         assert (pool.submit(arrays.plus_one, filled(arrays.MAPPED, 1)).result(LONG) == 2).all()
 
 
-def test_array_does_not_change_when_worker_writes_on() -> None:
+def test_returned_array_is_independent_of_the_file() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for _ in range(10):
@@ -195,7 +195,7 @@ def test_array_does_not_change_when_worker_writes_on() -> None:
             assert result.tobytes() == before
 
 
-def test_a_lease_that_has_rested_is_left_alone_when_the_connection_is_closed() -> None:
+def test_old_lease_is_not_used_after_the_connection_closed() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 0)
     assert not channel.has_unread()
@@ -204,7 +204,7 @@ def test_a_lease_that_has_rested_is_left_alone_when_the_connection_is_closed() -
     theirs.close()
 
 
-def test_an_exception_of_a_signals_handler_leaves_the_wait_for_a_lease() -> None:
+def test_signal_exception_ends_the_wait_for_a_lease() -> None:
     class Raised(Exception):
         pass
 
@@ -227,7 +227,7 @@ def test_an_exception_of_a_signals_handler_leaves_the_wait_for_a_lease() -> None
         warm(pool)
 
 
-def test_a_pool_that_has_ended_holds_no_memory_files() -> None:
+def test_ended_pool_holds_no_memory_files() -> None:
     def files() -> list[str]:
         with open("/proc/self/maps") as maps:
             return [line for line in maps if "memfd" in line]

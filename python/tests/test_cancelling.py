@@ -78,13 +78,11 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Super
         supervisor.channel.end()
 
 
-BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNBEGUN
+BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNLESS_BEGUN
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_shutdown_has_the_supervisor_cancel_what_has_not_begun(
-    connected: Callable[[int], Supervisor], waits: bool
-) -> None:
+def test_shutdown_cancels_unbegun_calls(connected: Callable[[int], Supervisor], waits: bool) -> None:
     supervisor = connected(BOTH)
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(40)]
@@ -102,7 +100,7 @@ def test_shutdown_has_the_supervisor_cancel_what_has_not_begun(
     assert not thread.is_alive()
 
 
-def test_older_supervisors_finish_what_they_have(connected: Callable[[int], Supervisor]) -> None:
+def test_older_supervisors_finish_unbegun_calls(connected: Callable[[int], Supervisor]) -> None:
     supervisor = connected(_wire.CLIENT_RUN_LIMIT)
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(40)]
@@ -115,7 +113,7 @@ def test_older_supervisors_finish_what_they_have(connected: Callable[[int], Supe
     assert supervisor.cancelled == []
 
 
-def test_a_cancelled_future_ends_a_call_that_runs(connected: Callable[[int], Supervisor]) -> None:
+def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supervisor]) -> None:
     supervisor = connected(BOTH)
     pool = BulkheadExecutor(1)
     future = pool.submit(jobs.double, 1)
@@ -126,13 +124,13 @@ def test_a_cancelled_future_ends_a_call_that_runs(connected: Callable[[int], Sup
 
 
 @pytest.mark.parametrize("calls_before", [1, 5])
-def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path: Path) -> None:
+def test_no_call_begins_after_a_cancelling_shutdown(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
         # After quick calls, more of the following calls are sent to the supervisor.
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None
-        if not channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
+        if not channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
             pytest.skip("NOT RUN: this supervisor cannot restrict cancellation to jobs that have not begun")
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
         wait_for("the first one runs", lambda: read(tmp_path / "0"))
@@ -146,7 +144,7 @@ def test_no_call_begins_after_shutdown_has_cancelled(calls_before: int, tmp_path
         assert [n for n, future in enumerate(futures) if not future.cancelled()] == sorted(map(int, begun))
 
 
-def test_as_many_calls_run_as_there_are_workers(tmp_path: Path) -> None:
+def test_each_worker_runs_one_call(tmp_path: Path) -> None:
     with BulkheadExecutor(2) as pool:
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(10)]
         wait_for("two run", lambda: len(list(tmp_path.iterdir())) == 2)
@@ -156,7 +154,7 @@ def test_as_many_calls_run_as_there_are_workers(tmp_path: Path) -> None:
         assert not any(future.running() for future in futures)
 
 
-def test_what_is_sent_once_more_to_a_worker_that_has_not_read_it() -> None:
+def test_resent_job_runs_once() -> None:
     """Cancelling a prefetched call recalls its neighbours, which are then sent again with their old numbers."""
     with BulkheadExecutor(1, config={"lookahead": "100ms"}) as pool:
         # Calls are quick, so many of them are prefetched.

@@ -54,7 +54,7 @@ def error_of(client: Client, *arguments: object, **options: object) -> JobError:
 
 
 @pytest.mark.parametrize("size", [0, 1, 64, 65_536, 65_537, 1 << 20, 5_000_000])
-def test_a_payload_comes_back(client: Client, size: int) -> None:
+def test_payload_is_returned(client: Client, size: int) -> None:
     payload = random.Random(size).randbytes(size)
     assert client.call("plain", payload).payload == payload
     assert client.call("plain", bytearray(payload)).payload == payload
@@ -62,7 +62,7 @@ def test_a_payload_comes_back(client: Client, size: int) -> None:
     assert bytes(client.submit("plain", payload).result(LONG)) == payload
 
 
-def test_a_reply_says_how_it_went(client: Client, supervisor: Supervisor) -> None:
+def test_reply_has_the_outcome(client: Client, supervisor: Supervisor) -> None:
     reply = client.call("plain", b"1", operation="echo", deadline=20, run_limit=5)
     told = reply.outcome
     assert (told.outcome, told.executed, told.attempts, told.bulkhead, told.http_status) == (
@@ -93,7 +93,7 @@ def test_options_reach_the_worker(client: Client) -> None:
     assert is_main
 
 
-def test_each_end_has_its_error(client: Client) -> None:
+def test_each_outcome_raises_its_exception(client: Client) -> None:
     failed = error_of(client, "plain", operation="raise")
     assert type(failed) is bulkhead.Failed
     assert (failed.outcome.reason, failed.outcome.message) == ("exception", "ValueError: no such page: 7")
@@ -167,7 +167,7 @@ def test_errors_can_be_pickled(client: Client) -> None:
         )
 
 
-def test_wrong_arguments_are_told_before_anything_is_sent(client: Client) -> None:
+def test_wrong_arguments_are_rejected_before_sending(client: Client) -> None:
     for wrong in ("text", 7, None):
         with pytest.raises(TypeError, match="payload"):
             client.call("plain", wrong)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_threads_share_a_connection(client: Client) -> None:
     assert wrong == []
 
 
-def test_a_callback_that_sends_much_does_not_stop_the_reading(client: Client) -> None:
+def test_callback_that_sends_large_jobs_does_not_stop_reading(client: Client) -> None:
     payload = bytes(300_000)
     done: list[int] = []
     futures: list[concurrent.futures.Future[object]] = []
@@ -236,7 +236,7 @@ def test_a_callback_that_sends_much_does_not_stop_the_reading(client: Client) ->
 # Futures.
 
 
-def test_a_future_is_one_of_the_standard_library(client: Client) -> None:
+def test_future_is_a_standard_future(client: Client) -> None:
     futures = [client.submit("two", b"%d" % n) for n in range(20)]
     assert {bytes(f.result()) for f in concurrent.futures.as_completed(futures, LONG)} == {b"%d" % n for n in range(20)}
     failing = client.submit("two", operation="raise")
@@ -244,7 +244,7 @@ def test_a_future_is_one_of_the_standard_library(client: Client) -> None:
     assert not failing.cancel()
 
 
-def test_what_a_callback_or_a_listener_raises_stops_no_other_job(client: Client) -> None:
+def test_exceptions_of_callbacks_stop_no_other_job(client: Client) -> None:
     def leave(*_: object) -> None:
         raise SystemExit(3)
 
@@ -258,7 +258,7 @@ def test_what_a_callback_or_a_listener_raises_stops_no_other_job(client: Client)
     assert client.submit("plain", b"x").result(LONG).payload == b"x"
 
 
-def test_a_callback_that_would_wait_for_a_job_is_told_so(client: Client) -> None:
+def test_callback_cannot_wait_for_a_job(client: Client) -> None:
     """The callback runs in the thread that reads outcomes."""
     refused: list[BaseException] = []
 
@@ -275,7 +275,7 @@ def test_a_callback_that_would_wait_for_a_job_is_told_so(client: Client) -> None
     assert client.call("plain", b"4").payload == b"4"
 
 
-def test_cancel_ends_a_job_that_runs(client: Client, supervisor: Supervisor) -> None:
+def test_cancel_ends_a_running_job(client: Client, supervisor: Supervisor) -> None:
     before = client.call("plain").outcome.worker_pid
     future = client.submit("plain", operation="spin")
     wait_for("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
@@ -295,7 +295,7 @@ def test_cancel_ends_a_job_that_runs(client: Client, supervisor: Supervisor) -> 
     assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
 
 
-def test_progress_is_heard(client: Client) -> None:
+def test_listeners_get_progress(client: Client) -> None:
     heard: list[tuple[float, str]] = []
     future = client.submit("plain", operation="progress")
     future.on_progress(lambda fraction, words: heard.append((round(fraction, 3), words)))
@@ -412,7 +412,7 @@ class Interruption:
         return int(self._real(*arguments))
 
 
-def test_a_handlers_timeout_error_costs_its_own_job_alone(client: Client) -> None:
+def test_timeout_of_a_signal_handler_fails_only_its_job(client: Client) -> None:
     assert client.call("two", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
@@ -432,7 +432,7 @@ def test_a_handlers_timeout_error_costs_its_own_job_alone(client: Client) -> Non
     assert client._connection is connection
 
 
-def test_the_rest_of_a_result_that_is_given_up_does_not_stop_the_next_payload(client: Client) -> None:
+def test_abandoned_result_does_not_block_the_next_payload(client: Client) -> None:
     assert client.call("plain", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
@@ -445,9 +445,7 @@ def test_the_rest_of_a_result_that_is_given_up_does_not_stop_the_next_payload(cl
     assert client._connection is connection
 
 
-def test_a_handler_that_cancels_while_a_job_is_sent_sends_it_once(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_in_a_signal_handler_sends_the_job_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     other = client.submit("two", operation="spin")
     connection = client._connection
     assert connection is not None
@@ -474,7 +472,7 @@ def test_a_handler_that_cancels_while_a_job_is_sent_sends_it_once(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_handler_that_would_wait_in_the_midst_of_a_call_is_told_so(client: Client, is_first: bool) -> None:
+def test_signal_handler_cannot_wait_during_a_call(client: Client, is_first: bool) -> None:
     found: list[Any] = []
 
     def handle(*_: object) -> None:
@@ -508,9 +506,7 @@ def test_a_handler_that_would_wait_in_the_midst_of_a_call_is_told_so(client: Cli
 
 
 @pytest.mark.parametrize("moment", ["append", "__len__"])
-def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
-    client: Client, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     assert client.call("two", b"x").payload == b"x"
     connection = client._connection
     assert connection is not None
@@ -550,7 +546,7 @@ def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_closes_a_client_that_connects(tmp_path: Path) -> None:
+def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -576,9 +572,7 @@ def test_a_handler_closes_a_client_that_connects(tmp_path: Path) -> None:
     assert client._connection is None
 
 
-def test_ctrl_c_while_another_threads_future_is_settled_tells_it_all_the_same(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_still_settles_another_threads_future(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.call("two", b"x").payload == b"x"
     found: list[Any] = []
     told: list[Any] = []
@@ -608,7 +602,7 @@ def test_ctrl_c_while_another_threads_future_is_settled_tells_it_all_the_same(
     assert client.submit("two", b"x").result(LONG).payload == b"x"
 
 
-def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: Supervisor) -> None:
+def test_forked_child_uses_another_connection(client: Client, supervisor: Supervisor) -> None:
     running_job = client.submit("two", b"0.5", operation="sleep")
     children = []
     for number in range(4):
@@ -670,7 +664,7 @@ print(codes)
 # Lost supervisors.
 
 
-def test_a_supervisor_that_is_not_there(tmp_path: os.PathLike[str]) -> None:
+def test_missing_supervisor_is_reported(tmp_path: os.PathLike[str]) -> None:
     error = error_of(Client(os.path.join(tmp_path, "jobs.sock")), "plain")
     assert type(error) is bulkhead.Disconnected
     assert isinstance(error, ConnectionError)
@@ -678,7 +672,7 @@ def test_a_supervisor_that_is_not_there(tmp_path: os.PathLike[str]) -> None:
     assert "jobs.sock" in str(error)
 
 
-def test_a_supervisor_that_dies_and_comes_back() -> None:
+def test_client_reconnects_after_a_restart() -> None:
     with running(plain=WORKER) as own, Client(own.socket) as client:
         workers = own.pids("plain")
         future = client.submit("plain", b"60", operation="sleep")
@@ -703,14 +697,14 @@ def test_a_supervisor_that_dies_and_comes_back() -> None:
         assert client.submit("plain", b"and more").result(LONG).payload == b"and more"
 
 
-def test_workers_are_no_clients(client: Client, supervisor: Supervisor) -> None:
+def test_workers_cannot_be_clients(client: Client, supervisor: Supervisor) -> None:
     said = client.call("free", supervisor.socket.encode(), operation="client").payload.decode()
     assert said.startswith("Rejected: rejected (forbidden)"), said
     said = client.call("plain", supervisor.socket.encode(), operation="client").payload.decode()
-    assert said.startswith("Disconnected: a socket cannot be made"), said
+    assert said.startswith("Disconnected: a socket could not be created"), said
 
 
-def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None:
+def test_dropped_client_leaves_no_resources(supervisor: Supervisor) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -739,7 +733,7 @@ def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None
 # Importing.
 
 
-def test_to_import_it_costs_next_to_nothing() -> None:
+def test_import_is_cheap() -> None:
     program = """
 import sys, time
 before, began = set(sys.modules), time.process_time()
@@ -761,7 +755,7 @@ except AttributeError: print("ok")
     assert run.stdout == b"ok\n", run.stderr.decode()
 
 
-def test_a_thousand_jobs_take_no_thread_and_little_time(client: Client) -> None:
+def test_thousand_jobs_need_no_thread(client: Client) -> None:
     began, threads = time.monotonic(), threading.active_count()
     for _ in range(1000):
         client.call("two", bytes(64))

@@ -216,7 +216,7 @@ def test_cpythons_own(environment: str, module: str) -> None:
     assert any(how == "passed" for how, _ in ended.values()), f"none of {module} is there"
 
 
-def test_no_test_of_cpython_is_forgotten(environment: str) -> None:
+def test_all_tests_of_cpython_are_listed(environment: str) -> None:
     code = (
         "import importlib, unittest\n"
         "for m in ('wait','as_completed','init','process_pool','deadlock','shutdown'):\n"

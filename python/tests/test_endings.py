@@ -40,7 +40,7 @@ def naps(pool: BulkheadExecutor, count: int) -> list[Future[None]]:
     return futures
 
 
-def test_what_waits_is_done_when_the_supervisor_dies_behind_shutdown() -> None:
+def test_waiting_calls_finish_after_shutdown_and_a_death() -> None:
     pool = BulkheadExecutor(1)
     futures = naps(pool, 200)
     pool.shutdown(wait=False)
@@ -51,7 +51,7 @@ def test_what_waits_is_done_when_the_supervisor_dies_behind_shutdown() -> None:
     assert tree(os.getpid()) == {os.getpid()}
 
 
-def test_calls_that_come_as_the_supervisor_dies_start_one_and_no_second() -> None:
+def test_concurrent_calls_start_a_single_supervisor() -> None:
     pool = BulkheadExecutor(1)
     futures = naps(pool, 100)
     is_over = threading.Event()
@@ -79,7 +79,7 @@ def test_calls_that_come_as_the_supervisor_dies_start_one_and_no_second() -> Non
     assert tree(os.getpid()) == {os.getpid()}
 
 
-def test_a_pool_that_is_dropped_while_its_supervisor_is_replaced_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_dropped_during_a_restart_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BulkheadExecutor(1)
     futures = naps(pool, 100)
     starting, dropped = threading.Event(), threading.Event()
@@ -100,7 +100,7 @@ def test_a_pool_that_is_dropped_while_its_supervisor_is_replaced_ends(monkeypatc
     wait_for("all processes are gone", lambda: tree(os.getpid()) == {os.getpid()})
 
 
-def test_a_callback_that_ends_its_thread_ends_no_other_call() -> None:
+def test_callback_that_raises_system_exit_ends_no_other_call() -> None:
     with BulkheadExecutor(1) as pool:
         futures: list[Any] = [pool.submit(sys.exit, 1) for _ in range(3)]
         for future in futures:
@@ -128,7 +128,7 @@ def raise_without_cause() -> None:
     raise WithoutCause("why")
 
 
-def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
+def test_immutable_exception_fails_only_its_call() -> None:
     with BulkheadExecutor(1) as pool:
         # The exception can be pickled, but not unpickled.
         assert "Frozen: why" in str(pool.submit(raise_frozen).exception(LONG))
@@ -138,7 +138,7 @@ def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
         assert pool.submit(jobs.double, 1).result(LONG) == jobs.double(1)
 
 
-def test_calls_of_callbacks_with_large_arguments_go_on() -> None:
+def test_callbacks_can_submit_large_calls() -> None:
     """The receiving thread sends these calls. The supervisor stops reading from a client that does not read."""
     left, is_over, errors = [24], threading.Event(), list[BaseException]()
 
@@ -162,7 +162,7 @@ def test_calls_of_callbacks_with_large_arguments_go_on() -> None:
     assert errors == []
 
 
-def test_a_future_of_the_parent_cancels_no_call_of_a_child() -> None:
+def test_parents_future_cancels_no_call_of_a_child() -> None:
     with BulkheadExecutor(1) as pool:
         inherited = [pool.submit(jobs.double, number) for number in range(5)]
         pending = pool.submit(time.sleep, LONG)
@@ -181,7 +181,7 @@ def test_a_future_of_the_parent_cancels_no_call_of_a_child() -> None:
         assert pending.cancel()
 
 
-def test_the_supervisor_says_nothing_to_the_callers_service_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_does_not_notify_the_callers_service_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
         monkeypatch.setenv(name, "1")
     with BulkheadExecutor(1) as pool:
@@ -221,7 +221,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_signal_that_raises_a_timeout_costs_no_other_call() -> None:
+def test_timeout_from_a_signal_fails_no_other_call() -> None:
     """`TimeoutError` is an `OSError`, but does not come from the connection."""
     source = str(Path(__file__).parents[1] / "src")
     ran = subprocess.run(
@@ -235,7 +235,7 @@ def test_a_signal_that_raises_a_timeout_costs_no_other_call() -> None:
     assert ran.stdout == "all ended\n", ran.stderr
 
 
-def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_supervisor_is_noticed_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(_seconds: float) -> None:
         raise AssertionError("it is polled")
 
@@ -248,7 +248,7 @@ def test_a_supervisors_end_is_noticed_without_pauses(monkeypatch: pytest.MonkeyP
     assert not supervisor.is_alive()
 
 
-def test_tmpfiles_leaves_the_folder_alone() -> None:
+def test_tmpfiles_keeps_the_folder() -> None:
     """Imitates systemd-tmpfiles, which skips a folder that it cannot lock."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
@@ -261,7 +261,7 @@ def test_tmpfiles_leaves_the_folder_alone() -> None:
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_a_pool_outlives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_pool_survives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.CaptureFixture[str]) -> None:
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.say, "before").result(LONG) == 1
         folder = pool._pool.supervisor().folder
@@ -275,7 +275,7 @@ def test_a_pool_outlives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.
     assert not os.path.exists(folder)
 
 
-def test_a_nested_pool_leaves_nothing_when_its_call_is_killed(tmp_path: Path) -> None:
+def test_killed_nested_pool_leaves_nothing(tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
         future = pool.submit(jobs.nest_and_hang, str(tmp_path / "note"))
         folder = wait_for("it has a pool", lambda: read(tmp_path / "note"))
@@ -290,7 +290,7 @@ def test_a_nested_pool_leaves_nothing_when_its_call_is_killed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("end", ["shutdown", "terminate_workers"])
-def test_a_callback_of_a_crashed_call_may_end_the_pool(end: str) -> None:
+def test_callback_of_a_crashed_call_can_end_the_pool(end: str) -> None:
     pool = BulkheadExecutor(1)
     returned = threading.Event()
 

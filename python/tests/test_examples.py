@@ -79,7 +79,7 @@ def test_thumbnails_of_hostile_pictures(supervisor: Supervisor) -> None:
         assert "seccomp" in confinement
 
 
-def test_a_web_service_answers_with_the_outcome(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_service_responds_with_the_outcome(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     testclient = pytest.importorskip("fastapi.testclient")
     pytest.importorskip("httpx")
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -166,7 +166,7 @@ def block(beginning: str) -> str:
     return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
 
 
-def test_the_worker_of_the_page_serves_all_payloads() -> None:
+def test_documented_worker_serves_all_payloads() -> None:
     code = block("# thumbs.py").replace("import bulkhead\n", "")
 
     class Page:
@@ -189,7 +189,7 @@ def test_the_worker_of_the_page_serves_all_payloads() -> None:
     assert told == [0.5, 1.0]
 
 
-def test_the_joblib_backend_of_the_page(tmp_path: pathlib.Path) -> None:
+def test_documented_joblib_backend_works(tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("joblib") is None:
         pytest.skip("NOT RUN: joblib is not installed")
     code = block("from joblib import").replace("    Parallel()(", "    print(*Parallel()(") + ")"

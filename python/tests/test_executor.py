@@ -58,7 +58,7 @@ def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 # Behaviour of any executor.
 
 
-def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
+def test_calls_return_values_and_exceptions(pool: BulkheadExecutor) -> None:
     assert pool.submit(jobs.double, 21).result(LONG) == 42
     assert pool.submit(jobs.add, 1, other=2).result(LONG) == 3
     future = pool.submit(jobs.fail, "no")
@@ -70,7 +70,7 @@ def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
         pool.submit(jobs.leave_by_exception).result(LONG)
 
 
-def test_a_call_that_holds_the_lock_keeps_no_other(pool: BulkheadExecutor) -> None:
+def test_call_that_holds_the_gil_delays_no_other(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         list(pool.map(jobs.double, range(500)))
     # Ends after all others or not at all.
@@ -97,7 +97,7 @@ def test_map(pool: BulkheadExecutor) -> None:
         pool.map(jobs.double, numbers, buffersize=1.5)  # type: ignore[arg-type]
 
 
-def test_map_with_a_buffer_takes_no_more_of_its_iterable(pool: BulkheadExecutor) -> None:
+def test_map_with_a_buffer_limits_consumption(pool: BulkheadExecutor) -> None:
     taken: list[int] = []
 
     def numbers() -> Iterator[int]:
@@ -113,15 +113,13 @@ def test_map_with_a_buffer_takes_no_more_of_its_iterable(pool: BulkheadExecutor)
 
 
 @pytest.mark.parametrize("buffersize", [None, 2, 5])
-def test_map_takes_no_more_of_its_longer_iterable_than_the_builtin(
-    pool: BulkheadExecutor, buffersize: int | None
-) -> None:
+def test_map_consumes_iterables_like_the_builtin(pool: BulkheadExecutor, buffersize: int | None) -> None:
     rows, others = iter(range(100)), iter(range(100))
     assert list(pool.map(pow, rows, [1, 1, 1], buffersize=buffersize)) == list(map(pow, others, [1, 1, 1]))
     assert next(rows) == next(others)
 
 
-def test_large_values_travel_both_ways(pool: BulkheadExecutor) -> None:
+def test_large_values_are_sent_in_both_directions(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data
     # More data than sockets and buffers hold, so neither side may block on the other.
@@ -129,7 +127,7 @@ def test_large_values_travel_both_ways(pool: BulkheadExecutor) -> None:
     assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
 
 
-def test_what_cannot_be_pickled_or_read_costs_itself(pool: BulkheadExecutor) -> None:
+def test_unpicklable_values_fail_only_their_call(pool: BulkheadExecutor) -> None:
     before = pool.submit(jobs.pid).result(LONG)
     bad = [
         (pool.submit(lambda: 1), (pickle.PicklingError, AttributeError)),
@@ -186,7 +184,7 @@ def test_a_timeout_ends_the_call_and_its_tree(pool: BulkheadExecutor, tmp_path: 
     assert pool.submit(jobs.double, 2).result(LONG) == 4
 
 
-def test_how_long_a_timeout_and_a_cancel_take(tmp_path: Path) -> None:
+def test_timeout_and_cancel_end_the_process_tree(tmp_path: Path) -> None:
     """The design's limits for an endless loop with a timeout of 0.2 s: raises within 0.25 s, tree ends within 0.5 s.
 
     A busy machine needs longer. No time limit of the supervisor or the worker may influence the result.
@@ -216,7 +214,7 @@ def test_how_long_a_timeout_and_a_cancel_take(tmp_path: Path) -> None:
     assert min(raised + gone + cancelled) < 10
 
 
-def test_cancel_at_each_stage(tmp_path: Path) -> None:
+def test_future_can_be_cancelled_at_each_stage(tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
         note = str(tmp_path / "note")
         running = pool.submit(jobs.hang, note)
@@ -288,7 +286,7 @@ def test_wrong_arguments() -> None:
         assert pool.submit(jobs.double, 1).result(LONG) == 2
 
 
-def test_a_configuration_that_is_refused_is_told_by_the_first_call() -> None:
+def test_first_call_reports_an_invalid_configuration() -> None:
     with BulkheadExecutor(1, config={"max_qeue": 3}) as pool, pytest.raises(RuntimeError, match="max_queue"):
         pool.submit(jobs.pid)
 
@@ -346,7 +344,7 @@ def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tm
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_for_one_call_are_heard_while_they_wait_and_run(method: str) -> None:
+def test_workers_for_one_call_send_heartbeats(method: str) -> None:
     health = {"heartbeat": "50ms", "missed": 20}
     context = multiprocessing.get_context(method)
     with BulkheadExecutor(1, mp_context=context, max_tasks_per_child=1, config={"health": health}) as pool:
@@ -368,7 +366,7 @@ def test_workers_for_one_call_are_heard_while_they_wait_and_run(method: str) -> 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("sandbox", ["default", "strict"])
-def test_confined_workers_of_both_kinds(
+def test_confined_workers_start_in_both_modes(
     method: str, sandbox: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Workers cannot access the caller's folders.
@@ -401,7 +399,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
         # Programs and pools that calls start must not inherit the variable.
         assert pool.submit(jobs.variable, "PYTHON_BULKHEAD_BARE").result(LONG) is None
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "RuntimeWarning" in line]
-    assert "leave the thread" in line
+    assert "leaves the thread" in line
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="NOT RUN: cloudpickle is not installed")
@@ -416,7 +414,7 @@ def test_cloudpickle() -> None:
 # Failures at the start.
 
 
-def test_an_initializer_that_fails_ends_the_pool() -> None:
+def test_failed_initializer_ends_the_pool() -> None:
     for initializer in (jobs.fail_to_start, jobs.die_at_start):
         with BulkheadExecutor(2, initializer=initializer) as pool:
             future = pool.submit(jobs.pid)
@@ -428,7 +426,7 @@ def test_an_initializer_that_fails_ends_the_pool() -> None:
                 wait_for("it takes no more", lambda: pool.submit(jobs.pid).exception(LONG) and None)
 
 
-def test_without_a_supervisor_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_supervisor_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BULKHEAD_SUPERVISOR", str(tmp_path / "none"))
     with BulkheadExecutor(1) as pool, pytest.raises(SupervisorNotFound, match="BULKHEAD_SUPERVISOR"):
         pool.submit(jobs.pid)
@@ -442,7 +440,7 @@ def test_without_a_supervisor_it_says_what_to_install(monkeypatch: pytest.Monkey
 # Output, status.
 
 
-def test_output_comes_before_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_written_before_the_result(capfd: pytest.CaptureFixture[str]) -> None:
     with BulkheadExecutor(1) as pool:
         pool.submit(jobs.complain, "worried").result(LONG)
         assert pool.submit(jobs.say, "line", 20_000).result(LONG) == 20_000
@@ -498,7 +496,7 @@ def test_asyncio(pool: BulkheadExecutor, tmp_path: Path) -> None:
     wait_for("what was given up is gone", lambda: not any(map(is_running, pids)))
 
 
-def test_a_pool_within_a_worker(pool: BulkheadExecutor) -> None:
+def test_pool_can_run_within_a_worker(pool: BulkheadExecutor) -> None:
     assert pool.submit(jobs.nested, 21).result(LONG) == 42
 
 
@@ -522,7 +520,7 @@ def test_shutdown_finishes_or_cancels() -> None:
     BulkheadExecutor(1).shutdown()
 
 
-def test_nothing_is_left_of_a_pool() -> None:
+def test_pool_leaves_nothing() -> None:
     before = {*os.listdir("/tmp")}, threading.active_count()
     with BulkheadExecutor(3) as pool:
         pool.submit(jobs.pid).result(LONG)
@@ -557,7 +555,7 @@ def test_terminate_workers(tmp_path: Path) -> None:
         pool.submit(jobs.pid)
 
 
-def test_a_supervisor_that_dies_costs_what_it_had() -> None:
+def test_death_of_the_supervisor_fails_its_calls() -> None:
     with BulkheadExecutor(1) as pool:
         running = pool.submit(jobs.sleep, 600)
         rest = [pool.submit(jobs.double, number) for number in range(200)]
@@ -573,7 +571,7 @@ def test_a_supervisor_that_dies_costs_what_it_had() -> None:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
 
 
-def test_a_forked_child_has_a_pool_of_its_own() -> None:
+def test_forked_child_uses_another_pool() -> None:
     ended = script("""
         import os, jobs
         from bulkhead import BulkheadExecutor
@@ -602,7 +600,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     assert (ended.stdout, ended.returncode) == ("served\n", 0), ended.stderr
 
 
-def test_the_interpreter_ends_with_work_pending() -> None:
+def test_interpreter_exit_finishes_pending_calls() -> None:
     ended = script("""
         import jobs
         from bulkhead import BulkheadExecutor
@@ -618,7 +616,7 @@ def test_the_interpreter_ends_with_work_pending() -> None:
     assert not os.path.exists(folder)
 
 
-def test_functions_of_a_script_and_its_missing_guard(tmp_path: Path) -> None:
+def test_script_functions_work_and_a_missing_guard_is_reported(tmp_path: Path) -> None:
     body = """
         from bulkhead import BulkheadExecutor
         def triple(number):
@@ -643,7 +641,7 @@ def test_functions_of_a_script_and_its_missing_guard(tmp_path: Path) -> None:
             assert "if __name__ == '__main__':" in ended.stderr
 
 
-def test_ctrl_c_ends_it_in_order() -> None:
+def test_ctrl_c_shuts_down_in_order() -> None:
     code = """
         import concurrent.futures, contextlib, jobs, sys
         from bulkhead import BulkheadExecutor
@@ -681,7 +679,7 @@ class Interrupted(BaseException):
     """Raised by a signal handler, like KeyboardInterrupt."""
 
 
-def test_a_signals_exception_between_any_two_steps_stops_nothing() -> None:
+def test_signal_exception_at_any_step_stops_nothing() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
@@ -721,7 +719,7 @@ def test_a_signals_exception_between_any_two_steps_stops_nothing() -> None:
     assert interruptions > 100
 
 
-def test_importing_it_is_cheap() -> None:
+def test_importing_the_client_is_cheap() -> None:
     loaded = script(
         "import bulkhead, sys; heavy = {'concurrent.futures', 'multiprocessing', 'ssl', 'asyncio'}; "
         "print(list(heavy & sys.modules.keys()))"
@@ -729,11 +727,11 @@ def test_importing_it_is_cheap() -> None:
     assert loaded.stdout.strip() == "[]", loaded
 
 
-def test_a_child_of_a_child_keeps_its_files(pool: BulkheadExecutor, tmp_path: Path) -> None:
+def test_grandchild_keeps_its_files(pool: BulkheadExecutor, tmp_path: Path) -> None:
     assert pool.submit(jobs.fork_twice, str(tmp_path)).result(LONG) == ["written"] * 8
 
 
-def test_a_pool_whose_workers_cannot_be_started_for_a_while_goes_on(tmp_path: Path) -> None:
+def test_pool_recovers_after_workers_could_not_start(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     main = tmp_path / "main.py"
     main.write_text(
@@ -781,7 +779,7 @@ def test_a_script_from_standard_input_can_use_functions_of_modules() -> None:
     assert ran.stdout == "8\n", ran.stdout + ran.stderr
 
 
-def test_options_of_a_wrong_type_are_named() -> None:
+def test_wrong_option_types_are_named() -> None:
     with pytest.raises(TypeError, match="env: 'A'"):
         BulkheadExecutor(1, env={"A": 1})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="timeout must be a number of seconds"):
@@ -794,12 +792,12 @@ def test_options_of_a_wrong_type_are_named() -> None:
         BulkheadExecutor(1, sandbox=True)  # type: ignore[arg-type]
 
 
-def test_an_output_that_a_call_has_replaced_fails_no_other_call() -> None:
+def test_replaced_output_fails_no_other_call() -> None:
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.replace_output).result(LONG) == pool.submit(jobs.pid).result(LONG)
 
 
-def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
+def test_too_little_memory_for_a_worker_is_reported() -> None:
     # There is enough memory for an interpreter, but not for the stack of a thread.
     rlimits = {"stack": "64GiB"}
     with (
@@ -809,7 +807,7 @@ def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
         pool.submit(jobs.pid).result(LONG)
 
 
-def test_a_call_that_cannot_be_put_together_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_join_of_a_payload_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitates a lack of memory in the receiving thread, on which all calls depend."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
@@ -827,7 +825,7 @@ def test_a_call_that_cannot_be_put_together_costs_no_other(monkeypatch: pytest.M
         assert pool._pool._thread is thread
 
 
-def test_another_pickler_is_given_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_picklers_get_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_pickler.py").write_text(
         "import pickle\n"
         "def dumps(value):\n    return pickle.dumps(value)\n"

@@ -47,7 +47,7 @@ def ready(own: Supervisor, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_forked_workers_are_workers_like_others(profile: str) -> None:
+def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
     keys = forked(profile, max_in_flight=4, processes=2, start={"mode": "fork", "ready": "1s"})
     keys["env"] = {"PYTHONPATH": SOURCE, "INIT": "slow"}
     with running(one=keys) as own, Client(own.socket) as client:
@@ -68,7 +68,7 @@ def test_forked_workers_are_workers_like_others(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_forked_workers_are_out_of_each_others_reach(profile: str) -> None:
+def test_forked_workers_cannot_reach_each_other(profile: str) -> None:
     with running(one=forked(profile, processes=2)) as own, Client(own.socket) as client:
         one, other = ready(own, 2)
         assert status(one, "PPid") == status(other, "PPid")
@@ -87,7 +87,7 @@ def test_forked_workers_are_out_of_each_others_reach(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", CONFINED)
-def test_a_forked_worker_has_a_temporary_folder_that_goes_with_it(profile: str) -> None:
+def test_temporary_folder_of_a_forked_worker_is_removed(profile: str) -> None:
     keys = forked(profile, recycle={"jobs": 1})
     with running(one=keys) as own, Client(own.socket) as client:
         # A folder deeper than 128 on disk is a violation if a check finds it before it is removed.
@@ -100,7 +100,7 @@ def test_a_forked_worker_has_a_temporary_folder_that_goes_with_it(profile: str) 
         wait_for("their folders are gone", lambda: not any(map(os.path.exists, paths)))
 
 
-def test_a_folder_that_a_template_cannot_give_is_told() -> None:
+def test_template_reports_a_missing_temporary_folder() -> None:
     """If `read` grants a parent of the temporary folders, they are read-only under strict."""
     keys = sandboxed("strict")
     keys["sandbox"]["read"].append("/tmp")

@@ -46,7 +46,7 @@ def ends(code: str, expected: str = "ended") -> None:
     assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
 
 
-def test_a_call_that_is_put_back_behind_its_beginning_is_sent() -> None:
+def test_requeued_call_that_had_begun_is_sent() -> None:
     ends("""
 pool = started()
 future = waiting(pool, jobs.double, 4)
@@ -66,17 +66,17 @@ assert future.result(30) == 8
 """)
 
 
-def test_a_call_that_cannot_be_pickled_is_told_so_after_an_interruption() -> None:
+def test_unpicklable_call_fails_after_an_interruption() -> None:
     ends("""
 pool = started()
 future = waiting(pool, abs, threading.Lock())
-put_down = pool._pool._put_down
+put_down = pool._pool._undo_preparation
 def hit(call):
     put_down(call)
     if threading.current_thread() is main:
-        del pool._pool._put_down
+        del pool._pool._undo_preparation
         interrupt()
-pool._pool._put_down = hit
+pool._pool._undo_preparation = hit
 try:
     pool._pool._fill(may_wait=True)
     raise AssertionError
@@ -87,7 +87,7 @@ assert isinstance(future.exception(30), TypeError)
 
 
 @pytest.mark.parametrize("how", ["os.kill(pid, 9)", "pool.terminate_workers()"])
-def test_a_call_that_is_put_back_when_the_supervisor_has_gone_has_an_outcome(how: str) -> None:
+def test_requeued_call_has_an_outcome_without_a_supervisor(how: str) -> None:
     ends(f"""
 pool = started()
 pid = pool._pool.supervisor().pid
@@ -110,7 +110,7 @@ pool.shutdown()
 """)
 
 
-def test_a_start_that_is_interrupted_leaves_the_next_one_alone() -> None:
+def test_interrupted_start_does_not_affect_the_next() -> None:
     ends("""
 start, found = threading.Thread.start, []
 def other():
@@ -136,7 +136,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("moment", ["0", "0.03"])
-def test_a_start_that_is_interrupted_leaves_no_supervisor_and_no_folder(moment: str) -> None:
+def test_interrupted_start_leaves_nothing(moment: str) -> None:
     ends(f"""
 import subprocess, tempfile
 from pools import tree
@@ -162,7 +162,7 @@ assert started().submit(abs, -2).result(30) == 2
 
 @pytest.mark.parametrize("how", ["shutdown(cancel_futures=True)", "terminate_workers()"])
 @pytest.mark.parametrize("what", ["a signal", "a callback"])
-def test_an_end_that_is_interrupted_leaves_no_future_behind(how: str, what: str) -> None:
+def test_interrupted_shutdown_leaves_no_future_pending(how: str, what: str) -> None:
     ends(f"""
 pool = started()
 futures = [pool.submit(jobs.sleep, 0.02) for _ in range(3000)]
@@ -180,7 +180,7 @@ pool.shutdown()
 """)
 
 
-def test_ctrl_c_while_a_future_is_looked_at_stops_no_other() -> None:
+def test_ctrl_c_during_a_wait_stops_no_other_future() -> None:
     ends("""
 pool = started()
 looked_at, other = pool.submit(jobs.sleep, 0.3), pool.submit(jobs.sleep, 0.3)
@@ -209,7 +209,7 @@ assert other.result(30) == looked_at.result(30) == 0.3
 """)
 
 
-def test_an_iterator_that_is_collected_in_the_midst_of_an_outcome_leaves_no_shutdown_waiting() -> None:
+def test_iterator_collected_during_an_outcome_blocks_no_shutdown() -> None:
     ends("""
 gc.disable()
 pool = started()
@@ -232,7 +232,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("how", ["shutdown(cancel_futures=True)", "terminate_workers()"])
-def test_a_handler_ends_the_pool_in_the_midst_of_its_start(how: str) -> None:
+def test_signal_handler_can_end_the_pool_during_its_start(how: str) -> None:
     ends(f"""
 pool = BulkheadExecutor(1)
 done = []
@@ -256,7 +256,7 @@ assert pool._pool._channel is None
 """)
 
 
-def test_a_handler_that_submits_in_the_midst_of_a_submit_is_told_so() -> None:
+def test_signal_handler_cannot_submit_during_a_submit() -> None:
     ends("""
 pool = BulkheadExecutor(1)
 refused = []
@@ -276,7 +276,7 @@ assert len(refused) == 1
 """)
 
 
-def test_a_log_that_raises_leaves_no_future_behind() -> None:
+def test_failing_log_handler_leaves_no_future_pending() -> None:
     ends("""
 class Gone(logging.Handler):
     def emit(self, record):
@@ -292,7 +292,7 @@ assert not wait(futures, 30).not_done
 """)
 
 
-def test_a_stream_that_waits_for_the_thread_with_the_result_stops_nothing() -> None:
+def test_output_stream_can_wait_for_a_result() -> None:
     ends("""
 lock = threading.Lock()
 class Widget:
@@ -312,7 +312,7 @@ sys.stdout = real
 """)
 
 
-def test_a_pool_whose_initializer_fails_ends_its_processes() -> None:
+def test_failed_initializer_ends_the_processes() -> None:
     ends("""
 from pools import tree
 pool = BulkheadExecutor(1, initializer=jobs.fail_to_start)
@@ -322,7 +322,7 @@ assert tree(os.getpid()) == {os.getpid()}
 """)
 
 
-def test_ctrl_c_while_shutdown_waits_leaves_the_next_one_waiting() -> None:
+def test_ctrl_c_during_shutdown_allows_another_shutdown() -> None:
     ends("""
 pool = started()
 future = pool.submit(jobs.sleep, 0.5)
@@ -353,7 +353,7 @@ assert future.done()
     "how", ["shutdown()", "shutdown(wait=False)", "shutdown(cancel_futures=True)", "terminate_workers()"]
 )
 @pytest.mark.parametrize("other", ["fills", "settles"])
-def test_a_handler_ends_the_pool_while_futures_are_looked_at(how: str, other: str) -> None:
+def test_signal_handler_can_end_the_pool_during_a_wait(how: str, other: str) -> None:
     ends(f"""
 import concurrent.futures._base as base
 pool = started()
@@ -383,7 +383,7 @@ assert pool._pool._channel is None
 """)
 
 
-def test_a_stream_that_stands_still_as_the_supervisor_dies_keeps_no_future_from_its_end() -> None:
+def test_blocked_output_stream_leaves_no_future_pending() -> None:
     ends("""
 lock = threading.Lock()
 class Widget:
@@ -406,7 +406,7 @@ sys.stdout = real
 """)
 
 
-def test_two_interrupts_end_a_program_that_waits_for_a_pool() -> None:
+def test_second_interrupt_ends_a_waiting_program() -> None:
     """The first interrupt ends the wait for the result, the second interrupt ends the wait of ``shutdown``."""
     ended = script("""
         import faulthandler, os, signal, sys, threading, time, jobs

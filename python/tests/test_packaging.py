@@ -48,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_one_command_installs_both_from_a_checkout(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
+def test_a_single_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
     """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
     built = Path(SUPERVISOR).parent
     target = tmp_path / "target"
@@ -130,7 +130,7 @@ def test_names_and_contents(wheels: list[Path]) -> None:
     assert found is None or int(found[1]) >= newest
 
 
-def test_the_example_ends_and_tells_each_apart(installed: Path) -> None:
+def test_example_distinguishes_all_failures(installed: Path) -> None:
     """The design requires two seconds, but a busy machine may need longer."""
     told = run(installed, PYTHON / "examples" / "example.py", HOME=os.environ.get("HOME", "/"))
     lines = told.splitlines()
@@ -140,7 +140,7 @@ def test_the_example_ends_and_tells_each_apart(installed: Path) -> None:
     assert lines[-1].endswith(" s in all")
 
 
-def test_programs_of_the_wheel(installed: Path) -> None:
+def test_wheel_contains_the_programs(installed: Path) -> None:
     for program in ("bulkhead", "bulkhead-supervisor"):
         assert "Usage" in run(installed.with_name(program), "--help")
     code = "import bulkhead_supervisor as s, os; print(os.access(s.path(), os.X_OK), s.path('bulkhead-worker'))"
@@ -149,7 +149,7 @@ def test_programs_of_the_wheel(installed: Path) -> None:
     run(installed, "-c", code)
 
 
-def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
+def test_package_is_typed_for_users(installed: Path, tmp_path: Path) -> None:
     """mypy checks a user's program against the installed package."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("NOT RUN: mypy is not installed")
@@ -174,7 +174,7 @@ def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
     assert 'Revealed type is "bool"' in told or 'Revealed type is "builtins.bool"' in told, told
 
 
-def test_what_is_submitted_has_the_types_of_the_function(tmp_path: Path) -> None:
+def test_submit_has_the_types_of_the_function(tmp_path: Path) -> None:
     """A strictly typed program remains valid after a switch from the standard executors."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("NOT RUN: mypy is not installed")

@@ -64,7 +64,7 @@ class Interrupted:
         return int(self._real.sendmsg([b"".join(pieces)[:10]], *rest))
 
 
-def test_a_handlers_timeout_error_while_a_call_is_sent_loses_no_other(pool: BulkheadExecutor) -> None:
+def test_timeout_during_a_send_loses_no_other_call(pool: BulkheadExecutor) -> None:
     channel = channel_of(pool)
     channel._socket = Interrupted(channel._socket)  # type: ignore[assignment]
     with pytest.raises(TimeoutError, match="a soft limit"):
@@ -86,7 +86,7 @@ class InMain:
         return int, (7,)
 
 
-def test_ctrl_c_while_another_threads_call_is_pickled_costs_that_nothing(pool: BulkheadExecutor) -> None:
+def test_ctrl_c_does_not_fail_another_threads_call(pool: BulkheadExecutor) -> None:
     future = PoolFuture(pool._pool)
     # Like a call that another thread has submitted and that waits for a place.
     pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
@@ -95,7 +95,7 @@ def test_ctrl_c_while_another_threads_call_is_pickled_costs_that_nothing(pool: B
     assert future.result(LONG) == 14
 
 
-def test_ctrl_c_while_a_call_is_pickled_leaves_no_shutdown_waiting(pool: BulkheadExecutor) -> None:
+def test_ctrl_c_during_pickling_blocks_no_shutdown(pool: BulkheadExecutor) -> None:
     thread = threading.Thread(target=pool.shutdown)
 
     def waits() -> bool:
@@ -119,7 +119,7 @@ def test_ctrl_c_while_a_call_is_pickled_leaves_no_shutdown_waiting(pool: Bulkhea
 # Exceptions in threads on which others depend.
 
 
-def test_a_callback_that_raises_keeps_no_other_from_being_called(pool: BulkheadExecutor) -> None:
+def test_callbacks_run_after_one_has_raised(pool: BulkheadExecutor) -> None:
     called = threading.Event()
 
     def leave(_: Future[Any]) -> None:
@@ -136,7 +136,7 @@ def no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_thread_that_cannot_be_started_leaves_no_call_without_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_leaves_no_call_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     with BulkheadExecutor(1) as pool:
         futures = [pool.submit(jobs.sleep, 0.01)]
         channel = channel_of(pool)
@@ -149,9 +149,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_call_without_an_outcome(monke
         assert channel_of(pool) is not channel
 
 
-def test_an_outcome_that_cannot_be_read_costs_the_connection_and_no_more(
-    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_outcome_ends_only_the_connection(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_metadata: bytes) -> int:
         raise struct.error("an outcome that cannot be read")
 
@@ -172,10 +170,10 @@ class Large(bytes):
         return 1 << 32
 
 
-def test_a_call_that_no_frame_takes_costs_itself(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_larger_than_a_frame_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool._pool.pickler, "dump", lambda _: [Large()])
-        with pytest.raises(ValueError, match="4294967296 bytes, and a frame takes"):
+        with pytest.raises(ValueError, match="4294967296 bytes; the maximum is"):
             pool.submit(jobs.pid).result(LONG)
     assert pool.submit(jobs.double, 2).result(LONG) == 4
 
@@ -183,9 +181,7 @@ def test_a_call_that_no_frame_takes_costs_itself(pool: BulkheadExecutor, monkeyp
 # Supervisors that do not start.
 
 
-def test_what_waits_fails_when_no_other_supervisor_starts_and_a_later_call_does_not(
-    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_calls_fail_if_no_supervisor_starts(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(supervisor: PrivateSupervisor, _command: list[str]) -> None:
         supervisor.stop(at_once=True)
         raise SupervisorFailed("too many open files")
@@ -198,7 +194,7 @@ def test_what_waits_fails_when_no_other_supervisor_starts_and_a_later_call_does_
         os.kill(pid, signal.SIGKILL)
         last = futures[-1].exception(LONG)
         assert isinstance(last, PoolDisconnected)
-        assert "no other one could be started: too many open files" in str(last)
+        assert "another supervisor could not be started: too many open files" in str(last)
         assert last.outcome.executed == "no"
         with pytest.raises(SupervisorFailed):
             pool.submit(jobs.double, 2)
@@ -209,7 +205,7 @@ def descriptors() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_a_pool_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     before = descriptors(), threading.active_count()
@@ -245,7 +241,7 @@ def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     ("where", "is_killed"),
     [("behind.connect", True), ("behind.PrivateSupervisor.stop", True), ("behind._wire.ran_us", False)],
 )
-def test_an_executor_is_dropped_in_the_midst_of_anything(where: str, is_killed: bool) -> None:
+def test_executor_can_be_dropped_at_any_time(where: str, is_killed: bool) -> None:
     """The garbage collector can run in the pool's thread, and while that thread holds the lock."""
     ended = script(f"""
         import gc, os, signal, jobs, bulkhead._pool as behind
@@ -274,7 +270,7 @@ def test_an_executor_is_dropped_in_the_midst_of_anything(where: str, is_killed: 
 
 
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_a_forked_child_has_no_descriptors_of_its_parents_pool(sandbox: str) -> None:
+def test_forked_child_closes_descriptors_of_the_pool(sandbox: str) -> None:
     ended = script(f"""
         import os, jobs
         from bulkhead import BulkheadExecutor
@@ -308,9 +304,7 @@ class Kept:
         pass
 
 
-def test_what_a_call_has_printed_is_there_before_its_result(
-    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_output_precedes_the_result(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     monkeypatch.setattr(sys, "stdout", kept)
     for number in range(2000):
@@ -318,7 +312,7 @@ def test_what_a_call_has_printed_is_there_before_its_result(
         assert kept.lines.endswith(f"line {number}\n")
 
 
-def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_output_stream_stops_no_call(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     monkeypatch.setattr(sys, "stdout", kept)
     assert pool.submit(jobs.say, "fail").result(LONG) == 1
@@ -327,7 +321,7 @@ def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch:
     assert kept.lines.count("x") == 99 * 2000
 
 
-def test_characters_of_more_than_a_byte_reach_a_stream_without_bytes_as_they_are(pool: BulkheadExecutor) -> None:
+def test_multibyte_characters_reach_text_streams_intact(pool: BulkheadExecutor) -> None:
     kept = io.StringIO()
     with contextlib.redirect_stdout(kept):
         # More than the capacity of a FIFO, in pieces that end within a character.

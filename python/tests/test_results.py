@@ -63,7 +63,7 @@ def pool() -> Iterator[BulkheadExecutor]:
         "numpy.datetime64('2020-01-02')",
     ],
 )
-def test_arrays_and_scalars_are_taken(pool: BulkheadExecutor, code: str) -> None:
+def test_accepts_arrays_and_scalars(pool: BulkheadExecutor, code: str) -> None:
     need(code)
     expected, found = results.evaluate(code), pool.submit(results.evaluate, code).result(LONG)
     assert type(found) is type(expected)
@@ -77,7 +77,7 @@ def test_arrays_and_scalars_are_taken(pool: BulkheadExecutor, code: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGB", "RGBA", "CMYK", "I", "F", "I;16"])
-def test_images_are_taken(pool: BulkheadExecutor, mode: str) -> None:
+def test_accepts_images(pool: BulkheadExecutor, mode: str) -> None:
     code = f"PIL.Image.linear_gradient('L').resize((301, 99)).convert({mode!r})"
     need(code)
     expected, found = results.evaluate(code), pool.submit(results.evaluate, code).result(LONG)
@@ -103,7 +103,7 @@ FRAMES = [
 
 
 @pytest.mark.parametrize("code", FRAMES)
-def test_frames_are_taken(pool: BulkheadExecutor, code: str) -> None:
+def test_accepts_frames(pool: BulkheadExecutor, code: str) -> None:
     need(code)
     expected, found = results.evaluate(code), pool.submit(results.evaluate, code).result(LONG)
     assert type(found) is type(expected)
@@ -121,14 +121,14 @@ def test_frames_are_taken(pool: BulkheadExecutor, code: str) -> None:
         ("pandas.errors.EmptyDataError('none')", "pandas.errors.EmptyDataError"),
     ],
 )
-def test_exceptions_of_libraries_are_taken(pool: BulkheadExecutor, code: str, kind: Any) -> None:
+def test_accepts_exceptions_of_libraries(pool: BulkheadExecutor, code: str, kind: Any) -> None:
     need(code)
     error = pool.submit(results.evaluate, code).exception(LONG)
     assert type(error) is kind or f"{type(error).__module__}.{type(error).__qualname__}" == kind
     assert "Traceback" in str(error.__cause__)
 
 
-def test_classes_that_are_named_are_taken(pool: BulkheadExecutor) -> None:
+def test_accepts_instances_of_named_classes(pool: BulkheadExecutor) -> None:
     for name in ("Point", "Pair", "Colour", "Fraction"):
         assert pool.submit(results.own, name).result(LONG) == results.own(name)
     assert pool.submit(results.own, "Slotted").result(LONG).value == 5
@@ -158,13 +158,13 @@ def test_refusal_names_class_and_remedy(pool: BulkheadExecutor, call: Any, argum
 
 
 @pytest.mark.parametrize("given", [["any"], [results.OwnError], "some", []])
-def test_results_of_no_meaning_are_refused(given: Any) -> None:
+def test_invalid_results_options_are_rejected(given: Any) -> None:
     with pytest.raises(ValueError, match="results must be"):
         BulkheadExecutor(1, results=given)
 
 
 @pytest.mark.parametrize("kind", [SystemExit, StopIteration, 3, "own"])
-def test_what_is_no_class_of_a_result_is_refused(kind: Any) -> None:
+def test_rejects_invalid_result_classes(kind: Any) -> None:
     with pytest.raises(TypeError, match="results"):
         BulkheadExecutor(1, results=["data", kind])
 
@@ -210,7 +210,7 @@ ARRAYS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("fields", ARRAYS)
-def test_array_of_forged_fields_is_refused(fields: tuple[Any, ...]) -> None:
+def test_rejects_forged_arrays(fields: tuple[Any, ...]) -> None:
     need("numpy")
     with pytest.raises(DataOnly):
         loads(pickle.dumps(_Made(_libraries.make_array, *fields), 5))
@@ -231,7 +231,7 @@ def test_array_of_forged_fields_is_refused(fields: tuple[Any, ...]) -> None:
         ("P", (2, 2), bytes(4), ("x", bytes(1000)), {}),
     ],
 )
-def test_image_of_forged_fields_is_refused(fields: tuple[Any, ...]) -> None:
+def test_rejects_forged_images(fields: tuple[Any, ...]) -> None:
     need("PIL")
     with pytest.raises(DataOnly):
         loads(pickle.dumps(_Made(_libraries.make_image, *fields), 5))
@@ -252,14 +252,14 @@ def test_image_of_forged_fields_is_refused(fields: tuple[Any, ...]) -> None:
         [("str", ["a"]), ("str", ["a", "b"])],
     ],
 )
-def test_frame_of_forged_fields_is_refused(columns: Any) -> None:
+def test_rejects_forged_frames(columns: Any) -> None:
     need("pandas")
     labels = [*range(len(columns))]
     with pytest.raises(DataOnly):
         loads(pickle.dumps(_Made(_libraries.make_frame, columns, 0, 1, [None], labels, [None], False), 5))
 
 
-def test_makers_and_buffers_are_no_values() -> None:
+def test_makers_and_buffers_are_not_values() -> None:
     for pickled in (
         pickle.dumps(_libraries.make_array),
         pickle.dumps([_libraries.make_image]),
@@ -313,7 +313,7 @@ def test_nested_instances_count_as_containers() -> None:
         loads(pickle.dumps(results.Point(1, 2)))
 
 
-def test_a_class_of_the_main_module_is_taken_by_a_worker_that_is_a_caller() -> None:
+def test_nested_pool_accepts_classes_of_the_main_module() -> None:
     kind = type("Kind", (), {"__module__": "__mp_main__"})
     found = allow([kind])
     for module in (b"__main__", b"__mp_main__"):

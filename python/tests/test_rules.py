@@ -25,7 +25,7 @@ def rounds(temporary: Temporary, name: bytes, rounds_max: int) -> int:
     raise AssertionError(f"not removed in {rounds_max} rounds")
 
 
-def test_a_folder_goes_with_all_that_is_in_it(temporary: Temporary, tmp_path: Path) -> None:
+def test_removes_a_folder_with_its_contents(temporary: Temporary, tmp_path: Path) -> None:
     os.close(temporary.make(b"empty"))
     os.close(temporary.make(b"full"))
     for folder in ("one", "one/two", "other"):
@@ -40,7 +40,7 @@ def test_a_folder_goes_with_all_that_is_in_it(temporary: Temporary, tmp_path: Pa
     assert os.path.isdir("/")
 
 
-def test_many_entries_take_some_rounds(temporary: Temporary, tmp_path: Path) -> None:
+def test_many_entries_are_removed_in_steps(temporary: Temporary, tmp_path: Path) -> None:
     os.close(temporary.make(b"many"))
     for number in range(ENTRIES_AT_ONCE + 1):
         (tmp_path / "many" / str(number)).touch()
@@ -48,7 +48,7 @@ def test_many_entries_take_some_rounds(temporary: Temporary, tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_deep_tree_whose_folders_have_the_names_of_those_moved_up(temporary: Temporary, tmp_path: Path) -> None:
+def test_removes_a_deep_tree_with_conflicting_names(temporary: Temporary, tmp_path: Path) -> None:
     place = temporary.make(b"deep")
     for _ in range(DEPTH):
         os.mkdir(b".bulkhead-1", dir_fd=place)
@@ -60,7 +60,7 @@ def test_a_deep_tree_whose_folders_have_the_names_of_those_moved_up(temporary: T
     assert os.listdir(tmp_path) == []
 
 
-def test_names_that_are_taken_do_not_keep_a_folder(temporary: Temporary, tmp_path: Path) -> None:
+def test_conflicting_names_do_not_prevent_removal(temporary: Temporary, tmp_path: Path) -> None:
     """A worker can create folders whose names resemble the names of moved folders."""
     os.close(temporary.make(b"taken"))
     for number in range(ENTRIES_AT_ONCE + 1):

@@ -52,7 +52,7 @@ def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_variables_are_there_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
+def test_variables_are_set_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     hook = "import os\nseen_at_start = os.environ.get('HOOK')\nos.environ['SET_BY_HOOK'] = 'yes'\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
@@ -97,7 +97,7 @@ def test_coverage_measures_workers(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sandbox", ["default", "strict"])
-def test_errors_say_that_the_sandbox_was_the_cause(sandbox: str, tmp_path: Path) -> None:
+def test_errors_name_the_sandbox_as_the_cause(sandbox: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
     note.write_text("read")
     with BulkheadExecutor(1, sandbox=sandbox) as pool:
@@ -146,20 +146,20 @@ sys.meta_path.append(Finder)
     assert ended.stdout == "42\n", ended.stderr
 
 
-def test_pandas_does_not_keep_forked_workers_from_starting(capfd: pytest.CaptureFixture[str]) -> None:
+def test_forked_workers_start_with_pandas(capfd: pytest.CaptureFixture[str]) -> None:
     """pyarrow's allocator starts a thread unless this is disabled."""
     context = multiprocessing.get_context("forkserver")
     preload = [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name)]
     with BulkheadExecutor(1, mp_context=context, preload=preload) as pool:
         assert pool.submit(jobs.variable, "JE_ARROW_MALLOC_CONF").result(LONG) == "background_thread:false"
         assert all(pool.submit(jobs.loaded, name).result(LONG) for name in preload)
-    assert "leave the thread" not in capfd.readouterr().err
+    assert "leaves the thread" not in capfd.readouterr().err
     if "pyarrow" not in preload:
         pytest.skip("NOT RUN: the check with pandas, because pandas and pyarrow are not installed")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gevent_goes_on_while_a_call_is_awaited(method: str, tmp_path: Path) -> None:
+def test_gevent_runs_while_a_call_is_awaited(method: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("gevent") is None:
         pytest.skip("NOT RUN: gevent is not installed")
     # Workers import this program as their main module, so gevent patches them as well.
@@ -225,7 +225,7 @@ def test_tqdm_shows_the_progress_of_a_pool(capfd: pytest.CaptureFixture[str]) ->
     assert "3/3" in ended.stderr
 
 
-def test_errors_of_pickling_say_what_to_do() -> None:
+def test_pickling_errors_contain_a_hint() -> None:
     ended = program("""
         import multiprocessing, jobs
         from bulkhead import BulkheadExecutor
@@ -281,7 +281,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("support", ["yes", ""])
-def test_a_frozen_program_starts_workers_or_says_why_not(method: str, support: str, tmp_path: Path) -> None:
+def test_frozen_program_starts_workers_or_reports_why_not(method: str, support: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(FROZEN)
     frozen = tmp_path / "frozen"
     frozen.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/program.py "$@"\n')
@@ -311,7 +311,7 @@ def test_a_frozen_program_starts_workers_or_says_why_not(method: str, support: s
 # Programming errors.
 
 
-def test_import_says_that_linux_is_needed() -> None:
+def test_import_fails_outside_of_linux() -> None:
     ended = script("""
         import sys
         sys.platform = "darwin"
@@ -334,16 +334,16 @@ def test_import_says_that_linux_is_needed() -> None:
         ({"sandbox": {"read": "/srv"}}, TypeError, "'read' must be a list of paths, not str"),
         ({"sandbox": True}, TypeError, "not bool"),
         ({"config": "workers.toml"}, TypeError, "config must be a dict, not str"),
-        ({"config": {"env": {"A": object()}}}, TypeError, "config: a configuration has no values such as"),
+        ({"config": {"env": {"A": object()}}}, TypeError, "config: a configuration cannot contain the value"),
         ({"config": {"supervisor": 1}}, TypeError, "must be a dict, not int"),
     ],
 )
-def test_the_constructor_refuses_wrong_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_constructor_rejects_wrong_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         BulkheadExecutor(1, **options)
 
 
-def test_sizes_and_paths_of_many_forms_are_taken(tmp_path: Path) -> None:
+def test_accepts_all_forms_of_sizes_and_paths(tmp_path: Path) -> None:
     for memory in (1 << 30, "512MiB", "1.5 GiB", "4096", "10MB", " 64kB "):
         BulkheadExecutor(1, memory=memory).shutdown()
     with BulkheadExecutor(1, sandbox={"read": [tmp_path, SOURCE, str(SOURCE)]}) as pool:

@@ -26,7 +26,7 @@ BENCH = TESTS.parent / "bench"
 JOBS = int(os.environ.get("BULKHEAD_SURVIVAL_JOBS", "1500"))
 
 
-def test_the_rows_of_the_table() -> None:
+def test_documented_table_is_correct() -> None:
     """Compares the survival program's results with the documented column."""
     sys.path.insert(0, str(BENCH))
     try:
@@ -43,7 +43,7 @@ def test_the_rows_of_the_table() -> None:
     }
 
 
-def test_a_storm_of_bad_calls() -> None:
+def test_storm_of_failing_calls_affects_no_honest_call() -> None:
     """A twentieth of the calls is bad. Each bad call gets the expected error, and every honest result is correct."""
     with BulkheadExecutor(4, memory=storm.MEMORY) as pool:
         ended: Counter[str] = Counter()
@@ -64,7 +64,7 @@ def test_a_storm_of_bad_calls() -> None:
     wait_for("nothing is left", lambda: not any(map(is_running, pids)) and not os.path.exists(supervisor.folder))
 
 
-def test_sigkill_of_the_caller_in_the_midst_of_a_storm_leaves_nothing() -> None:
+def test_sigkill_of_the_caller_under_load_leaves_nothing() -> None:
     caller = subprocess.Popen(
         [sys.executable, TESTS / "storm.py", str(JOBS)],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent / "src")},
@@ -133,7 +133,7 @@ def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
         caller.stdout.close()
 
 
-def test_a_call_that_kills_its_parents_does_no_harm_to_others() -> None:
+def test_call_that_kills_its_parents_harms_no_other() -> None:
     """Workers run as this user. A call that kills processes gets an error, and the next call is served."""
     with BulkheadExecutor(2) as pool:
         for _ in range(3):
@@ -142,7 +142,7 @@ def test_a_call_that_kills_its_parents_does_no_harm_to_others() -> None:
 
 
 @pytest.mark.parametrize("profile", ["default", "strict"])
-def test_a_sandbox(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sandbox_denies_access(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Needs a machine and an interpreter path that allow a sandbox."""
     user = {"user": "shared"} if os.geteuid() == 0 else {}
     # Naming a path that the pool grants anyway is allowed.

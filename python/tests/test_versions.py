@@ -37,7 +37,7 @@ def found(version: str) -> str | None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_interpreter(version: str) -> None:
+def test_package_works_with_each_interpreter(version: str) -> None:
     interpreter = found(version)
     if interpreter is None:
         message = f"NOT RUN: Python {version} is not installed"

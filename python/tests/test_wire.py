@@ -37,14 +37,14 @@ def text(value: str) -> bytes:
     return u64(len(value.encode())) + value.encode()
 
 
-def test_the_page_shows_the_bytes_of_a_hello() -> None:
+def test_protocol_page_shows_the_bytes_of_a_hello() -> None:
     block = re.search(r"```text\n(.*?)```", PAGE.read_text(), re.S)
     assert block is not None
     digits = "".join(re.match(r"((?:[0-9a-f]{2,} ?)+)", line)[1] for line in block[1].splitlines())  # type: ignore[index]
     assert _wire.hello(_wire.CLIENT, 0, "1", "doc") == bytes.fromhex(digits.replace(" ", ""))
 
 
-def test_the_page_names_every_number() -> None:
+def test_protocol_page_lists_every_number() -> None:
     page = PAGE.read_text()
     kinds = [
         *("HELLO", "CLIENT_WELCOME", "REFUSED", "WORKER_WELCOME", "SUBMIT", "CANCEL", "OUTCOME", "PROGRESS", "JOB"),
@@ -64,7 +64,7 @@ def test_the_page_names_every_number() -> None:
     assert f"`0x{_wire.MAGIC:x}`" in page
 
 
-def test_a_submit_byte_for_byte() -> None:
+def test_submit_has_the_documented_bytes() -> None:
     given = _wire.submission("b", "op", "acme", 1.5, "critical", True, 7, "00-aa-bb-01", 0.25)
     fixed = text("b") + text("op") + text("acme") + struct.pack("<QBBI", 1_500_000, 2, 1, 7)
     extensions = u64(2) + struct.pack("<HQ", 1, 11) + b"00-aa-bb-01" + struct.pack("<HQ", 5, 8) + u64(250_000)
@@ -89,14 +89,14 @@ def test_a_submit_byte_for_byte() -> None:
         {"tenant": "ä" * 129},
     ],
 )
-def test_what_cannot_be_meant_is_a_value_error(options: dict[str, object]) -> None:
+def test_invalid_options_raise_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         _wire.submission("b", **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         _wire.submission(b"b")  # type: ignore[arg-type]
 
 
-def test_a_long_time_is_a_year_and_a_short_one_a_microsecond() -> None:
+def test_durations_are_limited_to_a_year_and_a_microsecond() -> None:
     assert _wire.submission("b", deadline=float("inf"))[25:33] == u64(86_400 * 365 * 1_000_000)
     assert _wire.submission("b", deadline=1e-9)[25:33] == u64(1)
 
@@ -114,7 +114,7 @@ def outcome(verdict: int, reason: int = 0, extensions: bytes = u64(0), **changes
     return head + times + after + status + texts + extensions
 
 
-def test_an_outcome_has_all_that_was_told() -> None:
+def test_outcome_has_all_fields() -> None:
     given = u64(3) + struct.pack("<HQ", 4, 8) + u64(0xABC) + struct.pack("<HQ", 5, 8) + u64(200_000)
     given += struct.pack("<HQ", 99, 1) + b"x"
     told = _wire.outcome(outcome(4, 2, given, status=11, message="killed by SIGSEGV"))
@@ -152,7 +152,7 @@ def test_each_outcome_has_its_exception() -> None:
     assert statuses == [400, 413, 404, 401, 403, 429, 429, 429, 503, 503, 503, 503, 503, 503, 503, 503, 422]
 
 
-def test_what_is_demanded_and_not_known_is_refused() -> None:
+def test_rejects_unknown_critical_parts() -> None:
     with pytest.raises(_wire.Malformed):
         _wire.outcome(outcome(0, 0, u64(1) + struct.pack("<HQ", 0x8009, 0)))
     with pytest.raises(_wire.Malformed):
@@ -193,7 +193,7 @@ def reader(data: bytes, sizes: list[int], interrupts: random.Random | None = Non
 
 @pytest.mark.parametrize("sizes", [[1], [7], [16, 1, 100], [65_536], [3, 65_536], [50_000]])
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_frames_are_whole_however_they_come(sizes: list[int], is_interrupted: bool) -> None:
+def test_frames_are_complete_for_all_read_sizes(sizes: list[int], is_interrupted: bool) -> None:
     chance = random.Random(7)
     payload_sizes = [0, 1, 64, 65_535, 65_536, 65_537, 200_000, 0, 5]
     if sizes in ([1], [7]):
@@ -216,14 +216,14 @@ def test_frames_are_whole_however_they_come(sizes: list[int], is_interrupted: bo
     assert isinstance(subject.frames[-1][3], bytes)
 
 
-def test_texts_are_cut_between_characters() -> None:
+def test_texts_are_truncated_between_characters() -> None:
     assert _wire.text("grün", 3) == text("gr")
     assert _wire.text("grün", 4) == text("grü")
     assert _wire.text("a\ud800b") == text("a?b")
 
 
 @pytest.mark.parametrize("kind", [Failed, Rejected, Crashed, Cancelled, DeadlineExceeded, WorkerCrashed, CallTimeout])
-def test_errors_are_made_anew_from_their_args(kind: type[JobError]) -> None:
+def test_errors_can_be_recreated_from_their_args(kind: type[JobError]) -> None:
     """Checks serialisers that write the class and the arguments as JSON."""
     name = next(name for name, base in ERROR_OF_OUTCOME.items() if issubclass(kind, base))
     error = kind(Outcome(name, "signal", "killed by SIGSEGV", executed="yes"), b"data")

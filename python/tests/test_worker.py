@@ -61,7 +61,7 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
     assert client.call(name, b"5000000", operation="size").payload == bytes(5_000_000)
     wrong = failure(client, name, "kind", b"int")
-    assert wrong.outcome.message == "TypeError: a handler returns bytes, str or None, not int"
+    assert wrong.outcome.message == "TypeError: a handler must return bytes, str or None, not int"
     assert failure(client, name, "raise").outcome.message == "ValueError: no such page: 7"
     assert failure(client, name, "raise-unprintable").outcome.message.startswith("Unprintable: ")
     assert failure(client, name, "exit").outcome.message == "SystemExit: 4"
@@ -86,9 +86,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("operation", ["answer", "aanswer"])
 @pytest.mark.parametrize("name", ["plain", "many"])
-def test_an_answer_that_cannot_be_sent_fails_its_job_and_nothing_else(
-    client: Client, name: str, operation: str
-) -> None:
+def test_unsendable_reply_fails_only_its_job(client: Client, name: str, operation: str) -> None:
     beside = client.submit(name, b"0.5", operation="asleep") if name == "many" else None
     before = client.call(name, operation="pid").payload
     for answer in ANSWERS:
@@ -98,7 +96,7 @@ def test_an_answer_that_cannot_be_sent_fails_its_job_and_nothing_else(
     assert beside is None or beside.result(LONG).payload == b"slept"
 
 
-def test_a_failure_says_what_its_handler_says(client: Client) -> None:
+def test_failure_has_the_fields_of_the_handler_error(client: Client) -> None:
     error = failure(client, "plain", "error", b"x" * 65_536)
     assert (error.outcome.reason, error.outcome.fault, error.retryable, error.payload) == (
         "bad_page",
@@ -110,7 +108,7 @@ def test_a_failure_says_what_its_handler_says(client: Client) -> None:
         bulkhead.HandlerError("x", fault="nobody")
 
 
-def test_a_result_that_is_too_large(client: Client, supervisor: Supervisor) -> None:
+def test_too_large_result_fails(client: Client, supervisor: Supervisor) -> None:
     error = failure(client, "small", "size", b"1025")
     assert error.outcome.reason == "result_too_large"
     assert error.outcome.message == "the result has 1025 bytes; max_result is 1024"
@@ -118,7 +116,7 @@ def test_a_result_that_is_too_large(client: Client, supervisor: Supervisor) -> N
     assert supervisor.snapshot("small")["restarts"] == 0
 
 
-def test_an_operation_without_a_handler() -> None:
+def test_operation_without_a_handler_fails() -> None:
     with (
         running(one={**WORKER, "command": [*WORKER["command"][:-1], "handlers:about"]}) as own,
         Client(own.socket) as client,
@@ -129,7 +127,7 @@ def test_an_operation_without_a_handler() -> None:
         assert client.call("one", operation="a").payload == b"A"
         error = failure(client, "one", "b")
         assert (error.outcome.reason, error.outcome.fault) == ("unknown_operation", "caller")
-        assert "no operation 'b'; it has 'a'" in str(error)
+        assert "no operation 'b'; the operations are 'a'" in str(error)
 
 
 def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
@@ -147,7 +145,7 @@ def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervi
 # Concurrent jobs.
 
 
-def test_as_many_run_at_once_as_may(client: Client) -> None:
+def test_runs_max_in_flight_jobs_at_once(client: Client) -> None:
     began = time.monotonic()
     jobs = [client.submit("many", b"2", operation="sleep") for _ in range(8)]
     wait_for("all run", lambda: all(job.done() for job in jobs))
@@ -186,7 +184,7 @@ def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
         assert "never awaited" not in own.log()
 
 
-def test_other_limits_while_it_runs(supervisor: Supervisor) -> None:
+def test_limits_change_while_the_worker_runs(supervisor: Supervisor) -> None:
     with running(one={**WORKER, "max_in_flight": 1}) as own, Client(own.socket) as client:
         for limit in (6, 2, 5, 1, 3):
             assert own.request("PATCH", "/v1/bulkheads/one", {"max_in_flight": limit})[0] == 200
@@ -200,7 +198,7 @@ def test_other_limits_while_it_runs(supervisor: Supervisor) -> None:
 # Prefetched jobs.
 
 
-def test_jobs_ahead_run_once_whatever_happens(tmp_path: pathlib.Path) -> None:
+def test_prefetched_jobs_run_once(tmp_path: pathlib.Path) -> None:
     """Quick and slow jobs, recalls, changed limits, priorities and restarts. Each job runs once and is answered."""
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
@@ -226,7 +224,7 @@ def test_jobs_ahead_run_once_whatever_happens(tmp_path: pathlib.Path) -> None:
         assert own.snapshot("one")["crashed"] == 0
 
 
-def test_a_death_costs_the_job_that_ran_and_no_other() -> None:
+def test_worker_death_fails_only_the_running_job() -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as client:
         chance = random.Random(5)
         jobs = []
@@ -242,7 +240,7 @@ def test_a_death_costs_the_job_that_ran_and_no_other() -> None:
                 assert error.outcome.reason == ("signal" if word == "segv" else "exit")
 
 
-def test_what_is_cancelled_runs_once_at_most(tmp_path: pathlib.Path) -> None:
+def test_cancelled_jobs_run_at_most_once(tmp_path: pathlib.Path) -> None:
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
     with running(one=keys) as own, Client(own.socket) as client:
@@ -263,7 +261,7 @@ def test_what_is_cancelled_runs_once_at_most(tmp_path: pathlib.Path) -> None:
         assert set(ran) >= {number for number, is_cancelled in was_cancelled.items() if not is_cancelled}
 
 
-def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
+def test_prefetched_job_keeps_its_deadline(client: Client) -> None:
     blocking = client.submit("plain", b"3", operation="sleep")
     late = [client.submit("plain", deadline=0.1) for _ in range(5)]
     for job in late:
@@ -283,11 +281,11 @@ def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
         ("fails", "RuntimeError: the model is missing"),
         ("exits", "SystemExit: no licence"),
         ("closes", "RuntimeError: the model is missing"),
-        ("unprintable", "Unprintable: (its text cannot be made)"),
+        ("unprintable", "Unprintable: (the text is not available)"),
     ],
 )
 @pytest.mark.parametrize("mode", ["spawn", "fork"])
-def test_a_failed_init_is_told_to_callers(how: str, said: str, mode: str) -> None:
+def test_callers_see_why_init_failed(how: str, said: str, mode: str) -> None:
     keys = {
         **WORKER,
         "env": {"PYTHONPATH": SOURCE, "INIT": how},
@@ -300,14 +298,14 @@ def test_a_failed_init_is_told_to_callers(how: str, said: str, mode: str) -> Non
         assert said in str(error)
 
 
-def test_a_module_that_cannot_be_imported_is_told_to_callers() -> None:
+def test_callers_see_why_the_module_failed_to_import() -> None:
     for module, said in (("nowhere", "No module named 'nowhere'"), ("pools", "no function with @bulkhead.handler")):
         keys = {**WORKER, "command": [*WORKER["command"][:-1], module], "restart": {"max": 1, "within": "30s"}}
         with running(one=keys) as own, Client(own.socket) as client:
             assert said in str(failure(client, "one", ""))
 
 
-def test_init_may_ask_for_more_time() -> None:
+def test_init_can_request_more_time() -> None:
     keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": "slow"}, "start": {"ready": "1s"}}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"x").payload == b"x"
@@ -349,7 +347,7 @@ def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
         assert '"exit_code":1' not in own.log()
 
 
-def test_sigterm_is_heard_while_a_handler_runs(client: Client) -> None:
+def test_sigterm_is_handled_while_a_handler_runs(client: Client) -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
         job = many.submit("one", b"1", operation="sleep")
         victim = wait_for("it runs", lambda: [w["pid"] for w in own.snapshot("one")["workers"] if w["in_flight"]])[0]
@@ -369,7 +367,7 @@ def test_workers_end_with_their_supervisor() -> None:
         assert isinstance(job.exception(LONG), bulkhead.Disconnected)
 
 
-def test_a_drain_finishes_what_runs() -> None:
+def test_drain_finishes_running_jobs() -> None:
     with running(one=WORKER) as own, Client(own.socket) as client:
         jobs = [client.submit("one", b"0.2", operation="sleep") for _ in range(3)]
         wait_for("one runs", lambda: own.snapshot("one")["in_flight"] == 1)
@@ -385,7 +383,7 @@ def test_a_drain_finishes_what_runs() -> None:
 # Heartbeats.
 
 
-def test_a_handler_may_hold_the_interpreter() -> None:
+def test_handler_that_holds_the_gil_sends_heartbeats() -> None:
     keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"1.5", operation="hold").payload == b"held"
@@ -400,7 +398,7 @@ def test_a_handler_may_hold_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "many", "strict", "none"])
-def test_a_forked_child_of_a_handler_is_no_worker(client: Client, supervisor: Supervisor, name: str) -> None:
+def test_child_forked_by_a_handler_is_not_a_worker(client: Client, supervisor: Supervisor, name: str) -> None:
     assert client.call(name, b"exit", operation="fork").payload == b"7"
     assert client.call(name, b"raise", operation="fork").payload == b"1"
     assert client.call(name, b"term", operation="fork").payload == b"-15"
@@ -409,7 +407,7 @@ def test_a_forked_child_of_a_handler_is_no_worker(client: Client, supervisor: Su
 
 
 @pytest.mark.parametrize("name", ["plain", "many", "strict"])
-def test_a_child_that_c_code_forked_is_no_worker(client: Client, supervisor: Supervisor, name: str) -> None:
+def test_child_forked_by_c_code_is_not_a_worker(client: Client, supervisor: Supervisor, name: str) -> None:
     assert client.call(name, b"fork", operation="careless").payload == b"1"
     assert client.call(name, b"goes on").payload == b"goes on"
     assert supervisor.snapshot(name)["late_replies"] == 0
@@ -435,7 +433,7 @@ def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
 
 
-def test_a_worker_that_is_started_by_hand_says_what_to_do() -> None:
+def test_worker_started_by_hand_prints_instructions() -> None:
     run = by_hand("-m", "bulkhead", "serve", "handlers")
     assert run.returncode == 2
     assert "[bulkhead.NAME]" in run.stderr
@@ -450,7 +448,7 @@ def test_a_worker_that_is_started_by_hand_says_what_to_do() -> None:
         bulkhead.serve()
 
 
-def test_prints_of_handlers_are_in_the_log_at_once() -> None:
+def test_handler_output_is_logged_immediately() -> None:
     program = "from bulkhead import serve\ndef h(p, c): print('said', p.decode()); return b''\nserve(h)"
     with running(one={**WORKER, "command": [sys.executable, "-c", program]}) as own, Client(own.socket) as client:
         client.call("one", b"hello")

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bincode::{BorrowDecode, Encode};
 
+use crate::JobOptions;
 use crate::flat::flat;
 use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 
@@ -35,18 +36,18 @@ pub mod capability {
 ///
 /// ```
 /// use std::time::Duration;
-/// # use bulkhead_shared::client_protocol::{read_run_limit, run_limit_bytes};
-/// let bytes = run_limit_bytes(Duration::from_millis(200));
-/// assert_eq!(read_run_limit(&bytes), Some(Duration::from_millis(200)));
-/// assert_eq!(read_run_limit(&[0; 8]), None);
+/// # use bulkhead_shared::client_protocol::{decode_run_limit, encode_run_limit};
+/// let bytes = encode_run_limit(Duration::from_millis(200));
+/// assert_eq!(decode_run_limit(&bytes), Some(Duration::from_millis(200)));
+/// assert_eq!(decode_run_limit(&[0; 8]), None);
 /// ```
-pub fn read_run_limit(bytes: &[u8]) -> Option<Duration> {
+pub fn decode_run_limit(bytes: &[u8]) -> Option<Duration> {
     let limit = u64::from_le_bytes(bytes.try_into().ok()?);
     (limit > 0).then(|| Duration::from_micros(limit))
 }
 
-/// Encodes a run limit for [`read_run_limit`], as at least one microsecond.
-pub fn run_limit_bytes(limit: Duration) -> [u8; 8] {
+/// Encodes a run limit for [`decode_run_limit`], as at least one microsecond.
+pub fn encode_run_limit(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
 
@@ -58,7 +59,7 @@ pub struct Hello<'a> {
     pub version_min: u16,
     /// Newest supported protocol version.
     pub version_max: u16,
-    /// One of [`role`].
+    /// Role of the sender, from [`role`].
     pub role: u8,
     /// Maximum size of a frame that the peer accepts, in bytes after the header.
     pub frame_bytes_max: u32,
@@ -114,6 +115,22 @@ pub struct Submit<'a> {
     pub cost: u32,
 }
 
+impl<'a> Submit<'a> {
+    /// Creates the message. A run limit is not part of the message, but an extension:
+    /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT).
+    pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
+        Self {
+            bulkhead,
+            operation: options.operation.as_ref(),
+            tenant: options.tenant.as_ref(),
+            deadline_us: options.deadline.map_or(0, |limit| micros(limit).max(1)),
+            priority: options.priority.code(),
+            idempotent: options.is_idempotent.into(),
+            cost: options.cost,
+        }
+    }
+}
+
 flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, idempotent: u8, cost: u32], []);
 
 /// [`PROGRESS`](crate::frame::kind::PROGRESS): progress of a running job.
@@ -129,7 +146,7 @@ pub struct Progress<'a> {
 /// the result of an `ok` job, or the handler's payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
-    /// One of [`outcome_code`].
+    /// Kind of the outcome, from [`outcome_code`].
     pub outcome: u8,
     /// Code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
     pub reason: u8,
@@ -197,7 +214,7 @@ impl<'a> OutcomeMessage<'a> {
             retryable: outcome.retryable.into(),
             attempts: outcome.attempts,
             worker_pid: outcome.worker_pid.unwrap_or(0),
-            ..Self::of_verdict(&outcome.verdict, &outcome.bulkhead)
+            ..Self::from_verdict(&outcome.verdict, &outcome.bulkhead)
         }
         .with_times(outcome.queued, outcome.ran, outcome.deadline, outcome.retry_after)
         .with_status(outcome.status)
@@ -213,7 +230,7 @@ impl<'a> OutcomeMessage<'a> {
     }
 
     /// Creates the message for a verdict, with zero times and no worker.
-    pub fn of_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
+    pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
             Verdict::Failed(_) => (outcome_code::FAILED, 0, None),
@@ -263,12 +280,12 @@ impl<'a> OutcomeMessage<'a> {
     /// Converts the message to an outcome, without the extensions (job number, run limit, crash report).
     /// Returns `None` if the message uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
-        self.to_outcome_at(self.bulkhead.to_owned())
+        self.to_outcome_with_bulkhead(self.bulkhead.to_owned())
     }
 
     /// Converts the message to an outcome, like [`OutcomeMessage::to_outcome`], with a given name of the
     /// bulkhead. Saves a copy if the reader already has the name.
-    pub fn to_outcome_at(&self, bulkhead: String) -> Option<Outcome> {
+    pub fn to_outcome_with_bulkhead(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();
         let verdict = match self.outcome {
@@ -334,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn every_verdict_survives_the_wire() {
+    fn every_verdict_survives_encoding() {
         let mut verdicts = vec![
             Verdict::Ok,
             Verdict::DeadlineQueued,

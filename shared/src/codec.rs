@@ -48,7 +48,7 @@ pub mod tag {
     /// Number of a returned job in the order in which the worker's jobs were sent; 8 bytes.
     pub const ARRIVAL: u16 = 10;
     /// Lease whose file contains the payload or result, and the number of bytes, as a
-    /// [`Named`](crate::memory_files::Named); 16 bytes. The frame then has no payload.
+    /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. The frame then has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
     /// Cancels only if the job has not begun; no value. On a cancellation.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
@@ -177,7 +177,6 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     Ok((message, extensions))
 }
 
-/// Takes the next bytes.
 fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], CodecError> {
     let (taken, left) = rest.split_first_chunk().ok_or_else(cut_off)?;
     *rest = left;
@@ -204,7 +203,7 @@ mod tests {
     use crate::worker_protocol::Extend;
 
     #[test]
-    fn an_unknown_extension_is_skipped_and_a_critical_one_refused() {
+    fn skips_unknown_extensions_and_rejects_critical_ones() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[(9, b"new"), (tag::TRACEPARENT, b"00-")], &mut out).unwrap();
         let (message, extensions) = decode::<Extend>(&out, &[]).unwrap();
@@ -218,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn left_over_bytes_and_made_up_lengths_are_refused() {
+    fn rejects_surplus_bytes_and_false_lengths() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
         out.push(0);
@@ -226,8 +225,8 @@ mod tests {
 
         // A reason, and a text of one byte.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
-        let told = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
-        assert_eq!(told.to_string(), "the metadata is malformed: a text field is not UTF-8");
+        let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
+        assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");
 
         // A count of 2^56 extensions, with none behind it.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
@@ -235,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_leaves_no_trace() {
+    fn failed_encoding_leaves_the_buffer_unchanged() {
         let text = "x".repeat(METADATA_BYTES_MAX);
         let mut out = vec![1];
         let status = crate::worker_protocol::Status { text: &text };

@@ -12,7 +12,7 @@ mod outbox;
 mod pool;
 
 pub use inbox::{Batch, Inbox, Item, Received, Scratch};
-pub use outbox::{Outbox, Payload, send_without_signals};
+pub use outbox::{Outbox, Payload, disable_sendfile};
 pub use pool::BufferPool;
 
 #[cfg(test)]

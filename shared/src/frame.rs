@@ -71,7 +71,7 @@ pub mod kind {
 pub struct Header {
     /// Number of bytes after the header.
     pub length: u32,
-    /// One of [`kind`], or a kind of a later version.
+    /// Kind of the frame, from [`kind`] or from a later version.
     pub kind: u8,
     /// Sum of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_is_readable_in_a_hex_dump() {
+    fn header_has_a_fixed_layout() {
         let header =
             Header { length: 0x0102, kind: kind::SUBMIT, flags: 1, metadata_length: 0x30, number: 0x0a0b };
         let bytes = header.encode();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_longer_than_the_frame_is_refused() {
+    fn rejects_metadata_longer_than_the_frame() {
         let header = Header { length: 4, kind: 1, flags: 0, metadata_length: 5, number: 0 };
         assert!(header.check().is_err());
     }

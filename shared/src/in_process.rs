@@ -31,48 +31,48 @@ const SPARE_BYTES_MAX: usize = 32 * 1024;
 /// assert_eq!(there.read(&mut buffer, &mut Vec::new()), Ok(0));
 /// # Ok::<(), rustix::io::Errno>(())
 /// ```
-pub struct End {
-    ways: Arc<[Mutex<Way>; 2]>,
-    /// Index of the incoming direction. The other direction is outgoing.
-    own: usize,
+pub struct Endpoint {
+    pipes: Arc<[Mutex<Pipe>; 2]>,
+    /// Index of the incoming pipe. The other pipe is outgoing.
+    incoming_index: usize,
 }
 
-impl std::fmt::Debug for End {
+impl std::fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("End")
+        f.write_str("Endpoint")
     }
 }
 
 #[derive(Default)]
-struct Way {
+struct Pipe {
     bytes: VecDeque<u8>,
     /// Total number of bytes read.
     read: u64,
     /// Files, with the position of the byte that they accompany.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
-    reader: Party,
-    writer: Party,
+    reader: Side,
+    writer: Side,
     is_closed: bool,
 }
 
-/// The reader or writer of one direction, with its waker.
+/// The reader or writer of one pipe, with its waker.
 #[derive(Default)]
-struct Party {
+struct Side {
     waker: Option<Waker>,
     is_waiting: bool,
 }
 
-impl Way {
-    fn room(&self) -> usize {
+impl Pipe {
+    fn free_bytes(&self) -> usize {
         UNREAD_BYTES_MAX.saturating_sub(self.bytes.len())
     }
 }
 
-impl Party {
+impl Side {
     /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
     /// waker can hold the last reference to a task that owns other ends.
     #[must_use = "drop the waker after releasing the lock"]
-    fn wait(&mut self, waker: &Waker) -> Option<Waker> {
+    fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
         if self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
             return None;
@@ -81,7 +81,7 @@ impl Party {
     }
 
     /// Returns the waker if this end waits. The waker must be called after releasing the lock.
-    fn due(&mut self) -> Option<Waker> {
+    fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
 }
@@ -93,54 +93,55 @@ fn wake(waker: Option<Waker>) {
 }
 
 /// Creates two connected ends.
-pub fn pair() -> (End, End) {
-    let ways: Arc<[Mutex<Way>; 2]> = Arc::default();
-    (End { ways: ways.clone(), own: 0 }, End { ways, own: 1 })
+pub fn pair() -> (Endpoint, Endpoint) {
+    let pipes: Arc<[Mutex<Pipe>; 2]> = Arc::default();
+    (Endpoint { pipes: pipes.clone(), incoming_index: 0 }, Endpoint { pipes, incoming_index: 1 })
 }
 
-impl End {
-    fn incoming(&self) -> MutexGuard<'_, Way> {
-        self.ways[self.own].lock().unwrap_or_else(PoisonError::into_inner)
+impl Endpoint {
+    fn incoming(&self) -> MutexGuard<'_, Pipe> {
+        self.pipes[self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn outgoing(&self) -> MutexGuard<'_, Way> {
-        self.ways[1 - self.own].lock().unwrap_or_else(PoisonError::into_inner)
+    fn outgoing(&self) -> MutexGuard<'_, Pipe> {
+        self.pipes[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
     /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
-        let mut way = self.incoming();
-        if way.bytes.is_empty() {
-            way.reader.is_waiting = true;
-            return if way.is_closed { Ok(0) } else { Err(Errno::AGAIN) };
+        let mut pipe = self.incoming();
+        if pipe.bytes.is_empty() {
+            pipe.reader.is_waiting = true;
+            return if pipe.is_closed { Ok(0) } else { Err(Errno::AGAIN) };
         }
-        let mut count = buffer.len().min(way.bytes.len());
-        let read = way.read;
-        if let Some(&(at, _)) = way.files.front()
+        let mut count = buffer.len().min(pipe.bytes.len());
+        let read = pipe.read;
+        if let Some(&(at, _)) = pipe.files.front()
             && at < read + count as u64
         {
-            *files = way.files.pop_front().map(|(_, files)| files).unwrap_or_default();
-            if let Some(&(next, _)) = way.files.front() {
+            *files = pipe.files.pop_front().map(|(_, files)| files).unwrap_or_default();
+            if let Some(&(next, _)) = pipe.files.front() {
                 count = count.min((next - read) as usize);
             }
         }
-        let (first, second) = way.bytes.as_slices();
+        let (first, second) = pipe.bytes.as_slices();
         let split = count.min(first.len());
         buffer[..split].copy_from_slice(&first[..split]);
         buffer[split..count].copy_from_slice(&second[..count - split]);
-        way.read += count as u64;
-        if count == way.bytes.len() {
-            way.bytes.clear();
-            way.bytes.shrink_to(SPARE_BYTES_MAX);
+        pipe.read += count as u64;
+        if count == pipe.bytes.len() {
+            pipe.bytes.clear();
+            pipe.bytes.shrink_to(SPARE_BYTES_MAX);
             // A reader that has read all bytes does not need another read to be woken.
-            way.reader.is_waiting = true;
+            pipe.reader.is_waiting = true;
         } else {
-            way.bytes.drain(..count);
+            pipe.bytes.drain(..count);
         }
         // Wakes the writer only when half the buffer is free, instead of for each read.
-        let writer = if way.bytes.len() <= UNREAD_BYTES_MAX / 2 { way.writer.due() } else { None };
-        drop(way);
+        let writer =
+            if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
+        drop(pipe);
         wake(writer);
         Ok(count)
     }
@@ -148,18 +149,18 @@ impl End {
     /// Writes as much as there is room for. Returns `AGAIN` if there is no room, and `PIPE` if the connection
     /// is closed.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
-        let mut way = self.outgoing();
-        if way.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.is_closed {
             return Err(Errno::PIPE);
         }
-        let count = bytes.len().min(way.room());
+        let count = bytes.len().min(pipe.free_bytes());
         if count == 0 && !bytes.is_empty() {
-            way.writer.is_waiting = true;
+            pipe.writer.is_waiting = true;
             return Err(Errno::AGAIN);
         }
-        way.bytes.extend(&bytes[..count]);
-        let reader = way.reader.due();
-        drop(way);
+        pipe.bytes.extend(&bytes[..count]);
+        let reader = pipe.reader.waker_if_waiting();
+        drop(pipe);
         wake(reader);
         Ok(count)
     }
@@ -167,18 +168,18 @@ impl End {
     /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
     /// room, or if too many writes with files are unread. This end is then not woken when there is room.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
-        let mut way = self.outgoing();
-        if way.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.is_closed {
             return Err(Errno::PIPE);
         }
-        if way.room() < bytes.len() || way.files.len() >= UNREAD_FILES_MAX {
+        if pipe.free_bytes() < bytes.len() || pipe.files.len() >= UNREAD_FILES_MAX {
             return Err(Errno::AGAIN);
         }
-        let at = way.read + way.bytes.len() as u64;
-        way.files.push_back((at, files));
-        way.bytes.extend(bytes);
-        let reader = way.reader.due();
-        drop(way);
+        let at = pipe.read + pipe.bytes.len() as u64;
+        pipe.files.push_back((at, files));
+        pipe.bytes.extend(bytes);
+        let reader = pipe.reader.waker_if_waiting();
+        drop(pipe);
         wake(reader);
         Ok(())
     }
@@ -198,59 +199,59 @@ impl End {
     /// found no room.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
-        let _unwanted_reader = incoming.reader.wait(waker);
-        let is_due = !incoming.bytes.is_empty() || incoming.is_closed;
+        let _replaced_reader = incoming.reader.set_waker(waker);
+        let is_readable = !incoming.bytes.is_empty() || incoming.is_closed;
         drop(incoming);
-        let _unwanted_writer = self.outgoing().writer.waker.replace(waker.clone());
-        if is_due {
+        let _replaced_writer = self.outgoing().writer.waker.replace(waker.clone());
+        if is_readable {
             waker.wake_by_ref();
         }
     }
 
     /// Ready when there is something to read, including the end.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut way = self.incoming();
-        if !way.bytes.is_empty() || way.is_closed {
+        let mut pipe = self.incoming();
+        if !pipe.bytes.is_empty() || pipe.is_closed {
             return Poll::Ready(());
         }
-        let unwanted = way.reader.wait(context.waker());
-        drop(way);
-        drop(unwanted);
+        let replaced = pipe.reader.set_waker(context.waker());
+        drop(pipe);
+        drop(replaced);
         Poll::Pending
     }
 
     /// Ready when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut way = self.outgoing();
-        if way.bytes.len() <= UNREAD_BYTES_MAX / 2 || way.is_closed {
+        let mut pipe = self.outgoing();
+        if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 || pipe.is_closed {
             return Poll::Ready(());
         }
-        let unwanted = way.writer.wait(context.waker());
-        drop(way);
-        drop(unwanted);
+        let replaced = pipe.writer.set_waker(context.waker());
+        drop(pipe);
+        drop(replaced);
         Poll::Pending
     }
 
     /// Closes both directions. The other end can still read the remaining bytes.
     pub fn close(&self) {
         let mut wakers = Vec::new();
-        for (at, way) in self.ways.iter().enumerate() {
-            let mut way = way.lock().unwrap_or_else(PoisonError::into_inner);
-            if at == self.own {
-                way.bytes = VecDeque::new();
-                way.files.clear();
+        for (at, pipe) in self.pipes.iter().enumerate() {
+            let mut pipe = pipe.lock().unwrap_or_else(PoisonError::into_inner);
+            if at == self.incoming_index {
+                pipe.bytes = VecDeque::new();
+                pipe.files.clear();
             }
-            if !std::mem::replace(&mut way.is_closed, true) {
+            if !std::mem::replace(&mut pipe.is_closed, true) {
                 // Wakes all registered wakers, because a data plane does not mark itself as waiting.
-                wakers.extend(way.reader.waker.take());
-                wakers.extend(way.writer.waker.take());
+                wakers.extend(pipe.reader.waker.take());
+                wakers.extend(pipe.writer.waker.take());
             }
         }
         wakers.into_iter().for_each(Waker::wake);
     }
 }
 
-impl Drop for End {
+impl Drop for Endpoint {
     fn drop(&mut self) {
         self.close();
     }
@@ -278,7 +279,7 @@ mod tests {
         }
     }
 
-    fn read(end: &End, most: usize) -> rustix::io::Result<(Vec<u8>, usize)> {
+    fn read(end: &Endpoint, most: usize) -> rustix::io::Result<(Vec<u8>, usize)> {
         let (mut buffer, mut files) = (vec![0; most], Vec::new());
         let count = end.read(&mut buffer, &mut files)?;
         buffer.truncate(count);
@@ -302,21 +303,24 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+        assert!(
+            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
+            "an idle connection holds little memory"
+        );
     }
 
     #[test]
-    fn each_end_is_woken_once_it_can_go_on_and_not_before() {
+    fn wakes_each_endpoint_only_when_it_can_continue() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());
         here.watch(&ours.clone().into());
         here.write(b"a").unwrap();
         here.write(b"b").unwrap();
-        assert_eq!(theirs.take(), 1, "it has not read yet");
+        assert_eq!(theirs.take(), 1, "the reader has not read yet");
         assert_eq!(read(&there, 1).unwrap().0, b"a");
         here.write(b"c").unwrap();
-        assert_eq!(theirs.take(), 0, "it has left something");
+        assert_eq!(theirs.take(), 0, "some bytes are unread");
         assert_eq!(read(&there, 10).unwrap().0, b"bc");
         here.write(b"d").unwrap();
         assert_eq!(theirs.take(), 1);
@@ -324,13 +328,13 @@ mod tests {
         assert_eq!(here.write(&full), Ok(UNREAD_BYTES_MAX - 1));
         assert_eq!(here.write(&full), Err(Errno::AGAIN));
         read(&there, 1000).unwrap();
-        assert_eq!(ours.take(), 0, "there is hardly room");
+        assert_eq!(ours.take(), 0, "too little space is free");
         read(&there, UNREAD_BYTES_MAX / 2).unwrap();
         assert_eq!(ours.take(), 1);
     }
 
     /// A task that owns an end, which is dropped with the task.
-    struct Task(#[expect(dead_code, reason = "it is dropped with the task")] End);
+    struct Task(#[expect(dead_code, reason = "the endpoint is dropped with the task")] Endpoint);
 
     impl Wake for Task {
         fn wake(self: Arc<Self>) {}
@@ -339,7 +343,8 @@ mod tests {
     /// The replaced waker can hold the last reference to the other end.
     #[test]
     fn replacing_a_waker_can_close_the_other_end() {
-        let waits: [fn(&End, &mut Context<'_>) -> Poll<()>; 2] = [End::poll_readable, End::poll_writable];
+        let waits: [fn(&Endpoint, &mut Context<'_>) -> Poll<()>; 2] =
+            [Endpoint::poll_readable, Endpoint::poll_writable];
         for wait in waits {
             let (here, there) = pair();
             while here.write(&[0; 4096]).is_ok() {}
@@ -353,16 +358,16 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_before_the_end_is_read() {
+    fn bytes_written_before_the_close_can_be_read() {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());
-        here.write(b"last words").unwrap();
+        here.write(b"the end").unwrap();
         theirs.take();
         drop(here);
-        assert!(theirs.take() >= 1, "also one that has something to read is told");
+        assert!(theirs.take() >= 1, "a reader with unread bytes is woken too");
         assert_eq!(there.write(b"late"), Err(Errno::PIPE));
-        assert_eq!(read(&there, 100).unwrap().0, b"last words");
+        assert_eq!(read(&there, 100).unwrap().0, b"the end");
         assert_eq!(read(&there, 100).unwrap().0, b"");
     }
 
@@ -374,7 +379,7 @@ mod tests {
         here.write_with_files(b"one ", vec![open(), open()]).unwrap();
         here.write_with_files(b"two", vec![open()]).unwrap();
         assert_eq!(read(&there, 3), Ok((b"bef".to_vec(), 0)));
-        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "those of one write at a time");
+        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "files of a single write at a time");
         assert_eq!(there.incoming().files.len(), 1);
         there.close();
         assert_eq!(there.incoming().files.len(), 0);

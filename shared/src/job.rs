@@ -1,6 +1,7 @@
-//! Identity and priority of a job.
+//! Identity, priority and options of a job.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
@@ -56,7 +57,40 @@ impl std::str::FromStr for Priority {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Self::of(text)
+        Self::from_word(text)
             .ok_or_else(|| format!("'{text}' is not a priority: write critical, normal or best-effort"))
+    }
+}
+
+/// The options that a client chooses for a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobOptions<T> {
+    /// Operation for the handler; can be empty.
+    pub operation: T,
+    /// Tenant; can be empty.
+    pub tenant: T,
+    /// Time limit from receipt. `None` for the bulkhead's default.
+    pub deadline: Option<Duration>,
+    /// Maximum run time of each attempt, from dispatch. `None` for the bulkhead's limit.
+    pub run_limit: Option<Duration>,
+    /// Priority in the queue.
+    pub priority: Priority,
+    /// Cost of the job against a rate limit.
+    pub cost: u32,
+    /// True if the job can safely run twice.
+    pub is_idempotent: bool,
+}
+
+impl<T: Default> Default for JobOptions<T> {
+    fn default() -> Self {
+        Self {
+            operation: T::default(),
+            tenant: T::default(),
+            deadline: None,
+            run_limit: None,
+            priority: Priority::default(),
+            cost: 1,
+            is_idempotent: false,
+        }
     }
 }

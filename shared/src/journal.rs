@@ -19,16 +19,16 @@
 pub const JOURNAL_BYTES: usize = 68 * 1024;
 
 /// Offset of the number of begun jobs.
-pub const BEGUN_AT: usize = 8;
+pub const BEGUN_OFFSET: usize = 8;
 
 /// Offset of the time of the last beat.
-pub const BEAT_AT: usize = 16;
+pub const HEARTBEAT_OFFSET: usize = 16;
 
 /// Offset of the arrival number up to which jobs were recalled. The supervisor writes only this number.
-pub const TAKEN_AT: usize = 24;
+pub const RECALLED_OFFSET: usize = 24;
 
 /// Offset of the frames.
-pub const FRAMES_AT: usize = 64;
+pub const FRAMES_OFFSET: usize = 64;
 
 /// Maximum total size of frames, in bytes.
-pub const FRAMES_BYTES_MAX: usize = JOURNAL_BYTES - FRAMES_AT;
+pub const FRAMES_BYTES_MAX: usize = JOURNAL_BYTES - FRAMES_OFFSET;

@@ -25,6 +25,6 @@ pub mod trace;
 mod vocabulary;
 pub mod worker_protocol;
 
-pub use job::{JobId, Priority};
+pub use job::{JobId, JobOptions, Priority};
 pub use outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 pub use vocabulary::Vocabulary;

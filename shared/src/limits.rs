@@ -19,8 +19,9 @@ pub const CODE_BYTES_MAX: usize = 128;
 /// truncated.
 pub const MESSAGE_BYTES_MAX: usize = 8 * 1024;
 
-/// Maximum size of an inline payload, in bytes. Inline payloads share coalescing buffers. A larger payload
-/// has a separate buffer, and the supervisor never copies it between its two sockets.
+/// Maximum size of an inline payload or result, in bytes. Inline payloads share coalescing buffers. A larger
+/// payload is in a memory file if there is a lease. Otherwise it has a separate buffer, which the supervisor
+/// never copies between its two sockets.
 pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
 /// Maximum number of bytes per read, which determines the size of the shared read buffer.
@@ -39,10 +40,10 @@ pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADAT
 /// Truncates `text` to at most `bytes_max` bytes, at a character boundary.
 ///
 /// ```
-/// assert_eq!(bulkhead_shared::limits::cut("größe", 4), "grö");
-/// assert_eq!(bulkhead_shared::limits::cut("größe", 3), "gr");
+/// assert_eq!(bulkhead_shared::limits::truncate("größe", 4), "grö");
+/// assert_eq!(bulkhead_shared::limits::truncate("größe", 3), "gr");
 /// ```
-pub fn cut(text: &str, bytes_max: usize) -> &str {
+pub fn truncate(text: &str, bytes_max: usize) -> &str {
     let mut end = text.len().min(bytes_max);
     while !text.is_char_boundary(end) {
         end -= 1;

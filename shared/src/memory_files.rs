@@ -14,20 +14,16 @@ use bincode::{BorrowDecode, Encode};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-/// Size above which a payload or result goes into a memory file, in bytes. Smaller ones share buffers on the
-/// socket.
-pub const WORTH_A_FILE_BYTES: usize = crate::limits::INLINE_PAYLOAD_BYTES_MAX;
-
 /// Number of files of a lease.
-pub const FILES: usize = 2;
+pub const FILES_PER_LEASE: usize = 2;
 
-/// Size of an encoded [`Named`] in bytes.
-pub const NAMED_BYTES: usize = 16;
+/// Size of an encoded [`LeaseRef`] in bytes.
+pub const LEASE_REF_BYTES: usize = 16;
 
 /// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame's
 /// number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub struct LeaseWanted<'a> {
+pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
     pub bulkhead: &'a str,
     /// Tenant; can be empty.
@@ -39,29 +35,29 @@ pub struct LeaseWanted<'a> {
 /// A lease and a number of bytes. When the lease is given, this is the size of each file; later, the size of
 /// the payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub struct Named {
+pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
     pub lease: u64,
     /// Size in bytes.
     pub bytes: u64,
 }
 
-impl Named {
+impl LeaseRef {
     /// Encodes the value of the extension [`LEASE`](crate::codec::tag::LEASE).
-    pub fn to_bytes(self) -> [u8; NAMED_BYTES] {
-        let mut bytes = [0; NAMED_BYTES];
+    pub fn to_bytes(self) -> [u8; LEASE_REF_BYTES] {
+        let mut bytes = [0; LEASE_REF_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
         bytes[8..].copy_from_slice(&self.bytes.to_le_bytes());
         bytes
     }
 
-    /// Decodes a value of [`Named::to_bytes`].
+    /// Decodes a value of [`LeaseRef::to_bytes`].
     ///
     /// ```
-    /// use bulkhead_shared::memory_files::Named;
-    /// let named = Named { lease: 7, bytes: 1 << 20 };
-    /// assert_eq!(Named::from_bytes(&named.to_bytes()), Some(named));
-    /// assert_eq!(Named::from_bytes(b"short"), None);
+    /// use bulkhead_shared::memory_files::LeaseRef;
+    /// let named = LeaseRef { lease: 7, bytes: 1 << 20 };
+    /// assert_eq!(LeaseRef::from_bytes(&named.to_bytes()), Some(named));
+    /// assert_eq!(LeaseRef::from_bytes(b"short"), None);
     /// ```
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (lease, rest) = bytes.split_first_chunk()?;
@@ -77,7 +73,7 @@ pub fn receive_with_files(
     buffer: &mut [u8],
     files: &mut Vec<OwnedFd>,
 ) -> rustix::io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_PER_LEASE))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;

@@ -103,7 +103,7 @@ impl RejectReason {
 
     /// Returns true if the caller caused the rejection, which then says nothing about the health of the
     /// bulkhead.
-    pub const fn is_callers(self) -> bool {
+    pub const fn is_caller_fault(self) -> bool {
         match self {
             Self::Invalid | Self::TooLarge | Self::NotFound | Self::Unauthenticated | Self::Forbidden => true,
             Self::RateLimited | Self::TenantQuota | Self::Quarantined => true,
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_the_contract() {
+    fn reasons_map_to_http_status_exit_code_and_retry() {
         use RejectReason as R;
         let rows = [
             (R::Invalid, 400, 65, false),

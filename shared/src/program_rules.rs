@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_come_back_as_they_went() {
+    fn program_rules_survive_encoding() {
         let grant = |path: &str, access| Grant { path: path.into(), access };
         let all = [
             ProgramRules::default(),

@@ -5,9 +5,9 @@
 /// Environment variable that makes a worker a template. Its link is then the keeper's socket.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
-/// Number of descriptors sent with [`Order::Fork`]: link, standard output and standard error of the new
+/// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new
 /// worker.
-pub const ORDER_DESCRIPTORS: usize = 3;
+pub const FORK_DESCRIPTORS: usize = 3;
 
 /// Maximum size of a message's text, in bytes.
 pub const TEXT_BYTES_MAX: usize = 512;
@@ -17,7 +17,7 @@ pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 
 /// An order of the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum TemplateOrder {
     /// Forks a worker whose temporary folder has the name [`folder_name`].
     Fork {
         /// Spawn number of the worker.
@@ -34,7 +34,7 @@ pub enum Order {
     },
 }
 
-impl Order {
+impl TemplateOrder {
     /// Encodes the message.
     pub fn encode(self) -> [u8; 25] {
         let (kind, worker, secret) = match self {
@@ -66,19 +66,19 @@ pub fn folder_name(worker: u64, secret: u128) -> String {
 }
 
 /// Returns the spawn number of the worker with this folder.
-pub fn worker_of_folder(name: &str) -> Option<u64> {
+pub fn parse_folder_name(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
 
 /// A message of a template or of a forked worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Word<'a> {
+pub enum TemplateMessage<'a> {
     /// The template is initialised and can fork.
     Ready,
     /// Current activity, for people.
     Status(&'a str),
     /// The template cannot start, for the given reason, and exits.
-    Refused(&'a str),
+    StartFailed(&'a str),
     /// The template needs more time to be ready, in milliseconds.
     Extend(u32),
     /// The template has forked a worker.
@@ -89,7 +89,7 @@ pub enum Word<'a> {
         pid: u32,
     },
     /// The fork failed, or the forked process could not become a worker.
-    NotForked {
+    ForkFailed {
         /// Spawn number of the worker.
         worker: u64,
         /// Error number.
@@ -98,13 +98,13 @@ pub enum Word<'a> {
         step: &'a str,
     },
     /// A forked worker has started. The kernel attests the sender's process id.
-    Born {
+    Started {
         /// Spawn number of the worker.
         worker: u64,
     },
 }
 
-impl<'a> Word<'a> {
+impl<'a> TemplateMessage<'a> {
     /// Writes the message to `out` and returns its length. Texts must not exceed [`TEXT_BYTES_MAX`].
     pub fn encode(&self, out: &mut [u8; MESSAGE_BYTES_MAX]) -> usize {
         let mut length = 0;
@@ -116,7 +116,7 @@ impl<'a> Word<'a> {
         match *self {
             Self::Ready => put(b"R"),
             Self::Status(text) => [b"S", text.as_bytes()].into_iter().for_each(put),
-            Self::Refused(text) => [b"E", text.as_bytes()].into_iter().for_each(put),
+            Self::StartFailed(text) => [b"E", text.as_bytes()].into_iter().for_each(put),
             Self::Extend(more_ms) => {
                 put(b"M");
                 put(&more_ms.to_le_bytes());
@@ -126,13 +126,13 @@ impl<'a> Word<'a> {
                 put(&worker.to_le_bytes());
                 put(&pid.to_le_bytes());
             }
-            Self::NotForked { worker, errno, step } => {
+            Self::ForkFailed { worker, errno, step } => {
                 put(b"X");
                 put(&worker.to_le_bytes());
                 put(&errno.to_le_bytes());
                 put(step.as_bytes());
             }
-            Self::Born { worker } => {
+            Self::Started { worker } => {
                 put(b"B");
                 put(&worker.to_le_bytes());
             }
@@ -151,16 +151,16 @@ impl<'a> Word<'a> {
         Some(match kind {
             b'R' if rest.is_empty() => Self::Ready,
             b'S' => Self::Status(text()?),
-            b'E' => Self::Refused(text()?),
+            b'E' => Self::StartFailed(text()?),
             b'M' => Self::Extend(u32::from_le_bytes(rest.try_into().ok()?)),
             b'D' => pair().map(|(worker, pid)| Self::Forked { worker, pid: u32::from_le_bytes(pid) })?,
             b'X' => {
                 let (worker, rest) = rest.split_first_chunk()?;
                 let (errno, step) = rest.split_first_chunk()?;
                 let (worker, errno) = (u64::from_le_bytes(*worker), i32::from_le_bytes(*errno));
-                Self::NotForked { worker, errno, step: std::str::from_utf8(step).ok()? }
+                Self::ForkFailed { worker, errno, step: std::str::from_utf8(step).ok()? }
             }
-            b'B' => Self::Born { worker: u64::from_le_bytes(rest.try_into().ok()?) },
+            b'B' => Self::Started { worker: u64::from_le_bytes(rest.try_into().ok()?) },
             _ => return None,
         })
     }
@@ -171,32 +171,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_arrives_and_garbage_does_not() {
+    fn messages_survive_encoding_and_garbage_is_rejected() {
         let words = [
-            Word::Ready,
-            Word::Status("loads"),
-            Word::Refused("threads"),
-            Word::Extend(7),
-            Word::Forked { worker: 8, pid: 9 },
-            Word::NotForked { worker: 8, errno: 11, step: "" },
-            Word::NotForked { worker: 8, errno: 11, step: "landlock" },
-            Word::Born { worker: u64::MAX },
+            TemplateMessage::Ready,
+            TemplateMessage::Status("loads"),
+            TemplateMessage::StartFailed("threads"),
+            TemplateMessage::Extend(7),
+            TemplateMessage::Forked { worker: 8, pid: 9 },
+            TemplateMessage::ForkFailed { worker: 8, errno: 11, step: "" },
+            TemplateMessage::ForkFailed { worker: 8, errno: 11, step: "landlock" },
+            TemplateMessage::Started { worker: u64::MAX },
         ];
         for word in words {
             let mut bytes = [0; MESSAGE_BYTES_MAX];
             let length = word.encode(&mut bytes);
-            assert_eq!(Word::decode(&bytes[..length]), Some(word));
+            assert_eq!(TemplateMessage::decode(&bytes[..length]), Some(word));
         }
         for garbage in [&b""[..], b"R1", b"B123", b"D12345678123", b"S\xff", b"?"] {
-            assert_eq!(Word::decode(garbage), None, "{garbage:?}");
+            assert_eq!(TemplateMessage::decode(garbage), None, "{garbage:?}");
         }
-        let orders = [Order::Fork { worker: 3, secret: u128::MAX }, Order::Remove { worker: 3, secret: 1 }];
+        let orders = [
+            TemplateOrder::Fork { worker: 3, secret: u128::MAX },
+            TemplateOrder::Remove { worker: 3, secret: 1 },
+        ];
         for order in orders {
-            assert_eq!(Order::decode(&order.encode()), Some(order));
+            assert_eq!(TemplateOrder::decode(&order.encode()), Some(order));
         }
-        assert_eq!(Order::decode(b"F123"), None);
-        assert_eq!(Order::decode(&[b'G'; 25]), None);
-        assert_eq!(worker_of_folder(&folder_name(17, 5)), Some(17));
-        assert_eq!(worker_of_folder("x"), None);
+        assert_eq!(TemplateOrder::decode(b"F123"), None);
+        assert_eq!(TemplateOrder::decode(&[b'G'; 25]), None);
+        assert_eq!(parse_folder_name(&folder_name(17, 5)), Some(17));
+        assert_eq!(parse_folder_name("x"), None);
     }
 }

@@ -3,29 +3,29 @@
 /// Returns true if a terminal may interpret the character, reorder text because of it, or not display it.
 /// Such characters are control and format characters, including line feed and tab, and line and paragraph
 /// separators.
-pub fn is_unseen(c: char) -> bool {
+pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{1bca0}'..='\u{1bca3}'
             | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes characters for which [`is_unseen`] is true, except line feed and tab, for example as `\u{202e}`.
+/// Escapes characters for which [`is_unprintable`] is true, except line feed and tab, for example as `\u{202e}`.
 pub fn escape(text: &str) -> String {
     let escaped = |c: char| {
-        if is_unseen(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
+        if is_unprintable(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
     };
     text.chars().map(escaped).collect()
 }
 
-/// Escapes characters for which [`is_unseen`] is true in a line of JSON. They occur only in strings, so the
+/// Escapes characters for which [`is_unprintable`] is true in a line of JSON. They occur only in strings, so the
 /// JSON keeps its meaning.
 pub fn escape_json(json: &str) -> String {
-    if !json.contains(is_unseen) {
+    if !json.contains(is_unprintable) {
         return json.to_owned();
     }
     let units = |c: char| c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect();
-    json.chars().map(|c| if is_unseen(c) { units(c) } else { String::from(c) }).collect()
+    json.chars().map(|c| if is_unprintable(c) { units(c) } else { String::from(c) }).collect()
 }
 
 /// Implements `Debug` of error types by `Display`, because `main` prints a returned error by `Debug`.
@@ -45,14 +45,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_that_steers_a_terminal_is_left() {
+    fn escapes_all_control_and_format_characters() {
         let controls = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
         for c in
             controls.chain("\u{202e}\u{2066}\u{200b}\u{200f}\u{61c}\u{2028}\u{feff}\u{ad}\u{e0041}".chars())
         {
             assert_eq!(escape(&format!("a{c}b")), format!("a{}b", c.escape_default()));
             let json = escape_json(&format!("\"a{c}b\""));
-            assert!(!json.contains(is_unseen), "{json}");
+            assert!(!json.contains(is_unprintable), "{json}");
         }
         assert_eq!(escape("naïve 東京\u{3000}\t\n"), "naïve 東京\u{3000}\t\n");
         assert_eq!(escape_json("\"\u{9b}\u{e0041}\""), "\"\\u009b\\udb40\\udc41\"");

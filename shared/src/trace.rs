@@ -101,7 +101,7 @@ mod tests {
     const GOOD: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
     #[test]
-    fn one_that_makes_no_sense_is_none() {
+    fn invalid_traceparents_are_rejected() {
         assert_eq!(Traceparent::parse(GOOD).unwrap().as_str(), GOOD);
         for bad in [
             "",
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_later_version_the_known_part_is_read() {
+    fn known_part_of_a_later_version_is_parsed() {
         let later = GOOD.replace("00-", "01-");
         for text in [later.clone(), format!("{later}-"), format!("{later}-what-comes-then")] {
             assert_eq!(Traceparent::parse(&text).unwrap().as_str(), later, "{text}");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_sampled_by_its_last_bit() {
+    fn last_bit_of_the_flags_means_sampled() {
         for (flags, is_sampled) in [("00", false), ("01", true), ("02", false), ("03", true), ("fe", false)] {
             let text = format!("{}{flags}", &GOOD[..53]);
             assert_eq!(Traceparent::parse(&text).unwrap().is_sampled(), is_sampled, "{flags}");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_span_of_ones_own_continues_the_trace() {
+    fn replacing_the_span_keeps_the_trace() {
         let given = Traceparent::parse(&GOOD.replace("00-", "cc-").replace("-01", "-ff")).unwrap();
         let own = given.with_span(NonZeroU64::new(0x0123_4567_89ab_cdef).unwrap());
         assert_eq!(own.as_str(), "00-0af7651916cd43dd8448eb211c80319c-0123456789abcdef-03");

@@ -13,7 +13,7 @@ pub trait Vocabulary: Copy + PartialEq + 'static {
     fn name(self) -> &'static str;
 
     /// Returns the value of a word.
-    fn of(word: &str) -> Option<Self> {
+    fn from_word(word: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|value| value.name() == word)
     }
 }

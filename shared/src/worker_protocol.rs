@@ -29,20 +29,20 @@ pub mod capability {
     /// when the previous answer is on its link or in its [journal](crate::journal), and only if the journal
     /// does not mark the job as recalled. (In an earlier protocol, 4 had this meaning, and the supervisor
     /// asked for jobs back. 4 is not reused.)
-    pub const CLAIMS: u64 = 32;
+    pub const PREFETCH: u64 = 32;
 
     /// Supports [memory files](crate::memory_files), and therefore always reads its link with `recvmsg(2)`.
     pub const MEMORY_FILES: u64 = 16;
 
     /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending a
     /// heartbeat.
-    pub const JOURNAL_BEATS: u64 = 8;
+    pub const JOURNAL_HEARTBEATS: u64 = 8;
 }
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
 pub mod welcome_capability {
     /// Reads heartbeat times in the [journal](crate::journal). The worker must not send heartbeats.
-    pub const JOURNAL_BEATS: u64 = 1;
+    pub const JOURNAL_HEARTBEATS: u64 = 1;
 }
 
 /// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): identity and limits of the worker.

@@ -70,7 +70,7 @@ macro_rules! same {
 }
 
 #[test]
-fn a_second_encoder_writes_the_same_bytes() {
+fn independent_encoder_writes_the_same_bytes() {
     let long = "ä".repeat(150);
     let extensions: [&[(u16, &[u8])]; 3] = [
         &[],

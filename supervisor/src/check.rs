@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
-use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateWord};
+use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateReport};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
 use bulkhead_plane::worker_ids::IdUse;
@@ -63,7 +63,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     if let Some(ids) = support.subordinate() {
-        keeper.give(ids).map_err(system("start the keeper"))?;
+        keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
     }
     let mut failures = Vec::new();
     let mut check = StartCheck { keeper, ordered: 0, exits: BTreeMap::new() };
@@ -81,7 +81,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
             writeln!(out, "#   {warning}").map_err(system("write to standard output"))?;
         }
     }
-    check.keeper.end().map_err(system("end the keeper"))?;
+    check.keeper.shut_down().map_err(system("end the keeper"))?;
     Ok(failures)
 }
 
@@ -266,7 +266,7 @@ impl StartCheck {
         let spawned = self.wait(ORDER_TIMEOUT, |report| match report {
             Report::Spawned { worker, observed, .. } if worker == number => Some(Ok(observed)),
             Report::SpawnFailed { worker, step, error } if worker == number => {
-                Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
+                Some(Err(format!("{step}: {error}{}", keeper::spawn_failure_advice(&step, &error))))
             }
             _ => None,
         })?;
@@ -279,16 +279,18 @@ impl StartCheck {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let report = self.wait(left, |report| match report {
-                Report::Template { worker, word } if worker == number => Some(Some(word)),
+                Report::Template { worker, message } if worker == number => Some(Some(message)),
                 Report::Exited { worker, .. } if worker == number => Some(None),
                 _ => None,
             })?;
             match report {
-                Some(Some(TemplateWord::Ready)) => return Ok(Ok(())),
-                Some(Some(TemplateWord::Extend(more))) => {
+                Some(Some(TemplateReport::Ready)) => return Ok(Ok(())),
+                Some(Some(TemplateReport::Extend(more))) => {
                     deadline = deadline.max(Instant::now() + more.min(max));
                 }
-                Some(Some(TemplateWord::Status(text) | TemplateWord::Refused(text))) => status = Some(text),
+                Some(Some(TemplateReport::Status(text) | TemplateReport::Refused(text))) => {
+                    status = Some(text)
+                }
                 Some(None) => return Ok(Err(StartFailure::Closed(status))),
                 None => return Ok(Err(StartFailure::Other("does not become ready in time".into()))),
             }
@@ -346,7 +348,7 @@ fn describe_exit(exit: keeper::Exit) -> String {
         keeper::Exit::Code(code) => format!("exit code {code}"),
         keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
         keeper::Exit::Oom => "out of memory".to_owned(),
-        keeper::Exit::Violation { call } => match keeper::call_name(call) {
+        keeper::Exit::Violation { call } => match keeper::syscall_name(call) {
             "" => "the sandbox forbids a system call that the process made".to_owned(),
             name => format!("called {name}, which the sandbox forbids"),
         },

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use bulkhead_config::defaults::WORKER_UIDS;
-use bulkhead_keeper::{Ability, SubordinateIds, probe};
+use bulkhead_keeper::{LayerSupport, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
@@ -21,7 +21,7 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
 }
 
 /// Reports whether each worker gets a separate user id if the configuration does not set `user`.
-fn worker_ids(abilities: &[Ability]) -> Ability {
+fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
@@ -44,10 +44,10 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
         "add ids to /etc/subuid and /etc/subgid (`usermod --add-subuids`) and install the package uidmap, or run the \
          supervisor as root"
     };
-    Ability::of("worker ids", found.map(Some), what_to_do)
+    LayerSupport::of("worker ids", found.map(Some), what_to_do)
 }
 
-fn table(abilities: &[Ability]) -> Table {
+fn table(abilities: &[LayerSupport]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(["LAYER", "AVAILABLE", "FOUND OR REASON", "WHAT TO DO"]);
@@ -65,8 +65,8 @@ mod tests {
 
     #[test]
     fn table_has_a_row_per_layer() {
-        let missing = Ability::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
-        let there = Ability::of("seccomp", Ok(None), "");
+        let missing = LayerSupport::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
+        let there = LayerSupport::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
         let lines: Vec<Vec<&str>> = table
             .lines()

@@ -12,7 +12,7 @@ use bulkhead_config::Config;
 use bulkhead_control::control::RunMode;
 use bulkhead_dataplane::descriptors;
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
-use bulkhead_linux::schedule::shorten_slice;
+use bulkhead_linux::scheduler::set_time_slice;
 use bulkhead_plane::command::{Command, CommandSendError, CommandSender};
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::open_files::OpenFiles;
@@ -152,7 +152,7 @@ impl Builder {
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
         // Writes to closed connections must not raise SIGPIPE in the application.
-        bulkhead_shared::connection::send_without_signals();
+        bulkhead_shared::connection::disable_sendfile();
         let prepare = move || self.prepare(&keeper);
         // On a separate thread, because `prepare` changes the signal mask and the scheduler slice of its
         // thread.
@@ -187,13 +187,13 @@ impl Builder {
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
         // Best effort: old kernels do not support this, and jobs are served anyway.
-        let _ = shorten_slice(SLICE);
+        let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
         let host = match host {
             Some(host) => Some(host),
             None => program::require_host(&config)?,
         };
-        let (keeper, found) = Keeper::start_beside(keeper).map_err(system("start the keeper"))?;
+        let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;
         let support = SandboxSupport::from_probe(&config, found);
         crate::inherited::warn_about_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), 0);

@@ -5,7 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use bulkhead_linux::lifeline::Lifeline;
+use bulkhead_linux::liveness::LivenessDescriptor;
 use bulkhead_linux::{signals, standard_output};
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == keeper::KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
-    signals::let_children_be_waited_for();
+    signals::restore_default_sigchld();
     let args = Args::parse();
     match (&args.command, &args.config) {
         (Some(Command::Doctor { json }), _) => {
@@ -77,8 +77,8 @@ fn check_and_start(config: &config::Config) -> ExitCode {
 }
 
 fn run(args: &Args, config: &Path) -> ExitCode {
-    let lifeline = match args.while_open.map(Lifeline::inherit).transpose() {
-        Ok(lifeline) => lifeline,
+    let while_open = match args.while_open.map(LivenessDescriptor::inherit).transpose() {
+        Ok(while_open) => while_open,
         Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),
     };
     // Removes the folder when this function returns, on every path.
@@ -110,7 +110,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     if let Err(error) = logging::init(format, log_filter) {
         return fail_with(USAGE, &error);
     }
-    supervisor::run(config, lifeline).map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
+    supervisor::run(config, while_open).map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
 /// Prints the error to standard error, if that is open, and returns the exit code.

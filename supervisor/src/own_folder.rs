@@ -24,7 +24,7 @@ impl OwnFolder {
     pub fn open(path: &Path) -> Result<Self, String> {
         let path = std::path::absolute(path).map_err(|error| error.to_string())?;
         let shown = path.display();
-        let opened = rustix::fs::open(&path, folder::FOLDER | OFlags::RDONLY, Mode::empty());
+        let opened = rustix::fs::open(&path, folder::FOLDER_FLAGS | OFlags::RDONLY, Mode::empty());
         let folder = opened.map_err(|errno| format!("failed to open the folder {shown}: {errno}"))?;
         let found =
             rustix::fs::fstat(&folder).map_err(|errno| format!("failed to inspect {shown}: {errno}"))?;

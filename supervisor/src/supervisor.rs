@@ -15,8 +15,8 @@ use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{BoundSocket, Sockets};
 use bulkhead_dataplane::{DataPlane, Parts, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
-use bulkhead_linux::lifeline::{self, Lifeline};
-use bulkhead_linux::schedule::shorten_slice;
+use bulkhead_linux::liveness::{self, LivenessDescriptor};
+use bulkhead_linux::scheduler::set_time_slice;
 use bulkhead_plane::command::CommandSender;
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
@@ -58,23 +58,23 @@ pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError 
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it, or stops it at once when `lifeline` reaches its end. Changes
+/// Runs a supervisor until a signal stops it, or stops it at once when `while_open` reaches its end. Changes
 /// the whole process: makes it a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Must be called before any other thread has been started.
-pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
+pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(), RunError> {
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
     let support = SandboxSupport::probe(&config, IdUse::Run);
     // Before the keeper starts, because the keeper inherits the state of this process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
-    bulkhead_linux::peer::check_sight().map_err(system(
+    bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
     // Best effort: old kernels do not support this, and jobs are served anyway.
-    let _ = shorten_slice(SLICE);
+    let _ = set_time_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     // After the start of the keeper, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
@@ -82,7 +82,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     let prerequisites =
         Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::default() };
     let ready = Ready::prepare(prerequisites, open_sockets)?;
-    if let Some(lifeline) = lifeline {
+    if let Some(while_open) = while_open {
         let commands = ready.commands.clone();
         let stop = move || {
             tracing::warn!(
@@ -92,7 +92,7 @@ pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
                 let _ = commands.stop();
             }
         };
-        lifeline::at_the_end_of(lifeline, stop).map_err(system("start a thread"))?;
+        liveness::spawn_watcher(while_open, stop).map_err(system("start a thread"))?;
     }
     ready.run()
 }
@@ -129,7 +129,7 @@ impl Ready {
     ) -> Result<Self, RunError> {
         let Prerequisites { config, host, support, mut keeper, open_files, threads } = prerequisites;
         if let Some(ids) = support.subordinate() {
-            keeper.give(ids).map_err(system("start the keeper"))?;
+            keeper.send_subordinate_ids(ids).map_err(system("start the keeper"))?;
         }
         let (file, support) = (Arc::new(config), Arc::new(support));
         let mut config = file.clone();

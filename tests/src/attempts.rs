@@ -1,5 +1,5 @@
 //! Attempts of the hostile worker, with the expected result under each profile. This table is the only
-//! source: the tests compare it with a running system, and `docs/confinement.md` contains it.
+//! source: the tests compare it with a running system, and `docs/confinement/attempts.md` contains it.
 //!
 //! The table assumes a root supervisor. Its workers keep its user except under `strict`, so that a separate
 //! user id does not hide a missing layer. Under `default` workers have a pid namespace.

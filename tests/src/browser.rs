@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::http::Place;
-use crate::wait_for;
+use crate::{not_run, wait_for};
 
 /// Command line flags of the browser. They also disable all network access of the browser's own.
 const FLAGS: [&str; 11] = [
@@ -48,8 +48,8 @@ impl Browser {
     /// Starts a browser. If no browser is installed, prints a note and returns `None`.
     pub fn start() -> Option<Self> {
         let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
-            eprintln!(
-                "NOT RUN: the dashboard tests need chromium and chromedriver: \
+            not_run!(
+                "the dashboard tests need chromium and chromedriver: \
                  apt-get install chromium chromium-driver"
             );
             return None;

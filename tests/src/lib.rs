@@ -9,6 +9,7 @@ pub mod ledger;
 pub mod machine;
 pub mod openmetrics;
 pub mod subuid;
+pub mod tenants;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -16,12 +17,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::{Bulkheads, Snapshot};
-use bulkhead_client::{JobError, Reply};
+use bulkhead_client::{Client, Job, JobError, Reply};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -31,19 +32,32 @@ use tempfile::TempDir;
 /// inside a pid namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
-/// Maximum time to wait for a condition. On a healthy, idle machine the condition is true at once.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Maximum time to wait for a condition. On a healthy, idle machine the condition is true at once. The limit only
+/// bounds how long a failure takes, and is generous because other tests run at the same time.
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` returns a value. Panics with `what` after [`PATIENCE`].
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    const PAUSE_MIN: Duration = Duration::from_millis(2);
+    const PAUSE_MAX: Duration = Duration::from_millis(20);
     let began = Instant::now();
     loop {
         if let Some(value) = condition() {
             return value;
         }
-        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
-        std::thread::park_timeout(Duration::from_millis(2));
+        let waited = began.elapsed();
+        assert!(waited < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+        // Checks less often with time, because many conditions cost a request or a scan of `/proc`.
+        std::thread::park_timeout((waited / 16).clamp(PAUSE_MIN, PAUSE_MAX));
     }
+}
+
+/// Serialises tests of one program that need much processor time or many processes. The returned guard admits the next
+/// such test when dropped.
+pub fn heavy() -> MutexGuard<'static, ()> {
+    static HEAVY: Mutex<()> = Mutex::new(());
+    // The failure of one test has no effect on the next.
+    HEAVY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Ends this process by SIGALRM long after all tests should have finished, so that CI never hangs. By then
@@ -533,6 +547,21 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
         .build()
         .expect("a runtime starts")
         .block_on(future)
+}
+
+/// Result of a job.
+pub type Ended = Result<Reply, JobError>;
+/// Task that waits for a job.
+pub type Running = tokio::task::JoinHandle<Ended>;
+
+/// Connects a client to the supervisor.
+pub async fn connect(supervisor: &Supervisor) -> Client {
+    Client::connect(supervisor.socket()).await.unwrap()
+}
+
+/// Submits the job in a new task.
+pub fn spawn(job: Job) -> Running {
+    tokio::spawn(job.send())
 }
 
 /// Returns the outcome of a job: `ok`, or outcome and reason as in `rejected/queue_full`.

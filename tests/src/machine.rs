@@ -1,6 +1,7 @@
 //! Checks whether this machine meets the prerequisites of tests. Each check prints a missing prerequisite, so
 //! that no test is skipped silently.
 
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
@@ -8,11 +9,25 @@ use serde_json::Value;
 
 use crate::programs;
 
+/// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to standard
+/// error directly, because the harness hides what a passing test prints.
+#[macro_export]
+macro_rules! not_run {
+    ($($reason:tt)*) => { $crate::machine::report_not_run(&format!($($reason)*)) };
+}
+
+/// Implements [`not_run!`].
+pub fn report_not_run(reason: &str) {
+    let thread = std::thread::current();
+    let line = format!("NOT RUN: {reason} ({})\n", thread.name().unwrap_or("unknown test"));
+    std::io::stderr().write_all(line.as_bytes()).expect("standard error is open");
+}
+
 /// Returns true if this test runs as root. Otherwise prints a note.
 pub fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
-        eprintln!("NOT RUN: requires root");
+        not_run!("requires root");
     }
     is_root
 }
@@ -21,7 +36,7 @@ pub fn is_root() -> bool {
 pub fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
-        eprintln!("NOT RUN: {path} does not exist");
+        not_run!("{path} does not exist");
     }
     is_there
 }
@@ -35,7 +50,7 @@ pub fn has_layers(layers: &[&str]) -> bool {
     let is_there = |layer: &&&str| all.iter().any(|one| one["layer"] == **layer && one["available"] == true);
     let missing: Vec<_> = layers.iter().filter(|layer| !is_there(layer)).collect();
     if !missing.is_empty() {
-        eprintln!("NOT RUN: this machine lacks the layers {missing:?}");
+        not_run!("this machine lacks the layers {missing:?}");
     }
     missing.is_empty()
 }

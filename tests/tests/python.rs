@@ -3,24 +3,27 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use bulkhead_tests::programs;
+use bulkhead_tests::{not_run, programs};
 
 /// Returns the interpreter of the environment that `.ci/run` creates in the target folder, or
 /// `BULKHEAD_PYTHON`.
 fn interpreter() -> Option<PathBuf> {
     let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
     let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));
-    let has_pytest = Command::new(&found).args(["-c", "import pytest, mypy"]).output();
+    let has_pytest = Command::new(&found).args(["-c", "import pytest, mypy, xdist"]).output();
     if has_pytest.is_ok_and(|ran| ran.status.success()) {
         return Some(found);
     }
-    eprintln!(
-        "NOT RUN: tests of the Python package: {} has no pytest and mypy. Run `.ci/run`, or name another interpreter \
+    not_run!(
+        "tests of the Python package: {} has no pytest, pytest-xdist and mypy. Run `.ci/run`, or name another interpreter \
          (3.10 or later) in BULKHEAD_PYTHON",
         found.display()
     );
     None
 }
+
+/// Number of Python tests that run at the same time. They wait more than they compute.
+const PROCESSES: &str = "6";
 
 fn run(command: &mut Command) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python");
@@ -39,7 +42,10 @@ fn run(command: &mut Command) {
 #[test]
 fn the_tests_of_the_package_pass() {
     let Some(python) = interpreter() else { return };
-    run(Command::new(python).args(["-m", "pytest", "-p", "no:cacheprovider", "-rs", "--durations=5"]));
+    let spread = ["-n", PROCESSES, "--dist", "worksteal"];
+    run(Command::new(python)
+        .args(["-m", "pytest", "-p", "no:cacheprovider", "-rs", "--durations=5"])
+        .args(spread));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use bulkhead_tests::confined::is_root;
-use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, run, wait_for};
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, not_run, run, wait_for};
 use nix::sys::signal::Signal;
 
 const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -78,7 +78,7 @@ impl Hanging {
 #[test]
 fn hanging_file_system_delays_neither_jobs_nor_stop() {
     let Some(hanging) = Hanging::mount() else {
-        return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
+        return not_run!("this machine cannot mount a FUSE file system");
     };
     for twice in [false, true] {
         let mut supervisor = Supervisor::start_with("drain_timeout = \"100s\"", B);
@@ -113,7 +113,7 @@ fn hanging_file_system_delays_neither_jobs_nor_stop() {
 #[test]
 fn hanging_reload_is_abandoned() {
     let Some(hanging) = Hanging::mount() else {
-        return eprintln!("NOT RUN: this machine cannot mount a FUSE file system");
+        return not_run!("this machine cannot mount a FUSE file system");
     };
     let supervisor = Supervisor::start(B);
     let cwd = hanging.path.join("cwd");
@@ -266,7 +266,7 @@ fn the_keeper_that_follows_goes_first_as_well() {
 #[test]
 fn as_process_1_the_supervisor_reaps_orphans() {
     if !is_root() {
-        println!("NOT RUN: a pid namespace requires root");
+        not_run!("a pid namespace requires root");
         return;
     }
     let wrapper = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];

@@ -67,7 +67,7 @@ where
         runtime()?.block_on(async {
             tokio::select! {
                 result = handler(job, ctx) => result,
-                () = ctx.order.handle.cancelled() => {
+                () = ctx.metadata.handle.cancelled() => {
                     Err(HandlerError::new("cancelled", "the client no longer waited"))
                 }
             }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::JobId;
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
-use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
+use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, truncate};
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, TemplateMessage};
 use bulkhead_shared::worker_protocol::{Extend, Status};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::files::{Leased, MappedPayload, ResultInPlace};
+use crate::files::{Loan, MappedPayload, ResultInPlace};
 use crate::link::Writer;
 use crate::ownership;
 use crate::progress::Progress;
@@ -23,13 +23,13 @@ use crate::template::Template;
 pub struct Job {
     pub(crate) payload: Vec<u8>,
     /// The payload, if the client sent it in a memory file.
-    pub(crate) leased: Option<Box<Leased>>,
+    pub(crate) loan: Option<Box<Loan>>,
 }
 
 impl Job {
     /// Returns the payload as the client sent it. A payload in a memory file is copied on the first call.
     pub fn payload(&self) -> &[u8] {
-        self.leased.as_ref().map_or(&self.payload, |leased| leased.copy())
+        self.loan.as_ref().map_or(&self.payload, |loan| loan.copy())
     }
 
     /// Returns the payload in its memory file, without a copy. The client can modify the file while the
@@ -38,7 +38,7 @@ impl Job {
     /// Returns `None` if the payload came over the socket. That depends on the client, the payload size and
     /// the worker that runs the job.
     pub fn mapped_payload(&self) -> Option<MappedPayload<'_>> {
-        self.leased.as_deref().map(MappedPayload)
+        self.loan.as_deref().map(MappedPayload)
     }
 
     /// Returns a buffer for a result of `bytes` bytes in a memory file that the client reads. The initial
@@ -66,13 +66,13 @@ impl Job {
     /// }
     /// ```
     pub fn result_in_place(&self, bytes: usize) -> Option<ResultInPlace<'_>> {
-        ResultInPlace::new(self.leased.as_deref()?, bytes)
+        ResultInPlace::new(self.loan.as_deref()?, bytes)
     }
 }
 
 impl fmt::Debug for Job {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.leased.as_ref().map_or(self.payload.len(), |leased| leased.bytes());
+        let bytes = self.loan.as_ref().map_or(self.payload.len(), |loan| loan.bytes());
         write!(f, "Job({bytes} bytes)")
     }
 }
@@ -92,7 +92,7 @@ pub(crate) struct Handle {
 impl Handle {
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
-        self.ring();
+        self.signal_event();
         #[cfg(feature = "tokio")]
         self.notify.notify_waiters();
     }
@@ -111,7 +111,7 @@ impl Handle {
         self.cancelled.load(Ordering::SeqCst)
     }
 
-    fn ring(&self) {
+    fn signal_event(&self) {
         if let Some(event) = self.event.get() {
             // A write fails only if the counter is full, and then the descriptor is readable already.
             let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
@@ -120,7 +120,7 @@ impl Handle {
 }
 
 /// Metadata of a job.
-pub(crate) struct Order {
+pub(crate) struct JobMetadata {
     pub(crate) number: u64,
     pub(crate) operation: Box<str>,
     pub(crate) tenant: Box<str>,
@@ -132,7 +132,7 @@ pub(crate) struct Order {
 /// The context of a job: operation, tenant, deadline, and the state made by [`crate::Server::init`].
 pub struct Ctx<S = ()> {
     // Replaced for each job. The thread keeps the other fields.
-    pub(crate) order: Order,
+    pub(crate) metadata: JobMetadata,
     pub(crate) result_bytes_max: u64,
     pub(crate) writer: Arc<Writer>,
     pub(crate) state: Arc<S>,
@@ -141,38 +141,38 @@ pub struct Ctx<S = ()> {
 impl<S> Ctx<S> {
     /// Returns the operation that the client named, or an empty string.
     pub fn operation(&self) -> &str {
-        &self.order.operation
+        &self.metadata.operation
     }
 
     /// Returns the tenant that the client named, or an empty string.
     pub fn tenant(&self) -> &str {
-        &self.order.tenant
+        &self.metadata.tenant
     }
 
     /// Returns the W3C `traceparent` of the request, if the client sent one.
     pub fn traceparent(&self) -> Option<&str> {
-        self.order.traceparent.as_deref()
+        self.metadata.traceparent.as_deref()
     }
 
     /// Returns the job number that outcomes, events, logs and crash reports use. They write the number in
     /// hexadecimal, as [`id`](Self::id) does.
     pub fn number(&self) -> u64 {
-        self.order.number
+        self.metadata.number
     }
 
     /// Returns the job number as a value that prints in the notation of events and logs (hexadecimal).
     pub fn id(&self) -> JobId {
-        JobId(self.order.number)
+        JobId(self.metadata.number)
     }
 
     /// Returns the deadline. When the deadline passes, the client gets the outcome `deadline_exceeded`.
     pub fn deadline(&self) -> Instant {
-        self.order.deadline
+        self.metadata.deadline
     }
 
     /// Returns the time left until the deadline, or zero if the deadline has passed.
     pub fn remaining(&self) -> Duration {
-        self.order.deadline.saturating_duration_since(Instant::now())
+        self.metadata.deadline.saturating_duration_since(Instant::now())
     }
 
     /// Returns the maximum size of a result, in bytes.
@@ -183,20 +183,20 @@ impl<S> Ctx<S> {
     /// Returns true if no client waits for the result any more. A handler that checks this regularly and
     /// returns early prevents the supervisor from killing the worker.
     pub fn is_cancelled(&self) -> bool {
-        self.order.handle.is_cancelled()
+        self.metadata.handle.is_cancelled()
     }
 
     /// Returns a descriptor that becomes readable when the job is cancelled, for handlers that wait in
     /// `poll(2)`. Errors are those of `eventfd(2)`.
     pub fn cancellation(&self) -> std::io::Result<BorrowedFd<'_>> {
-        if self.order.handle.event.get().is_none() {
+        if self.metadata.handle.event.get().is_none() {
             let fresh = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-            let _ = self.order.handle.event.set(fresh);
+            let _ = self.metadata.handle.event.set(fresh);
             if self.is_cancelled() {
-                self.order.handle.ring();
+                self.metadata.handle.signal_event();
             }
         }
-        let event = self.order.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
+        let event = self.metadata.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
         Ok(event.as_fd())
     }
 
@@ -212,18 +212,18 @@ impl<S> Ctx<S> {
         if !ownership::is_worker() {
             return;
         }
-        let progress = self.order.handle.progress.get_or_init(Box::default);
-        progress.say(&self.writer, self.order.number, fraction, cut(text, MESSAGE_BYTES_MAX));
+        let progress = self.metadata.handle.progress.get_or_init(Box::default);
+        progress.report(&self.writer, self.metadata.number, fraction, truncate(text, MESSAGE_BYTES_MAX));
     }
 }
 
 /// The context of [`crate::Server::init`].
 pub struct StartCtx {
-    pub(crate) to: Listener,
+    pub(crate) to: StatusReceiver,
 }
 
 /// Receiver of status and extension messages during the start.
-pub(crate) enum Listener {
+pub(crate) enum StatusReceiver {
     /// The supervisor.
     Supervisor(Arc<Writer>),
     /// The keeper; used by a template.
@@ -235,17 +235,19 @@ impl StartCtx {
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {
-            Listener::Supervisor(writer) => writer.send(kind::EXTEND_START, 0, &Extend { more_ms }),
-            Listener::Keeper(template) => template.tell(Word::Extend(more_ms)),
+            StatusReceiver::Supervisor(writer) => writer.send(kind::EXTEND_START, 0, &Extend { more_ms }),
+            StatusReceiver::Keeper(template) => template.report(TemplateMessage::Extend(more_ms)),
         }
     }
 
     /// Reports the current activity to operators.
     pub fn status(&self, text: &str) {
-        let text = cut(text, MESSAGE_BYTES_MAX);
+        let text = truncate(text, MESSAGE_BYTES_MAX);
         match &self.to {
-            Listener::Supervisor(writer) => writer.send(kind::STATUS, 0, &Status { text }),
-            Listener::Keeper(template) => template.tell(Word::Status(cut(text, TEXT_BYTES_MAX))),
+            StatusReceiver::Supervisor(writer) => writer.send(kind::STATUS, 0, &Status { text }),
+            StatusReceiver::Keeper(template) => {
+                template.report(TemplateMessage::Status(truncate(text, TEXT_BYTES_MAX)))
+            }
         }
     }
 }

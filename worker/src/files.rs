@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use bulkhead_shared::codec;
-use bulkhead_shared::memory_files::{FILES, Mapping, Named};
+use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping};
 
 /// The mapped files of one lease.
-pub(crate) struct Files {
+pub(crate) struct LeaseFiles {
     payload: Mapping,
     result: Mutex<Mapping>,
 }
 
-impl Files {
-    fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<Self> {
-        let [payload, result] =
-            <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("the files did not arrive"))?;
+impl LeaseFiles {
+    fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<Self> {
+        let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
+            .map_err(|_| io::Error::other("the files did not arrive"))?;
         Ok(Self {
-            payload: Mapping::new(&payload, named.bytes, false)?,
-            result: Mutex::new(Mapping::new(&result, named.bytes, true)?),
+            payload: Mapping::new(&payload, lease_ref.bytes, false)?,
+            result: Mutex::new(Mapping::new(&result, lease_ref.bytes, true)?),
         })
     }
 
@@ -34,24 +34,24 @@ impl Files {
 
 /// The memory files lent to this worker, by lease number.
 #[derive(Default)]
-pub(crate) struct Lent {
-    files: HashMap<u64, Arc<Files>>,
+pub(crate) struct Loans {
+    files: HashMap<u64, Arc<LeaseFiles>>,
     /// Descriptors received before the frame that describes them.
-    pub(crate) coming: Vec<OwnedFd>,
+    pub(crate) received_files: Vec<OwnedFd>,
     /// Leases to confirm to the supervisor.
-    pub(crate) taken: Vec<u64>,
+    pub(crate) unconfirmed: Vec<u64>,
 }
 
-impl Lent {
+impl Loans {
     /// Maps the received files. If this fails, the lease stays unconfirmed and the supervisor sends payloads
     /// over the link.
-    pub(crate) fn take(&mut self, metadata: &[u8]) {
-        let coming = std::mem::take(&mut self.coming);
-        let Ok((named, _)) = codec::decode::<Named>(metadata, &[]) else { return };
-        match Files::map(named, coming) {
+    pub(crate) fn receive(&mut self, metadata: &[u8]) {
+        let received_files = std::mem::take(&mut self.received_files);
+        let Ok((lease_ref, _)) = codec::decode::<LeaseRef>(metadata, &[]) else { return };
+        match LeaseFiles::map(lease_ref, received_files) {
             Ok(files) => {
-                self.files.insert(named.lease, Arc::new(files));
-                self.taken.push(named.lease);
+                self.files.insert(lease_ref.lease, Arc::new(files));
+                self.unconfirmed.push(lease_ref.lease);
             }
             Err(error) => eprintln!("memory files cannot be used: {error}"),
         }
@@ -62,33 +62,33 @@ impl Lent {
     }
 
     /// Returns the payload of a job in a memory file, or `None` if the lease is unknown or too small.
-    pub(crate) fn payload(&self, named: Named) -> Option<Box<Leased>> {
-        let files = self.files.get(&named.lease)?.clone();
-        let bytes = usize::try_from(named.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
-        Some(Box::new(Leased {
-            lease: named.lease,
+    pub(crate) fn payload(&self, lease_ref: LeaseRef) -> Option<Box<Loan>> {
+        let files = self.files.get(&lease_ref.lease)?.clone();
+        let bytes = usize::try_from(lease_ref.bytes).ok().filter(|bytes| *bytes <= files.payload.len())?;
+        Some(Box::new(Loan {
+            lease: lease_ref.lease,
             bytes,
             files,
             copy: OnceLock::new(),
-            spare: Mutex::default(),
+            copy_buffer: Mutex::default(),
             in_place: AtomicU64::new(0),
         }))
     }
 }
 
 /// A payload in a memory file.
-pub(crate) struct Leased {
+pub(crate) struct Loan {
     lease: u64,
     bytes: usize,
-    files: Arc<Files>,
+    files: Arc<LeaseFiles>,
     copy: OnceLock<Vec<u8>>,
     /// Buffer to reuse for the copy.
-    pub(crate) spare: Mutex<Vec<u8>>,
+    pub(crate) copy_buffer: Mutex<Vec<u8>>,
     /// Size of the result written in place, in bytes; 0 if there is none.
     in_place: AtomicU64,
 }
 
-impl Leased {
+impl Loan {
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -96,8 +96,8 @@ impl Leased {
     /// Returns a private copy of the payload, which the client cannot modify.
     pub(crate) fn copy(&self) -> &[u8] {
         self.copy.get_or_init(|| {
-            let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut copy = std::mem::take(&mut *spare);
+            let mut copy_buffer = self.copy_buffer.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut copy = std::mem::take(&mut *copy_buffer);
             copy.clear();
             self.files.payload.copy_to(self.bytes, &mut copy);
             copy
@@ -110,30 +110,30 @@ impl Leased {
 
     /// Returns the location of the result in the memory file. Writes `result` there, unless the handler has
     /// already written its result in place. Returns `None` if the result does not fit.
-    pub(crate) fn result(&self, result: &[u8]) -> Option<Named> {
+    pub(crate) fn result(&self, result: &[u8]) -> Option<LeaseRef> {
         let in_place = self.in_place.load(Ordering::Acquire);
         if in_place > 0 {
-            return Some(Named { lease: self.lease, bytes: in_place });
+            return Some(LeaseRef { lease: self.lease, bytes: in_place });
         }
         let mut file = self.files.result();
         if result.len() > file.len() {
             return None;
         }
         file.first_mut(result.len()).copy_from_slice(result);
-        Some(Named { lease: self.lease, bytes: result.len() as u64 })
+        Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
     /// Returns the buffers for reuse.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
-        let spare = self.spare.into_inner().unwrap_or_else(PoisonError::into_inner);
-        [spare, self.copy.into_inner().unwrap_or_default()]
+        let copy_buffer = self.copy_buffer.into_inner().unwrap_or_else(PoisonError::into_inner);
+        [copy_buffer, self.copy.into_inner().unwrap_or_default()]
     }
 }
 
 /// A payload in a memory file that the client can write to. **The contents can change at any time.** A parser
 /// must not rely on reading the same bytes twice. [`Job::payload`](crate::Job::payload) returns a copy.
 #[derive(Clone, Copy)]
-pub struct MappedPayload<'j>(pub(crate) &'j Leased);
+pub struct MappedPayload<'j>(pub(crate) &'j Loan);
 
 impl MappedPayload<'_> {
     /// Returns the size of the payload in bytes.
@@ -167,20 +167,20 @@ impl fmt::Debug for MappedPayload<'_> {
 /// Buffer for a result in a memory file that the client reads. The result counts only after a call of
 /// [`ResultInPlace::finish`].
 pub struct ResultInPlace<'j> {
-    leased: &'j Leased,
+    loan: &'j Loan,
     file: MutexGuard<'j, Mapping>,
     bytes: usize,
 }
 
 impl<'j> ResultInPlace<'j> {
-    pub(crate) fn new(leased: &'j Leased, bytes: usize) -> Option<Self> {
-        let file = leased.files.result();
-        (bytes <= file.len() && bytes > 0).then_some(Self { leased, file, bytes })
+    pub(crate) fn new(loan: &'j Loan, bytes: usize) -> Option<Self> {
+        let file = loan.files.result();
+        (bytes <= file.len() && bytes > 0).then_some(Self { loan, file, bytes })
     }
 
     /// Marks the result as complete. The value that the handler returns with `Ok` is then ignored.
     pub fn finish(self) {
-        self.leased.in_place.store(self.bytes as u64, Ordering::Release);
+        self.loan.in_place.store(self.bytes as u64, Ordering::Release);
     }
 }
 

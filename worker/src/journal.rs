@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
+use bulkhead_shared::journal::{
+    BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
+};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 /// Counters in the journal by which worker and supervisor agree who owns a job. They live as long as the
@@ -14,19 +16,19 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,
-    taken: &'static AtomicU64,
+    recalled: &'static AtomicU64,
 }
 
 impl Claims {
     /// Returns true if the supervisor recalled the job with this arrival number.
-    pub(crate) fn is_taken(self, arrival: u64) -> bool {
-        arrival <= u64::from_le(self.taken.load(Ordering::Acquire))
+    pub(crate) fn is_recalled(self, arrival: u64) -> bool {
+        arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
     /// Recalls jobs as the supervisor does. Returns the number of the last job begun at that time.
     #[cfg(test)]
-    pub(crate) fn take_back(self, up_to: u64) -> u64 {
-        self.taken.store(up_to.to_le(), Ordering::Release);
+    pub(crate) fn recall(self, up_to: u64) -> u64 {
+        self.recalled.store(up_to.to_le(), Ordering::Release);
         fence(Ordering::SeqCst);
         u64::from_le(self.begun.load(Ordering::Acquire))
     }
@@ -35,10 +37,10 @@ impl Claims {
     /// meantime. Must not be called by two threads at the same time.
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
-        // The supervisor stores `taken`, then loads `begun`. The fences ensure that at least one side sees
+        // The supervisor stores `recalled`, then loads `begun`. The fences ensure that at least one side sees
         // the other's store.
         fence(Ordering::SeqCst);
-        !self.is_taken(arrival)
+        !self.is_recalled(arrival)
     }
 }
 
@@ -69,17 +71,17 @@ impl Journal {
 
     /// Returns the time of the last heartbeat in the journal. The reference is valid as long as the process
     /// lives.
-    pub(crate) fn beat(&self) -> &'static AtomicU64 {
-        self.number::<BEAT_AT>()
+    pub(crate) fn heartbeat_time(&self) -> &'static AtomicU64 {
+        self.number::<HEARTBEAT_OFFSET>()
     }
 
     /// Returns the counters of begun and recalled jobs.
     pub(crate) fn claims(&self) -> Claims {
-        Claims { begun: self.number::<BEGUN_AT>(), taken: self.number::<TAKEN_AT>() }
+        Claims { begun: self.number::<BEGUN_OFFSET>(), recalled: self.number::<RECALLED_OFFSET>() }
     }
 
     fn number<const AT: usize>(&self) -> &'static AtomicU64 {
-        const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_AT) };
+        const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_OFFSET) };
         // SAFETY: within the mapping, aligned, and never unmapped.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
@@ -88,18 +90,18 @@ impl Journal {
     }
 
     /// Appends a frame. Returns false if the frame does not fit.
-    pub(crate) fn keep(&mut self, frame: &[u8]) -> bool {
+    pub(crate) fn append(&mut self, frame: &[u8]) -> bool {
         if frame.len() > FRAMES_BYTES_MAX - self.used {
             return false;
         }
         // SAFETY: within the mapping, as checked above, and nothing else in this process points there.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
-            let at = self.base.as_ptr().add(FRAMES_AT + self.used);
+            let at = self.base.as_ptr().add(FRAMES_OFFSET + self.used);
             std::ptr::copy_nonoverlapping(frame.as_ptr(), at, frame.len());
         }
         self.used += frame.len();
-        self.count();
+        self.publish_length();
         true
     }
 
@@ -107,12 +109,12 @@ impl Journal {
     pub(crate) fn clear(&mut self) {
         if self.used > 0 {
             self.used = 0;
-            self.count();
+            self.publish_length();
         }
     }
 
     /// Publishes the number of valid bytes. Must be called after the bytes are written.
-    fn count(&self) {
+    fn publish_length(&self) {
         // SAFETY: the mapping begins with this number, is page-aligned, and lives as long as the process.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, FdFlags};
 
 use crate::journal::{Claims, Journal};
-use crate::ownership::{self, end_at_once};
+use crate::ownership::{self, kill_self};
 use crate::seal::Seal;
 
 /// Maximum number of bytes per read. Small, because a worker gets few jobs at once.
@@ -50,7 +50,7 @@ pub(crate) struct Welcome {
     pub(crate) heartbeat_ms: u32,
     /// Location for the time of the last heartbeat, if the supervisor reads it there instead of expecting
     /// frames.
-    pub(crate) beat: Option<&'static AtomicU64>,
+    pub(crate) heartbeat_time: Option<&'static AtomicU64>,
     pub(crate) result_bytes_max: u64,
 }
 
@@ -76,7 +76,7 @@ impl Reader {
 
 /// Sends the hello and waits for the welcome. Frames behind the welcome stay in the inbox. Errors are
 /// messages for people.
-pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
+pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
         version_max: PROTOCOL_VERSION,
@@ -84,19 +84,19 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         frame_bytes_max: u32::MAX,
         capabilities: capability::DISPATCH_THREAD
             | capability::RESIZE
-            | capability::CLAIMS
-            | capability::JOURNAL_BEATS
+            | capability::PREFETCH
+            | capability::JOURNAL_HEARTBEATS
             | capability::MEMORY_FILES,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
     writer.send(kind::HELLO, MAGIC, &hello);
-    let (mut lent, mut is_lent) = (Vec::new(), false);
+    let (mut received_files, mut has_journal) = (Vec::new(), false);
     loop {
         wait(link, PollFlags::IN);
         let (received, mut batch) = reader
             .inbox
-            .receive_by(&mut reader.scratch, |buffer| receive_with_files(link, buffer, &mut lent))
+            .receive_by(&mut reader.scratch, |buffer| receive_with_files(link, buffer, &mut received_files))
             .map_err(|error| error.to_string())?;
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
             let Item::Frame { header, metadata, .. } = item else { continue };
@@ -105,26 +105,28 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                     let (welcome, extensions) =
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
-                    batch.leave_rest();
+                    batch.keep_rest();
                     // The supervisor relies on the journal from here on.
-                    let mut beat = None;
-                    if is_lent {
-                        let file =
-                            lent.pop().ok_or("the worker's journal did not arrive: see `rlimits.nofile`")?;
+                    let mut heartbeat_time = None;
+                    if has_journal {
+                        let file = received_files
+                            .pop()
+                            .ok_or("the worker's journal did not arrive: see `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
-                        let looks_up = welcome.capabilities & welcome_capability::JOURNAL_BEATS != 0;
-                        beat = looks_up.then(|| journal.beat());
-                        writer.keep_journal(journal);
+                        let reads_journal =
+                            welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
+                        heartbeat_time = reads_journal.then(|| journal.heartbeat_time());
+                        writer.set_journal(journal);
                     }
                     return Ok(Welcome {
                         seal,
                         threads_max: threads_max(welcome.max_in_flight),
                         heartbeat_ms: welcome.heartbeat_ms,
-                        beat,
+                        heartbeat_time,
                         result_bytes_max: welcome.result_bytes_max,
                     });
                 }
-                kind::JOURNAL => is_lent = true,
+                kind::JOURNAL => has_journal = true,
                 kind::REFUSED => {
                     let (refused, _) =
                         codec::decode::<Refused<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
@@ -149,18 +151,18 @@ fn identity(link: &OwnedFd) -> rustix::io::Result<(u64, u64)> {
 }
 
 /// Ends a worker that can no longer use its link.
-pub(crate) fn lost(error: rustix::io::Errno) -> ! {
+pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
     match error {
         // The supervisor is gone.
-        Errno::PIPE | Errno::CONNRESET => end_at_once(),
+        Errno::PIPE | Errno::CONNRESET => kill_self(),
         Errno::BADF | Errno::NOTSOCK | Errno::INVAL | Errno::PERM | Errno::NOTCONN => {
-            ownership::leave(&format!(
+            ownership::exit_with_message(&format!(
                 "code in this worker closed or replaced the worker's link to the supervisor, or another \
                  descriptor that the code did not open ({error}); the worker ends here. Close only \
                  descriptors that you opened\n"
             ))
         }
-        error => ownership::leave(&format!(
+        error => ownership::exit_with_message(&format!(
             "the worker's link to the supervisor cannot be used ({error}); the worker ends here\n"
         )),
     }
@@ -171,25 +173,25 @@ pub(crate) struct Writer {
     link: OwnedFd,
     /// Device and inode of the link.
     identity: (u64, u64),
-    waiting: Mutex<Waiting>,
+    unsent: Mutex<Unsent>,
 }
 
 /// Unsent frames.
 #[derive(Default)]
-struct Waiting {
+struct Unsent {
     outbox: Outbox,
     pool: BufferPool,
     /// Journal in which answers survive this process until they are sent.
     journal: Option<Journal>,
 }
 
-impl Waiting {
+impl Unsent {
     /// Returns true if nothing is left to send. An error on the link ends the worker.
     fn flush(&mut self, link: &OwnedFd) -> bool {
         let is_sent = self
             .outbox
             .flush(link, &mut self.pool)
-            .unwrap_or_else(|error| lost(Errno::from_io_error(&error).unwrap_or(Errno::IO)));
+            .unwrap_or_else(|error| end_without_link(Errno::from_io_error(&error).unwrap_or(Errno::IO)));
         if is_sent && let Some(journal) = &mut self.journal {
             journal.clear();
         }
@@ -199,7 +201,7 @@ impl Waiting {
 
 impl Writer {
     pub(crate) fn new(link: &OwnedFd) -> io::Result<Self> {
-        Ok(Self { link: link.try_clone()?, identity: identity(link)?, waiting: Mutex::default() })
+        Ok(Self { link: link.try_clone()?, identity: identity(link)?, unsent: Mutex::default() })
     }
 
     /// Ends the worker if one of its descriptors of the link, `other` or the writer's, now refers to another
@@ -208,16 +210,16 @@ impl Writer {
         for link in [&self.link, other] {
             match identity(link) {
                 Ok(found) if found == self.identity => {}
-                Ok(_) => lost(Errno::NOTSOCK),
-                Err(error) => lost(error),
+                Ok(_) => end_without_link(Errno::NOTSOCK),
+                Err(error) => end_without_link(error),
             }
         }
     }
 
     /// Sets the journal that stores later answers until they are sent.
-    pub(crate) fn keep_journal(&self, journal: Journal) {
-        if let Some(mut waiting) = self.lock() {
-            waiting.journal = Some(journal);
+    pub(crate) fn set_journal(&self, journal: Journal) {
+        if let Some(mut unsent) = self.lock() {
+            unsent.journal = Some(journal);
         }
     }
 
@@ -229,19 +231,19 @@ impl Writer {
 
     /// Returns `None` in a process that a handler forked, because another thread may have held the lock, and
     /// the link belongs to the worker.
-    fn lock(&self) -> Option<MutexGuard<'_, Waiting>> {
-        ownership::is_worker().then(|| self.waiting.lock().unwrap_or_else(PoisonError::into_inner))
+    fn lock(&self) -> Option<MutexGuard<'_, Unsent>> {
+        ownership::is_worker().then(|| self.unsent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Appends a frame, to be sent by the next flush.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
-        self.answer(kind, number, message, &[], payload);
+        self.push_reply(kind, number, message, &[], payload);
     }
 
     /// Appends a frame with extensions, each a tag and its bytes. For the answer of a job, returns true if
     /// the next job can begin before the answer is sent. With a journal, this requires that the answer is in
     /// the journal, because only then does the answer survive this process.
-    pub(crate) fn answer(
+    pub(crate) fn push_reply(
         &self,
         kind: u8,
         number: u64,
@@ -249,20 +251,20 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        // Texts of handlers were cut to size before, so the metadata fits.
-        let Some(mut waiting) = self.lock() else { return true };
-        let Waiting { outbox, pool, journal } = &mut *waiting;
+        // Texts of handlers were truncated before, so the metadata fits.
+        let Some(mut unsent) = self.lock() else { return true };
+        let Unsent { outbox, pool, journal } = &mut *unsent;
         let before = outbox.waiting_bytes();
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
         let Some(journal) = journal else { return true };
-        let frame = || outbox.last(outbox.waiting_bytes() - before);
-        matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.keep(frame))
+        let frame = || outbox.tail_bytes(outbox.waiting_bytes() - before);
+        matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.append(frame))
     }
 
     /// Sends all queued frames. Blocks until the supervisor has taken them.
     pub(crate) fn flush(&self) {
-        let Some(mut waiting) = self.lock() else { return };
-        while !waiting.flush(&self.link) {
+        let Some(mut unsent) = self.lock() else { return };
+        while !unsent.flush(&self.link) {
             wait(&self.link, PollFlags::OUT);
         }
     }
@@ -275,21 +277,21 @@ impl Writer {
     /// Appends a frame and sends what the socket takes. Does nothing and returns false if another thread is
     /// writing; its bytes prove liveness as well as a heartbeat would.
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
-        let Some(mut waiting) = self.try_lock() else { return false };
-        let is_pushed = waiting.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
-        waiting.flush(&self.link);
+        let Some(mut unsent) = self.try_lock() else { return false };
+        let is_pushed = unsent.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
+        unsent.flush(&self.link);
         is_pushed
     }
 
     /// Sends queued frames as far as the socket takes them. Returns true if nothing is left, or if another
     /// thread is sending.
     pub(crate) fn try_flush(&self) -> bool {
-        let Some(mut waiting) = self.try_lock() else { return true };
-        waiting.flush(&self.link)
+        let Some(mut unsent) = self.try_lock() else { return true };
+        unsent.flush(&self.link)
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, Waiting>> {
-        match self.waiting.try_lock() {
+    fn try_lock(&self) -> Option<MutexGuard<'_, Unsent>> {
+        match self.unsent.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,

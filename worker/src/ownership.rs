@@ -10,29 +10,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 
-static MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
+static WORKER_MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
 
 /// Size of the mapping. The kernel rounds it up to a page.
 const MAPPED_BYTES: usize = 1;
 
 /// Marks this process as the worker. A worker forked by a template calls this again.
-pub(crate) fn claim() -> io::Result<()> {
-    if MARK.get().is_none() {
-        let _ = MARK.set(map()?);
+pub(crate) fn mark_worker() -> io::Result<()> {
+    if WORKER_MARK.get().is_none() {
+        let _ = WORKER_MARK.set(map()?);
     }
-    MARK.get().inspect(|mark| mark.store(true, Ordering::Relaxed));
+    WORKER_MARK.get().inspect(|mark| mark.store(true, Ordering::Relaxed));
     Ok(())
 }
 
 /// Returns false in a process that code in the worker forked.
 pub(crate) fn is_worker() -> bool {
-    MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
+    WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
 /// Ends a forked process that returned from the worker's code instead of ending itself.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
-        leave(
+        exit_with_message(
             "a process forked by this worker returned from its handler; the process ends here. End forked \
              processes with _exit(), also when exec() fails\n",
         );
@@ -41,15 +41,15 @@ pub(crate) fn end_forked_process() {
 
 /// Kills this process. Called when the supervisor is gone or violates the protocol, so that the process has
 /// no further use.
-pub(crate) fn end_at_once() -> ! {
+pub(crate) fn kill_self() -> ! {
     // `exit` would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort();
 }
 
-/// Ends this process with a message. Runs no destructors, because they belong to the worker's code: they may
-/// hang or, in a forked process, undo what the worker still needs.
-pub(crate) fn leave(message: &str) -> ! {
+/// Ends this process with a message. Runs no destructors of the worker's code, because a destructor could hang
+/// or, in a forked process, release resources that the worker still needs.
+pub(crate) fn exit_with_message(message: &str) -> ! {
     // Avoids the lock of `std::io::stderr`, which another thread may have held at the fork.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
     // SAFETY: ends the process and returns nowhere.

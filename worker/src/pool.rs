@@ -34,8 +34,8 @@ use std::time::{Duration, Instant};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
-use bulkhead_shared::memory_files::{Named, WORTH_A_FILE_BYTES, receive_with_files};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, truncate};
+use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
@@ -45,11 +45,11 @@ use rustix::io::Errno;
 use rustix::thread::set_current_timer_slack;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
-use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
-use crate::files::{Leased, Lent};
+use crate::context::{Ctx, Handle, Job, JobMetadata, StartCtx, StatusReceiver};
+use crate::files::{Loan, Loans};
 use crate::journal::Claims;
 use crate::link::{self, Reader, Welcome, Writer, threads_max};
-use crate::ownership::{self, end_at_once};
+use crate::ownership::{self, kill_self};
 use crate::reply::{HandlerError, Reply};
 
 #[cfg(test)]
@@ -61,24 +61,24 @@ const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
 /// Handlers are slow if they take longer than this on average, and quick if they take less than half.
-const SLOW_NS: u64 = 20_000;
+const SLOW_HANDLER_NS: u64 = 20_000;
 
 /// A backlog of quick jobs justifies waking another thread if the estimated duration exceeds this. Jobs of at
-/// most `TINY_NS` never do, because two threads would lose more time by contention than they save.
-const BACKLOG_NS: u64 = 100_000;
-const TINY_NS: u64 = 3_000;
+/// most `TINY_HANDLER_NS` never do, because two threads would lose more time by contention than they save.
+const BACKLOG_NS_MAX: u64 = 100_000;
+const TINY_HANDLER_NS: u64 = 3_000;
 
 /// Assumed duration of handlers, initially and after a job was found stuck.
-const STUCK_NS: u64 = 1_000_000;
+const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
 /// Interval of the watchdog while quick jobs run.
-const WATCH: Duration = Duration::from_millis(2);
+const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Maximum time for which an answer waits to be sent together with later answers (approximate).
-const BATCH: Duration = Duration::from_micros(100);
+const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
-const SAY_AGAIN: Duration = Duration::from_millis(5);
+const STOPPING_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Maximum time until a deadline, so that additions of times cannot overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
@@ -89,9 +89,9 @@ pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
 struct Pending {
     /// Position of the job among all jobs received on the link, counted from 1.
     arrival: u64,
-    order: Order,
+    metadata: JobMetadata,
     payload: Vec<u8>,
-    leased: Option<Box<Leased>>,
+    loan: Option<Box<Loan>>,
 }
 
 /// Typical duration of handlers, as measured.
@@ -115,7 +115,7 @@ struct State {
     arrived: u64,
     /// True if recalled jobs were dropped and the supervisor has not been notified.
     has_dropped: bool,
-    lent: Lent,
+    loans: Loans,
     /// Handles of all jobs received and not answered.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs begun.
@@ -130,7 +130,7 @@ struct State {
     threads_max: usize,
     /// True if a handler thread has been called and no thread has responded since. Exactly then `wake` is
     /// readable. Implies that a thread is idle.
-    is_searching: bool,
+    is_wake_pending: bool,
     /// True if the supervisor may send jobs.
     is_ready: bool,
     /// True if the supervisor has announced that no more jobs follow.
@@ -139,17 +139,17 @@ struct State {
 
 /// Progress of announcing that this worker takes no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stopping {
+enum Shutdown {
     No,
-    ToSay,
+    Requested,
     /// STOPPING is in the outbox.
-    Said,
+    Queued,
     Sent,
 }
 
 /// Lifetime of a handler thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Tenure {
+enum Lifetime {
     /// Lives as long as the process, because resources made by `init` may depend on this thread.
     Permanent,
     /// Ends when there are more threads than allowed and this thread runs no job.
@@ -183,8 +183,8 @@ pub(crate) struct Pool<S> {
     writer: Arc<Writer>,
     state: Mutex<State>,
     wake: OwnedFd,
-    /// Notified whenever `is_searching` becomes false.
-    looked: Condvar,
+    /// Notified whenever `is_wake_pending` becomes false.
+    wake_handled: Condvar,
     handlers: OwnedFd,
     parked: OwnedFd,
     dispatch: OwnedFd,
@@ -230,13 +230,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
             writer,
             state: Mutex::new(state),
             wake,
-            looked: Condvar::new(),
+            wake_handled: Condvar::new(),
             handlers,
             parked,
             dispatch,
             watchdog,
             claims,
-            typical_ns: AtomicU64::new(STUCK_NS),
+            typical_ns: AtomicU64::new(ASSUMED_HANDLER_NS),
             handler,
             shared: std::sync::OnceLock::new(),
         }))
@@ -255,7 +255,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let pool = self.clone();
         let first = std::thread::Builder::new().name("handler".into()).spawn(move || {
             pool.start(init);
-            pool.handle_jobs(Tenure::Permanent);
+            pool.handle_jobs(Lifetime::Permanent);
         });
         if let Err(error) = first {
             eprintln!("failed to start a handler thread: {error}");
@@ -263,7 +263,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
         // Frames that arrived with the welcome are already in the inbox, so the link does not become readable
         // for them.
-        self.attend_link();
+        self.serve_link();
         self.dispatch_loop(signals)
     }
 
@@ -271,14 +271,14 @@ impl<S: Send + Sync + 'static> Pool<S> {
     where
         I: FnOnce(&StartCtx) -> Result<S, HandlerError>,
     {
-        let context = StartCtx { to: Listener::Supervisor(self.writer.clone()) };
-        match guarded(|| init(&context)).and_then(|made| made) {
+        let context = StartCtx { to: StatusReceiver::Supervisor(self.writer.clone()) };
+        match run_user_code(|| init(&context)).and_then(|made| made) {
             Ok(state) => {
                 let _ = self.shared.set(Arc::new(state));
                 if let Some(seal) = &self.welcome.seal
-                    && let Err(error) = seal.put_in_force()
+                    && let Err(error) = seal.install()
                 {
-                    self.give_up(&format!("failed to seal the worker: seccomp: {error}"));
+                    self.fail_start(&format!("failed to seal the worker: seccomp: {error}"));
                 }
                 // READY is queued under the lock that guards `is_ready`: a thread that sees `is_ready` sends
                 // its frames after READY.
@@ -289,21 +289,21 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.writer.flush();
             }
             Err(error) => {
-                self.give_up(&format!("initialisation failed: {}: {}", error.code, error.message));
+                self.fail_start(&format!("initialisation failed: {}: {}", error.code, error.message));
             }
         }
     }
 
     /// Reports the error and exits, before the worker is ready.
-    fn give_up(&self, text: &str) -> ! {
+    fn fail_start(&self, text: &str) -> ! {
         eprintln!("{text}");
-        self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
+        self.writer.send(kind::STATUS, 0, &Status { text: truncate(text, MESSAGE_BYTES_MAX) });
         std::process::exit(1);
     }
 
     // Handler threads.
 
-    fn handle_jobs(self: &Arc<Self>, tenure: Tenure) {
+    fn handle_jobs(self: &Arc<Self>, lifetime: Lifetime) {
         let mut ctx = None;
         let mut done = None;
         // End of the previous job, if the next job follows immediately.
@@ -314,79 +314,81 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
-            let Some((job, pace)) = self.next_job(done.take(), tenure) else {
+            let Some((job, pace)) = self.next_job(done.take(), lifetime) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
-                match tenure {
-                    Tenure::Permanent => self.see_off_surplus(),
-                    Tenure::WhileNeeded if self.is_one_too_many() => return,
-                    Tenure::WhileNeeded => {}
+                match lifetime {
+                    Lifetime::Permanent => self.end_surplus_threads(),
+                    Lifetime::WhileNeeded if self.leave_if_surplus() => return,
+                    Lifetime::WhileNeeded => {}
                 }
                 self.wait_for_work();
                 continue;
             };
             let mut began = now;
             // An answer must not wait for a slow handler, nor for many quick ones.
-            let is_late = unwritten_since.is_some_and(|since| began - since > BATCH);
+            let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
                 self.writer.flush();
                 began = Instant::now();
             }
-            done = Some(job.order.number);
+            done = Some(job.metadata.number);
             is_safe = self.run_job(job, &mut ctx);
             let now = Instant::now();
             ended = Some(now);
             unwritten_since.get_or_insert(now);
-            self.learn(now - began);
+            self.update_typical_duration(now - began);
         }
     }
 
     /// Removes the finished job `done` from the live jobs, and returns the next job with the current pace.
     /// Calls another thread for the remaining jobs, or starts the watchdog.
-    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
+    fn next_job(self: &Arc<Self>, done: Option<u64>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
         }
-        if tenure == Tenure::WhileNeeded && state.has_surplus() || !state.may_begin() {
+        if lifetime == Lifetime::WhileNeeded && state.has_surplus() || !state.can_begin() {
             return None;
         }
-        self.drop_taken(&mut state);
-        self.tell_dropped(&mut state);
+        self.drop_recalled(&mut state);
+        self.report_dropped(&mut state);
         let job = state.pending.pop_front()?;
         if self.claims.is_some_and(|claims| !claims.begin(job.arrival)) {
-            self.give_back(&mut state, &job);
+            self.return_job(&mut state, &job);
             // All jobs that arrived before this one were recalled too.
-            self.drop_taken(&mut state);
+            self.drop_recalled(&mut state);
             return None;
         }
         state.begun += 1;
         self.change_pace(&mut state, self.typical_ns.load(Ordering::Relaxed));
         let pace = state.pace;
-        if self.is_worth_help(&state) {
-            self.call_help(&mut state);
+        if self.needs_another_thread(&state) {
+            self.wake_or_start_thread(&mut state);
         }
         if pace == (Pace::Quick { watched: None }) {
             state.pace = Pace::Quick { watched: Some(state.begun) };
-            self.set_watchdog(WATCH);
+            self.set_watchdog(WATCHDOG_INTERVAL);
         }
         Some((job, pace))
     }
 
-    fn is_worth_help(&self, state: &State) -> bool {
+    fn needs_another_thread(&self, state: &State) -> bool {
         let typical_ns = self.typical_ns.load(Ordering::Relaxed);
         let backlog = state.pending.len() as u64;
         match state.pace {
             Pace::Slow => backlog > 0,
-            Pace::Quick { .. } => typical_ns > TINY_NS && typical_ns.saturating_mul(backlog) > BACKLOG_NS,
+            Pace::Quick { .. } => {
+                typical_ns > TINY_HANDLER_NS && typical_ns.saturating_mul(backlog) > BACKLOG_NS_MAX
+            }
         }
     }
 
     /// Updates the average with the duration of one more job.
-    fn learn(&self, took: Duration) {
-        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * STUCK_NS);
+    fn update_typical_duration(&self, took: Duration) {
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
         // Concurrent updates can be lost, which is acceptable for an estimate.
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
@@ -396,11 +398,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// are slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
-            Pace::Slow if typical_ns < SLOW_NS / 2 => {
+            Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {
                 state.pace = Pace::Quick { watched: None };
                 let _ = epoll::delete(&self.dispatch, &self.link);
             }
-            Pace::Quick { .. } if typical_ns > SLOW_NS => {
+            Pace::Quick { .. } if typical_ns > SLOW_HANDLER_NS => {
                 state.pace = Pace::Slow;
                 let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
                 let _ = epoll::add(&self.dispatch, &self.link, EventData::new_u64(LINK), flags);
@@ -419,7 +421,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// Runs on each tick of the watchdog. Treats handlers as slow if a job that was expected to be quick is
     /// still running.
-    fn look(self: &Arc<Self>) {
+    fn check_quick_handlers(self: &Arc<Self>) {
         let _ = rustix::io::read(&self.watchdog, &mut [0; 8]);
         let mut state = lock(&self.state);
         let Pace::Quick { watched: Some(before) } = state.pace else { return };
@@ -429,10 +431,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
             state.pace = Pace::Quick { watched: None };
             self.set_watchdog(Duration::ZERO);
         } else {
-            self.typical_ns.store(STUCK_NS, Ordering::Relaxed);
-            self.change_pace(&mut state, STUCK_NS);
+            self.typical_ns.store(ASSUMED_HANDLER_NS, Ordering::Relaxed);
+            self.change_pace(&mut state, ASSUMED_HANDLER_NS);
             if !state.pending.is_empty() {
-                self.call_help(&mut state);
+                self.wake_or_start_thread(&mut state);
             }
             drop(state);
             self.writer.flush();
@@ -440,31 +442,31 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Makes a handler thread look for jobs soon: wakes an idle thread, or starts one within the limit.
-    fn call_help(self: &Arc<Self>, state: &mut State) {
+    fn wake_or_start_thread(self: &Arc<Self>, state: &mut State) {
         if state.idle > 0 {
-            self.call_idle(state);
+            self.wake_idle_thread(state);
         } else if state.threads < state.threads_max {
             let pool = self.clone();
             let spawned = std::thread::Builder::new()
                 .name("handler".into())
-                .spawn(move || pool.handle_jobs(Tenure::WhileNeeded));
+                .spawn(move || pool.handle_jobs(Lifetime::WhileNeeded));
             // If no thread can be started, jobs run one after the other. Their deadlines still hold.
             state.threads += usize::from(spawned.is_ok());
         }
     }
 
     /// Wakes an idle thread to look for jobs. At least one thread must be idle.
-    fn call_idle(&self, state: &mut State) {
-        if !state.is_searching {
-            state.is_searching = true;
+    fn wake_idle_thread(&self, state: &mut State) {
+        if !state.is_wake_pending {
+            state.is_wake_pending = true;
             if let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes()) {
-                link::lost(error);
+                link::end_without_link(error);
             }
         }
     }
 
     /// Returns true if the calling thread, which runs no job, must end. The thread is then no longer counted.
-    fn is_one_too_many(&self) -> bool {
+    fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
             return false;
@@ -472,28 +474,28 @@ impl<S: Send + Sync + 'static> Pool<S> {
         state.threads -= 1;
         // Another thread may be surplus too, or must run remaining jobs, or must wait for the link in place
         // of this one.
-        let is_missed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
-        if is_missed && state.idle > 0 {
-            self.call_idle(&mut state);
+        let is_needed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
+        if is_needed && state.idle > 0 {
+            self.wake_idle_thread(&mut state);
         }
         true
     }
 
     /// Lets surplus idle threads end before the permanent thread waits in the same epoll instance. Otherwise
     /// the kernel could wake the permanent thread for every call, and the surplus threads would never end.
-    fn see_off_surplus(&self) {
+    fn end_surplus_threads(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
-            self.call_idle(&mut state);
-            let looked = self.looked.wait_while(state, |state| state.is_searching);
-            state = looked.unwrap_or_else(PoisonError::into_inner);
+            self.wake_idle_thread(&mut state);
+            let wake_handled = self.wake_handled.wait_while(state, |state| state.is_wake_pending);
+            state = wake_handled.unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     fn wait_for_work(&self) {
         let is_on_link = {
             let mut state = lock(&self.state);
-            if state.may_begin() {
+            if state.can_begin() {
                 return;
             }
             let is_on_link = state.pace == Pace::Slow || state.on_link == 0;
@@ -506,7 +508,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             self.writer.flush();
         }
         if token == Some(LINK) {
-            self.take_in();
+            self.read_link();
         }
     }
 
@@ -517,84 +519,82 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut state = lock(&self.state);
         state.idle -= 1;
         state.on_link -= usize::from(is_on_link);
-        let is_searching = state.is_searching;
-        if is_searching {
+        let is_wake_pending = state.is_wake_pending;
+        if is_wake_pending {
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);
-            state.is_searching = false;
-            self.looked.notify_all();
+            state.is_wake_pending = false;
+            self.wake_handled.notify_all();
         }
-        is_searching
+        is_wake_pending
     }
 
-    /// Runs a job. Reuses the thread's context, `kept`. Returns true if the next job can begin before the
+    /// Runs a job. Reuses the thread's context, `context`. Returns true if the next job can begin before the
     /// answer is sent.
-    fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) -> bool {
-        let Pending { order, payload, leased, .. } = pending;
-        let (number, job) = (order.number, Job { payload, leased });
-        if let Some(leased) = &job.leased {
-            *lock(&leased.spare) = lock(&self.reader).pool.take(leased.bytes());
+    fn run_job(&self, pending: Pending, context: &mut Option<Ctx<S>>) -> bool {
+        let Pending { metadata, payload, loan, .. } = pending;
+        let (number, job) = (metadata.number, Job { payload, loan });
+        if let Some(loan) = &job.loan {
+            *lock(&loan.copy_buffer) = lock(&self.reader).pool.take(loan.bytes());
         }
-        let ctx = match kept {
+        let ctx = match context {
             Some(ctx) => {
-                ctx.order = order;
+                ctx.metadata = metadata;
                 ctx
             }
             None => {
                 let Some(state) = self.shared.get().cloned() else { return true };
                 let (writer, result_bytes_max) = (self.writer.clone(), self.welcome.result_bytes_max);
-                kept.insert(Ctx { order, result_bytes_max, writer, state })
+                context.insert(Ctx { metadata, result_bytes_max, writer, state })
             }
         };
-        let reply = guarded(|| (self.handler)(&job, ctx)).unwrap_or_else(Reply::Failed);
-        if let Some(progress) = ctx.order.handle.progress.get() {
-            progress.settle(&self.writer, number);
+        let reply = run_user_code(|| (self.handler)(&job, ctx)).unwrap_or_else(Reply::Failed);
+        if let Some(progress) = ctx.metadata.handle.progress.get() {
+            progress.send_delayed(&self.writer, number);
         }
-        let is_safe = self.answer(number, reply, job.leased.as_deref());
-        if let Some(leased) = job.leased {
-            leased.into_buffers().into_iter().for_each(|buffer| lock(&self.reader).pool.give(buffer));
+        let is_safe = self.send_reply(number, reply, job.loan.as_deref());
+        if let Some(loan) = job.loan {
+            loan.into_buffers().into_iter().for_each(|buffer| lock(&self.reader).pool.put(buffer));
         }
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
-            lock(&self.reader).pool.give(job.payload);
+            lock(&self.reader).pool.put(job.payload);
         }
         is_safe
     }
 
-    fn answer(&self, number: u64, reply: Reply, leased: Option<&Leased>) -> bool {
+    fn send_reply(&self, number: u64, reply: Reply, loan: Option<&Loan>) -> bool {
         match reply {
-            Reply::Result(result) => self.succeed(number, result, None, leased),
-            Reply::Exited { status, error: None, output } => {
-                self.succeed(number, output, Some(status), leased)
-            }
+            Reply::Result(result) => self.succeed(number, result, None, loan),
+            Reply::Exited { status, error: None, output } => self.succeed(number, output, Some(status), loan),
             Reply::Failed(error) => self.fail(number, &error, Vec::new(), None),
             Reply::Exited { status, error: Some(error), output } => {
                 self.fail(number, &error, output, Some(status))
             }
             Reply::ProgramCrashed { process, signal, message } => {
-                let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
+                let crashed = ProgramCrashed { signal, message: truncate(&message, MESSAGE_BYTES_MAX) };
                 let process = process.to_le_bytes();
                 let extensions = [(tag::PROCESS, &process[..])];
-                self.writer.answer(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE)
+                self.writer.push_reply(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE)
             }
         }
     }
 
     /// Sends a result, with the exit status of the program that ran the job, if any.
-    fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, leased: Option<&Leased>) -> bool {
+    fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, loan: Option<&Loan>) -> bool {
         let most = self.welcome.result_bytes_max;
         if result.len() as u64 > most {
             let message = format!("the result has {} bytes; max_result is {most}", result.len());
             return self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message), Vec::new(), status);
         }
-        let is_worth_it = result.len() > WORTH_A_FILE_BYTES || result.is_empty();
-        let leased = leased.filter(|leased| is_worth_it || leased.is_in_place());
-        let named = leased.and_then(|leased| leased.result(&result)).filter(|named| named.bytes > 0);
-        let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(result) };
-        let (named, status) = (named.map(Named::to_bytes), status.map(i32::to_le_bytes));
-        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+        let is_large = result.len() > INLINE_PAYLOAD_BYTES_MAX || result.is_empty();
+        let loan = loan.filter(|loan| is_large || loan.is_in_place());
+        let lease_ref = loan.and_then(|loan| loan.result(&result)).filter(|lease_ref| lease_ref.bytes > 0);
+        let payload = if lease_ref.is_some() { Payload::NONE } else { Payload::Owned(result) };
+        let (lease_ref, status) = (lease_ref.map(LeaseRef::to_bytes), status.map(i32::to_le_bytes));
+        let lease_ref = lease_ref.as_ref().map(|lease_ref| (tag::LEASE, &lease_ref[..]));
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
         // An empty `Vec` allocates nothing.
-        let extensions: Vec<_> = named.into_iter().chain(status).collect();
-        self.writer.answer(kind::RESULT, number, &Empty, &extensions, payload)
+        let extensions: Vec<_> = lease_ref.into_iter().chain(status).collect();
+        self.writer.push_reply(kind::RESULT, number, &Empty, &extensions, payload)
     }
 
     /// Sends an error, with the output and the exit status of the program that ran the job, if any.
@@ -603,21 +603,21 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let status = status.map(i32::to_le_bytes);
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
         let failed = Failed {
-            code: cut(&error.code, CODE_BYTES_MAX),
-            message: cut(&error.message, MESSAGE_BYTES_MAX),
+            code: truncate(&error.code, CODE_BYTES_MAX),
+            message: truncate(&error.message, MESSAGE_BYTES_MAX),
             retryable: error.retryable.into(),
             fault: match error.fault {
                 Fault::Caller => 1,
                 Fault::Dependency => 2,
             },
         };
-        self.writer.answer(kind::FAILED, number, &failed, status.as_slice(), Payload::Owned(output))
+        self.writer.push_reply(kind::FAILED, number, &failed, status.as_slice(), Payload::Owned(output))
     }
 
     // The link.
 
     /// Reads the link until it is drained, and queues the jobs.
-    fn take_in(&self) {
+    fn read_link(&self) {
         let mut reader = lock(&self.reader);
         let Reader { inbox, scratch, pool } = &mut *reader;
         let mut files = Vec::new();
@@ -625,51 +625,53 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let read = inbox.receive_by(scratch, |buffer| receive_with_files(&self.link, buffer, &mut files));
             let (received, mut batch) = match read {
                 Ok(read) => read,
-                Err(error) => link::lost(Errno::from_io_error(&error).unwrap_or(Errno::CONNRESET)),
+                Err(error) => {
+                    link::end_without_link(Errno::from_io_error(&error).unwrap_or(Errno::CONNRESET))
+                }
             };
             let now = Instant::now();
             let mut state = lock(&self.state);
             // Recalled jobs must be dropped first, because a job can arrive again under the same number.
-            self.drop_taken(&mut state);
+            self.drop_recalled(&mut state);
             if !files.is_empty() {
-                state.lent.coming = std::mem::take(&mut files);
+                state.loans.received_files = std::mem::take(&mut files);
             }
             loop {
                 match batch.next() {
                     Ok(Some(Item::Frame { header, metadata, payload })) => {
-                        state.take_in(header, metadata, || payload.to_vec(), now);
+                        state.receive(header, metadata, || payload.to_vec(), now);
                     }
                     Ok(Some(Item::Large { header, metadata, payload })) => {
-                        state.take_in(header, &metadata, || payload, now);
+                        state.receive(header, &metadata, || payload, now);
                     }
                     Ok(Some(Item::Announced { header, .. })) => {
                         batch.accept(pool.take(header.payload_length()));
                     }
                     Ok(None) => break,
-                    Err(_) => end_at_once(),
+                    Err(_) => kill_self(),
                 }
             }
             if state.has_surplus() && state.idle > 0 {
-                self.call_idle(&mut state);
+                self.wake_idle_thread(&mut state);
             }
-            self.tell_dropped(&mut state);
-            self.tell_taken(&mut state);
+            self.report_dropped(&mut state);
+            self.confirm_files(&mut state);
             drop(state);
             match received {
                 Received::More => {}
                 Received::Drained => return,
-                Received::Closed => end_at_once(),
+                Received::Closed => kill_self(),
             }
         }
     }
 
     /// Drops jobs that the supervisor has recalled.
-    fn drop_taken(&self, state: &mut State) {
+    fn drop_recalled(&self, state: &mut State) {
         let Some(claims) = self.claims else { return };
-        while state.pending.front().is_some_and(|job| claims.is_taken(job.arrival))
+        while state.pending.front().is_some_and(|job| claims.is_recalled(job.arrival))
             && let Some(job) = state.pending.pop_front()
         {
-            state.unlist(&job.order);
+            state.remove_live(&job.metadata);
             state.has_dropped = true;
         }
     }
@@ -677,16 +679,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// Hands a job back to the supervisor that was recalled just as it was about to begin. Must happen before
     /// a handler can begin and answer a later job. The supervisor relies on this order, even if a handler
     /// ends the process.
-    fn give_back(&self, state: &mut State, job: &Pending) {
-        state.unlist(&job.order);
+    fn return_job(&self, state: &mut State, job: &Pending) {
+        state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
-        self.writer.answer(kind::RETURNED, job.order.number, &Empty, &[arrival], Payload::NONE);
+        self.writer.push_reply(kind::RETURNED, job.metadata.number, &Empty, &[arrival], Payload::NONE);
         self.writer.flush();
     }
 
     /// Sends a heartbeat if recalled jobs were dropped, so that the supervisor knows that this process can
     /// begin other jobs.
-    fn tell_dropped(&self, state: &mut State) {
+    fn report_dropped(&self, state: &mut State) {
         if std::mem::take(&mut state.has_dropped) {
             self.writer.push(kind::HEARTBEAT, 0, &Empty, Payload::NONE);
             self.writer.flush();
@@ -694,11 +696,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Confirms received memory files, so that jobs can use them.
-    fn tell_taken(&self, state: &mut State) {
-        if state.lent.taken.is_empty() {
+    fn confirm_files(&self, state: &mut State) {
+        if state.loans.unconfirmed.is_empty() {
             return;
         }
-        for lease in state.lent.taken.drain(..) {
+        for lease in state.loans.unconfirmed.drain(..) {
             self.writer.push(kind::FILES_TAKEN, lease, &Empty, Payload::NONE);
         }
         self.writer.flush();
@@ -708,77 +710,77 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     fn dispatch_loop(self: &Arc<Self>, signals: &OwnedFd) -> ExitCode {
         let interval = Duration::from_millis(self.welcome.heartbeat_ms.into());
-        let mut next_beat = Instant::now() + interval;
-        let mut stopping = Stopping::No;
+        let mut next_heartbeat = Instant::now() + interval;
+        let mut stopping = Shutdown::No;
         loop {
-            let mut patience =
-                (!interval.is_zero()).then(|| next_beat.saturating_duration_since(Instant::now()));
-            if matches!(stopping, Stopping::ToSay | Stopping::Said) {
-                patience = Some(patience.unwrap_or(SAY_AGAIN).min(SAY_AGAIN));
+            let mut timeout =
+                (!interval.is_zero()).then(|| next_heartbeat.saturating_duration_since(Instant::now()));
+            if matches!(stopping, Shutdown::Requested | Shutdown::Queued) {
+                timeout = Some(timeout.unwrap_or(STOPPING_RETRY_INTERVAL).min(STOPPING_RETRY_INTERVAL));
             }
-            let late = if stopping == Stopping::No { interval / 8 } else { Duration::ZERO };
-            match wait_idly(&self.dispatch, patience, late) {
-                Some(LINK) => self.attend_link(),
-                Some(WATCHDOG) => self.look(),
+            let slack = if stopping == Shutdown::No { interval / 8 } else { Duration::ZERO };
+            match wait_with_slack(&self.dispatch, timeout, slack) {
+                Some(LINK) => self.serve_link(),
+                Some(WATCHDOG) => self.check_quick_handlers(),
                 Some(_) => {
                     let mut byte = [0; 64];
                     let _ = rustix::io::read(signals, &mut byte);
-                    if stopping == Stopping::No {
-                        stopping = self.begin_to_stop();
+                    if stopping == Shutdown::No {
+                        stopping = self.begin_shutdown();
                     }
                 }
                 None => {}
             }
-            if stopping == Stopping::ToSay && self.writer.try_send(kind::STOPPING, &Empty) {
-                stopping = Stopping::Said;
+            if stopping == Shutdown::Requested && self.writer.try_send(kind::STOPPING, &Empty) {
+                stopping = Shutdown::Queued;
             }
-            if stopping == Stopping::Said && self.writer.try_flush() {
-                stopping = Stopping::Sent;
+            if stopping == Shutdown::Queued && self.writer.try_flush() {
+                stopping = Shutdown::Sent;
             }
-            if !interval.is_zero() && Instant::now() >= next_beat {
+            if !interval.is_zero() && Instant::now() >= next_heartbeat {
                 // A heartbeat asserts that the supervisor can reach this worker.
                 self.writer.check_link(&self.link);
-                match self.welcome.beat {
-                    Some(beat) => beat.store(monotonic_ns().to_le(), Ordering::Release),
+                match self.welcome.heartbeat_time {
+                    Some(time) => time.store(monotonic_ns().to_le(), Ordering::Release),
                     None => drop(self.writer.try_send(kind::HEARTBEAT, &Empty)),
                 }
-                self.settle_progress();
-                next_beat = Instant::now() + interval;
+                self.send_delayed_progress();
+                next_heartbeat = Instant::now() + interval;
             }
         }
     }
 
     /// Sends progress reports that the rate limit held back.
-    fn settle_progress(&self) {
+    fn send_delayed_progress(&self) {
         let live: Vec<(u64, Arc<Handle>)> = {
             let state = lock(&self.state);
             let telling = state.live.iter().filter(|(_, handle)| handle.progress.get().is_some());
             telling.map(|(number, handle)| (*number, handle.clone())).collect()
         };
-        let settle = |(number, handle): &(u64, Arc<Handle>)| {
-            handle.progress.get().is_some_and(|progress| progress.settle(&self.writer, *number))
+        let send = |(number, handle): &(u64, Arc<Handle>)| {
+            handle.progress.get().is_some_and(|progress| progress.send_delayed(&self.writer, *number))
         };
         // One write for all reports. `count` visits every job, unlike `any`.
-        if live.iter().filter(|job| settle(job)).count() > 0 {
+        if live.iter().filter(|job| send(job)).count() > 0 {
             self.writer.flush();
         }
     }
 
     /// Handles SIGTERM. The supervisor may send jobs until it has processed STOPPING and answered with DRAIN,
     /// so the worker continues until then. Before READY no job can come, so the worker exits immediately.
-    fn begin_to_stop(&self) -> Stopping {
+    fn begin_shutdown(&self) -> Shutdown {
         if !lock(&self.state).is_ready {
             std::process::exit(0);
         }
-        Stopping::ToSay
+        Shutdown::Requested
     }
 
     /// Reads the link for the handlers, and calls a handler thread if jobs are pending.
-    fn attend_link(self: &Arc<Self>) {
-        self.take_in();
+    fn serve_link(self: &Arc<Self>) {
+        self.read_link();
         let mut state = lock(&self.state);
         if !state.pending.is_empty() {
-            self.call_help(&mut state);
+            self.wake_or_start_thread(&mut state);
         }
         drop(state);
         self.end_if_drained();
@@ -796,9 +798,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
 impl State {
     /// Removes a job from the live jobs, unless its number now belongs to a job received later.
-    fn unlist(&mut self, order: &Order) {
-        if self.live.get(&order.number).is_some_and(|handle| Arc::ptr_eq(handle, &order.handle)) {
-            self.live.remove(&order.number);
+    fn remove_live(&mut self, job: &JobMetadata) {
+        if self.live.get(&job.number).is_some_and(|handle| Arc::ptr_eq(handle, &job.handle)) {
+            self.live.remove(&job.number);
         }
     }
 
@@ -810,30 +812,30 @@ impl State {
 
     /// Returns true if a job is pending and fewer than `threads_max` jobs run. The number of threads does not
     /// matter, because jobs can be prefetched.
-    fn may_begin(&self) -> bool {
+    fn can_begin(&self) -> bool {
         let running = self.live.len().saturating_sub(self.pending.len());
         !self.pending.is_empty() && running < self.threads_max
     }
 
     /// Handles a frame received at `now`.
-    fn take_in(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
+    fn receive(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
             kind::JOB => {
                 let Ok((job, extensions)) =
                     codec::decode::<worker_protocol::Job<'_>>(metadata, &[tag::LEASE])
                 else {
                     eprintln!("the supervisor sent a job that cannot be read");
-                    end_at_once();
+                    kill_self();
                 };
-                let leased = extensions.get(tag::LEASE).map(|bytes| {
-                    let named = Named::from_bytes(bytes);
-                    named.and_then(|named| self.lent.payload(named)).unwrap_or_else(|| {
+                let loan = extensions.get(tag::LEASE).map(|bytes| {
+                    let lease_ref = LeaseRef::from_bytes(bytes);
+                    lease_ref.and_then(|lease_ref| self.loans.payload(lease_ref)).unwrap_or_else(|| {
                         eprintln!("the supervisor sent a job in a file that this worker does not have");
-                        end_at_once();
+                        kill_self();
                     })
                 });
                 let text = |bytes| std::str::from_utf8(bytes).ok().map(Box::from);
-                let order = Order {
+                let job = JobMetadata {
                     number: header.number,
                     operation: job.operation.into(),
                     tenant: job.tenant.into(),
@@ -841,23 +843,23 @@ impl State {
                     deadline: now + Duration::from_micros(job.remaining_us).min(REMAINING_MAX),
                     handle: Arc::default(),
                 };
-                self.live.insert(order.number, order.handle.clone());
+                self.live.insert(job.number, job.handle.clone());
                 self.arrived += 1;
                 let payload = payload();
-                self.pending.push_back(Pending { arrival: self.arrived, order, payload, leased });
+                self.pending.push_back(Pending { arrival: self.arrived, metadata: job, payload, loan });
             }
             kind::CANCEL_JOB => {
                 if let Some(handle) = self.live.get(&header.number) {
                     handle.cancel();
                 }
             }
-            kind::FILES => self.lent.take(metadata),
-            kind::FILES_ENDED => self.lent.end(header.number),
+            kind::FILES => self.loans.receive(metadata),
+            kind::FILES_ENDED => self.loans.end(header.number),
             kind::DRAIN => self.is_draining = true,
             kind::LIMITS => {
                 let Ok((limits, _)) = codec::decode::<Limits>(metadata, &[]) else {
                     eprintln!("the supervisor sent limits that cannot be read");
-                    end_at_once();
+                    kill_self();
                 };
                 self.threads_max = threads_max(limits.max_in_flight);
             }
@@ -871,31 +873,31 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Waits as [`wait_one`] does, with timer slack `late` if there is a timeout. So the kernel can combine
+/// Waits as [`wait_one`] does, with timer slack `slack_max` if there is a timeout. So the kernel can combine
 /// wake-ups of many idle workers. Threads started by this thread do not inherit the slack.
-fn wait_idly(epoll: &impl AsFd, patience: Option<Duration>, late: Duration) -> Option<u64> {
-    let slack = patience.and(NonZeroU64::new(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX)));
+fn wait_with_slack(epoll: &impl AsFd, timeout: Option<Duration>, slack_max: Duration) -> Option<u64> {
+    let slack = timeout.and(NonZeroU64::new(u64::try_from(slack_max.as_nanos()).unwrap_or(u64::MAX)));
     // On an error the thread is woken on time, which is harmless.
     let _ = slack.map(|slack| set_current_timer_slack(Some(slack)));
-    let woken_by = wait_one(epoll, patience);
+    let woken_by = wait_one(epoll, timeout);
     let _ = slack.map(|_| set_current_timer_slack(None));
     woken_by
 }
 
 /// Waits for one event of an epoll instance. Returns `None` on a timeout.
-fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
-    let timeout = patience.and_then(|patience| Timespec::try_from(patience).ok());
+fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
+    let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
     let mut event = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
     match epoll::wait(epoll, &mut event, timeout.as_ref()) {
         Ok(1) => Some(event[0].data.u64()),
         Ok(_) | Err(Errno::INTR) => None,
-        Err(error) => link::lost(error),
+        Err(error) => link::end_without_link(error),
     }
 }
 
 /// Runs code of the worker's author. Turns a panic into an error. Ends a process that the code forked instead
 /// of returning in it.
-pub(crate) fn guarded<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
+pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned());

@@ -11,36 +11,36 @@ use bulkhead_shared::worker_protocol::Progressed;
 use crate::link::Writer;
 
 /// Minimum interval between two reports.
-const INTERVAL: Duration = Duration::from_millis(100);
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Progress reports of a job.
 #[derive(Default)]
-pub(crate) struct Progress(Mutex<Said>);
+pub(crate) struct Progress(Mutex<State>);
 
 #[derive(Default)]
-struct Said {
-    told_at: Option<Instant>,
-    unreported: Option<(f32, String)>,
+struct State {
+    sent_at: Option<Instant>,
+    delayed: Option<(f32, String)>,
 }
 
 impl Progress {
     /// Sends the report, or keeps it until the interval has passed.
-    pub(crate) fn say(&self, writer: &Writer, number: u64, fraction: f32, text: &str) {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn report(&self, writer: &Writer, number: u64, fraction: f32, text: &str) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        if said.told_at.is_some_and(|at| now - at < INTERVAL) {
-            said.unreported = Some((fraction, text.to_owned()));
+        if state.sent_at.is_some_and(|at| now - at < REPORT_INTERVAL) {
+            state.delayed = Some((fraction, text.to_owned()));
             return;
         }
-        (said.told_at, said.unreported) = (Some(now), None);
+        (state.sent_at, state.delayed) = (Some(now), None);
         writer.send(kind::PROGRESSED, number, &Progressed { fraction, text });
     }
 
     /// Writes the kept report to the outbox, before the next frame. Returns false if there was none.
-    pub(crate) fn settle(&self, writer: &Writer, number: u64) -> bool {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((fraction, text)) = said.unreported.take() else { return false };
-        said.told_at = Some(Instant::now());
+    pub(crate) fn send_delayed(&self, writer: &Writer, number: u64) -> bool {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((fraction, text)) = state.delayed.take() else { return false };
+        state.sent_at = Some(Instant::now());
         writer.push(kind::PROGRESSED, number, &Progressed { fraction, text: &text }, Payload::NONE);
         true
     }

@@ -17,17 +17,17 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use bulkhead_linux::folder::{self, FOLDER};
-use bulkhead_linux::landlock::{self, Withheld};
+use bulkhead_linux::folder::{self, FOLDER_FLAGS};
+use bulkhead_linux::landlock::{self, HandledAccess};
 use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRules};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 /// Open flags for folders and files that are only inspected or used in rules.
-const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
+const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
 /// Rights that apply to files. The kernel rejects a rule for a file with any other right.
-const OF_FILES: u64 = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
+const FILE_RIGHTS: u64 = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV;
 const EXECUTE: u64 = 1;
 const WRITE_FILE: u64 = 1 << 1;
 const READ_FILE: u64 = 1 << 2;
@@ -36,14 +36,14 @@ const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
 /// System folders. `/dev` is missing because the worker's temporary folder is also mounted at `/dev/shm`.
-const SYSTEM: [&str; 10] =
+const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
 /// Variables set to the temporary folder, unless `env` sets them.
-pub(crate) const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
+pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// Flags for `landlock_restrict_self`: none, so that the kernel logs denied accesses.
-const NO_VERSION: u32 = 0;
+const RESTRICT_FLAGS: u32 = 0;
 
 /// Maximum number of parent folders to follow.
 const DEPTH_MAX: usize = 256;
@@ -53,7 +53,7 @@ const DEPTH_MAX: usize = 256;
 pub(crate) struct Rules {
     handled: u64,
     scoped: u64,
-    given: Vec<(OwnedFd, u64)>,
+    granted: Vec<(OwnedFd, u64)>,
     temporary: Option<Temporary>,
 }
 
@@ -80,24 +80,24 @@ impl Rules {
         File::from(rustix::io::fcntl_dupfd_cloexec(&stdin, 3)?)
             .take(PROGRAM_RULES_BYTES_MAX)
             .read_to_end(&mut bytes)?;
-        let told = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
-        let grants = widened(&told)?;
+        let rules = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
+        let grants = with_system_folders(&rules)?;
         // Without a temporary folder there is nothing to withhold from programs.
-        let handled = if told.temporary.is_some() { told.handled } else { 0 };
-        Self::open(ProgramRules { handled, grants, ..told })
+        let handled = if rules.temporary.is_some() { rules.handled } else { 0 };
+        Self::open(ProgramRules { handled, grants, ..rules })
     }
 
     /// Returns true if there are rules to enforce.
-    pub(crate) fn are_any(&self) -> bool {
+    pub(crate) fn has_rules(&self) -> bool {
         self.handled != 0 || self.scoped != 0
     }
 
-    fn open(told: ProgramRules) -> io::Result<Self> {
-        let ProgramRules { handled, scoped, temporary, grants } = told;
-        let mut given = Vec::with_capacity(grants.len());
+    fn open(rules: ProgramRules) -> io::Result<Self> {
+        let ProgramRules { handled, scoped, temporary, grants } = rules;
+        let mut granted = Vec::with_capacity(grants.len());
         for Grant { path, access } in &grants {
-            match rustix::fs::open(path, PLACE, Mode::empty()) {
-                Ok(place) => given.push((place, *access)),
+            match rustix::fs::open(path, PATH_FLAGS, Mode::empty()) {
+                Ok(place) => granted.push((place, *access)),
                 // The path may have been removed since the worker started.
                 Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP) => {}
                 Err(errno) => return Err(errno.into()),
@@ -105,17 +105,17 @@ impl Rules {
         }
         let open = |Grant { path, access }| -> io::Result<Temporary> {
             let folder = open_folder(&path)?;
-            let is_hidden = !is_given(&folder, &given)?;
+            let is_hidden = !is_granted(&folder, &granted)?;
             Ok(Temporary { path, folder, access, is_hidden })
         };
         let temporary = temporary.map(open).transpose()?;
-        Ok(Self { handled, scoped, given, temporary })
+        Ok(Self { handled, scoped, granted, temporary })
     }
 
     /// Grants programs the right to read and execute `program`, the descriptor of an executable that has no
     /// accessible path.
-    pub(crate) fn give_program(&mut self, program: OwnedFd) {
-        self.given.push((program, EXECUTE | READ_FILE));
+    pub(crate) fn grant_program(&mut self, program: OwnedFd) {
+        self.granted.push((program, EXECUTE | READ_FILE));
     }
 
     pub(crate) fn temporary(&self) -> Option<&Temporary> {
@@ -124,68 +124,72 @@ impl Rules {
 
     /// Returns true if programs can read each other's temporary files because `read` or `write` grants a
     /// folder above.
-    pub(crate) fn leave_temporary_files_open(&self) -> bool {
+    pub(crate) fn exposes_temporary_files(&self) -> bool {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
 
     /// Creates the rules of a program with the temporary folder `folder`. Returns `None` if there are no
     /// rules to enforce.
-    pub(crate) fn of_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
-        if !self.are_any() {
+    pub(crate) fn for_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
+        if !self.has_rules() {
             return Ok(None);
         }
         // Network rights need no entry: programs inherit the restrictions of the worker's rules.
-        let withheld = Withheld { files: self.handled, network: 0, scopes: self.scoped };
+        let withheld = HandledAccess { files: self.handled, network: 0, scopes: self.scoped };
         let ruleset = landlock::create_ruleset(withheld)?;
-        for (place, access) in self.given.iter().filter(|_| self.handled != 0) {
-            match landlock::give(ruleset.as_fd(), place.as_fd(), *access) {
+        for (place, access) in self.granted.iter().filter(|_| self.handled != 0) {
+            match landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), *access) {
                 // The path was a folder when the rules were made and is a file now.
-                Err(Errno::INVAL) => landlock::give(ruleset.as_fd(), place.as_fd(), access & OF_FILES)?,
+                Err(Errno::INVAL) => {
+                    landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), access & FILE_RIGHTS)?
+                }
                 result => result?,
             }
         }
         if let (Some(folder), Some(temporary)) = (folder, &self.temporary) {
-            landlock::give(ruleset.as_fd(), folder, temporary.access)?;
+            landlock::add_path_rule(ruleset.as_fd(), folder, temporary.access)?;
         }
         Ok(Some(Ruleset(ruleset)))
     }
 }
 
-/// Replaces grants below the folders of [`SYSTEM`] by a grant for the whole folder, unless the folder
+/// Replaces grants below the folders of [`SYSTEM_FOLDERS`] by a grant for the whole folder, unless the folder
 /// contains the temporary folder.
-fn widened(told: &ProgramRules) -> io::Result<Vec<Grant>> {
-    let temporary = told.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
+fn with_system_folders(rules: &ProgramRules) -> io::Result<Vec<Grant>> {
+    let temporary = rules.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
     let is_apart = |place: OwnedFd| {
-        let given = [(place, READ_DIR)];
-        temporary.as_ref().is_none_or(|folder| is_given(folder, &given).is_ok_and(|is_given| !is_given))
+        let granted = [(place, READ_DIR)];
+        temporary
+            .as_ref()
+            .is_none_or(|folder| is_granted(folder, &granted).is_ok_and(|is_granted| !is_granted))
     };
     let mut wide: Vec<Grant> = Vec::new();
-    for grant in &told.grants {
+    for grant in &rules.grants {
         let top: PathBuf = grant.path.components().take(2).collect();
-        if wide.iter().any(|known| known.path == top && known.access == told.handled) {
+        if wide.iter().any(|known| known.path == top && known.access == rules.handled) {
             continue;
         }
-        let is_of_system = SYSTEM.iter().any(|folder| top == Path::new(folder));
+        let is_of_system = SYSTEM_FOLDERS.iter().any(|folder| top == Path::new(folder));
         let is_wide = is_of_system && open_folder(&top).is_ok_and(is_apart);
-        wide.push(if is_wide { Grant { path: top, access: told.handled } } else { grant.clone() });
+        wide.push(if is_wide { Grant { path: top, access: rules.handled } } else { grant.clone() });
     }
     Ok(wide)
 }
 
 fn open_folder(path: &Path) -> rustix::io::Result<OwnedFd> {
-    rustix::fs::open(path, PLACE | OFlags::DIRECTORY, Mode::empty())
+    rustix::fs::open(path, PATH_FLAGS | OFlags::DIRECTORY, Mode::empty())
 }
 
 /// Returns true if a grant with the right to list folders covers `folder`. Also returns true at more than
 /// `DEPTH_MAX` levels.
-fn is_given(folder: &OwnedFd, given: &[(OwnedFd, u64)]) -> io::Result<bool> {
-    let listed = given.iter().filter(|(_, access)| access & READ_DIR != 0);
-    let listed: Result<Vec<_>, _> = listed.map(|(place, _)| rustix::fs::fstat(place).map(name)).collect();
+fn is_granted(folder: &OwnedFd, granted: &[(OwnedFd, u64)]) -> io::Result<bool> {
+    let listed = granted.iter().filter(|(_, access)| access & READ_DIR != 0);
+    let listed: Result<Vec<_>, _> = listed.map(|(place, _)| rustix::fs::fstat(place).map(identity)).collect();
     let listed = listed?;
     let mut here = folder.try_clone()?;
     let mut last = None;
     for _ in 0..DEPTH_MAX {
-        let this = name(rustix::fs::fstat(&here)?);
+        let this = identity(rustix::fs::fstat(&here)?);
         if listed.contains(&this) {
             return Ok(true);
         }
@@ -193,12 +197,12 @@ fn is_given(folder: &OwnedFd, given: &[(OwnedFd, u64)]) -> io::Result<bool> {
             return Ok(false);
         }
         last = Some(this);
-        here = rustix::fs::openat(&here, "..", PLACE | OFlags::DIRECTORY, Mode::empty())?;
+        here = rustix::fs::openat(&here, "..", PATH_FLAGS | OFlags::DIRECTORY, Mode::empty())?;
     }
     Ok(true)
 }
 
-fn name(stat: Stat) -> (u64, u64) {
+fn identity(stat: Stat) -> (u64, u64) {
     #[allow(clippy::useless_conversion, reason = "the types differ between machines")]
     (stat.st_dev.into(), stat.st_ino.into())
 }
@@ -210,7 +214,7 @@ impl Ruleset {
     /// Restricts this process and its future descendants permanently. Then checks that the worker's temporary
     /// folder, `worker`, can no longer be listed. Makes only system calls, because it runs in a forked child.
     pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        landlock::restrict_self(self.0.as_fd(), NO_VERSION)?;
+        landlock::restrict_self(self.0.as_fd(), RESTRICT_FLAGS)?;
         let Some(folder) = worker else { return Ok(()) };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match rustix::fs::openat(folder, c".", flags, Mode::empty()) {
@@ -224,23 +228,23 @@ impl Ruleset {
 impl Temporary {
     /// Returns the folder used to verify a program's rules: with the rules in force the program cannot list
     /// it. Returns `None` if a grant covers the folder.
-    pub(crate) fn proof(&self) -> io::Result<Option<OwnedFd>> {
+    pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }
 
     /// Creates a subfolder.
     pub(crate) fn make(&self, name: &str) -> rustix::io::Result<OwnedFd> {
-        self.open_up();
+        self.restore_owner_rights();
         rustix::fs::mkdirat(&self.folder, name, Mode::RWXU)?;
-        rustix::fs::openat(&self.folder, name, FOLDER | OFlags::PATH, Mode::empty())
+        rustix::fs::openat(&self.folder, name, FOLDER_FLAGS | OFlags::PATH, Mode::empty())
     }
 
     /// Restores the owner's rights on the folder. Programs run as the host's user and can remove them.
-    fn open_up(&self) {
+    fn restore_owner_rights(&self) {
         let is_open = rustix::fs::fstat(&self.folder)
             .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
         if !is_open {
-            let _ = folder::give_to_owner(&self.folder);
+            let _ = folder::restrict_to_owner(&self.folder);
         }
     }
 
@@ -248,7 +252,7 @@ impl Temporary {
     /// needed.
     pub(crate) fn remove(&self, name: &CStr, entries_max: usize) -> bool {
         let parent = self.folder.as_fd();
-        self.open_up();
+        self.restore_owner_rights();
         if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
             return true;
         }

@@ -24,7 +24,7 @@ impl Seal {
     }
 
     /// Installs the filter for all current and future threads of this process.
-    pub(crate) fn put_in_force(&self) -> io::Result<()> {
+    pub(crate) fn install(&self) -> io::Result<()> {
         let program = libc::sock_fprog { len: self.0.len() as u16, filter: self.0.as_ptr().cast_mut() };
         let flags = libc::SECCOMP_FILTER_FLAG_TSYNC;
         // SAFETY: `program` points to a local value whose length matches the filter behind its pointer. The
@@ -45,11 +45,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_instructions_are_a_filter() {
+    fn rejects_incomplete_filter_instructions() {
         assert!(Seal::read(&[]).is_err());
         assert!(Seal::read(&[0; 9]).is_err());
         assert!(Seal::read(&[0; 16]).is_ok());
         // Only the kernel checks the meaning of the instructions.
-        assert!(Seal::read(&[255; 8]).is_ok_and(|seal| seal.put_in_force().is_err()));
+        assert!(Seal::read(&[255; 8]).is_ok_and(|seal| seal.install().is_err()));
     }
 }

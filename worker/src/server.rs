@@ -6,14 +6,14 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use bulkhead_shared::limits::cut;
-use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, Word};
+use bulkhead_shared::limits::truncate;
+use bulkhead_shared::template_protocol::{TEXT_BYTES_MAX, TemplateMessage};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
-use crate::context::{Ctx, Job, Listener, StartCtx};
+use crate::context::{Ctx, Job, StartCtx, StatusReceiver};
 use crate::link::{self, Reader, Writer};
 use crate::ownership;
-use crate::pool::{Handler, Pool, guarded};
+use crate::pool::{Handler, Pool, run_user_code};
 use crate::reply::{HandlerError, Reply};
 use crate::template::{self, Template};
 
@@ -232,7 +232,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             let message = format!("`{call}` of `Server` is called twice: remove a call");
             self.init = Box::new(|_| Err(HandlerError::new("server", message)));
         }
-        let claimed = ownership::claim().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
+        let claimed = ownership::mark_worker().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
         let started = claimed
             .and_then(|()| if template::is_wanted() { self.open_template(link) } else { self.open(link) });
         started.unwrap_or_else(|message| {
@@ -245,10 +245,10 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
-        let context = StartCtx { to: Listener::Keeper(template.clone()) };
-        let made = guarded(|| init(&context)).and_then(|made| made);
+        let context = StartCtx { to: StatusReceiver::Keeper(template.clone()) };
+        let made = run_user_code(|| init(&context)).and_then(|made| made);
         let refused = |message: String| {
-            template.tell(Word::Refused(cut(&message, TEXT_BYTES_MAX)));
+            template.report(TemplateMessage::StartFailed(truncate(&message, TEXT_BYTES_MAX)));
             message
         };
         let mut state = made
@@ -259,7 +259,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         };
         let link = template.serve(before).map_err(refused)?;
         // Now in the forked worker; the link has replaced the template's socket.
-        ownership::claim().map_err(|error| error.to_string())?;
+        ownership::mark_worker().map_err(|error| error.to_string())?;
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;
@@ -273,7 +273,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         let signals = termination().map_err(text)?;
         let writer = Arc::new(Writer::new(&link).map_err(text)?);
         let mut reader = Reader::new();
-        let welcome = link::shake_hands(&link, &mut reader, &writer)?;
+        let welcome = link::handshake(&link, &mut reader, &writer)?;
         let Self { init, operations, fallback, .. } = self;
         let handler =
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
@@ -283,7 +283,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
                     let message = format!(
                         "this worker has no operation {:?}; the operations are {}",
                         ctx.operation(),
-                        if known.is_empty() { "none at all".into() } else { known.join(", ") }
+                        if known.is_empty() { "none".into() } else { known.join(", ") }
                     );
                     Reply::Failed(HandlerError::new("unknown_operation", message).caller())
                 }

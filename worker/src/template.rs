@@ -17,20 +17,20 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use bulkhead_linux::errno;
 use bulkhead_shared::template_protocol::{
-    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, Word, folder_name,
+    FORK_DESCRIPTORS, MESSAGE_BYTES_MAX, TEMPLATE_VARIABLE, TemplateMessage, TemplateOrder, folder_name,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use rustix::process::{Pid, Signal};
 
 use crate::ownership;
-use crate::rules::{OF_FOLDER, Rules, Temporary};
+use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
 /// Maximum number of surplus threads that a message names.
 const THREADS_NAMED_MAX: usize = 8;
 
 /// Maximum number of entries of a temporary folder that are removed at once, between two orders.
-const ENTRIES_AT_ONCE: usize = 256;
+const REMOVED_ENTRIES_MAX: usize = 256;
 
 /// Returns true if this process must become a template.
 pub(crate) fn is_wanted() -> bool {
@@ -48,10 +48,14 @@ pub(crate) struct Template {
 }
 
 /// The failed step, and the error.
-type Failed = (&'static str, Errno);
+type StepError = (&'static str, Errno);
 
-fn at(step: &'static str) -> impl Fn(Errno) -> Failed {
+fn in_step(step: &'static str) -> impl Fn(Errno) -> StepError {
     move |errno| (step, errno)
+}
+
+fn fork_failed(worker: u64, errno: Errno, step: &str) -> TemplateMessage<'_> {
+    TemplateMessage::ForkFailed { worker, errno: errno.raw_os_error(), step }
 }
 
 impl Template {
@@ -59,10 +63,10 @@ impl Template {
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
         let failed = |error: io::Error| format!("failed to read the sandbox rules from the keeper: {error}");
         let rules = Rules::inherited().map_err(failed)?;
-        if rules.are_any() {
+        if rules.has_rules() {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
-            put_at(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
-            if rules.leave_temporary_files_open() {
+            duplicate_to(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
+            if rules.exposes_temporary_files() {
                 eprintln!(
                     "workers can access each other's temporary folders: `read` or `write` names a folder \
                      above these folders"
@@ -72,18 +76,18 @@ impl Template {
         Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })
     }
 
-    fn say(&self, word: Word<'_>) -> rustix::io::Result<()> {
+    fn send(&self, message: TemplateMessage<'_>) -> rustix::io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
-        let length = word.encode(&mut bytes);
+        let length = message.encode(&mut bytes);
         let send = || rustix::net::send(&*self.socket, &bytes[..length], SendFlags::NOSIGNAL);
         rustix::io::retry_on_intr(send).map(drop)
     }
 
     /// Sends a message to the keeper. Does nothing in a process that the initialisation forked.
-    pub(crate) fn tell(&self, word: Word<'_>) {
+    pub(crate) fn report(&self, message: TemplateMessage<'_>) {
         if ownership::is_worker() {
             // An error means that the keeper is gone. This process ends with it.
-            let _ = self.say(word);
+            let _ = self.send(message);
         }
     }
 
@@ -92,11 +96,11 @@ impl Template {
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
         let failed = |error: Errno| format!("failed to use the keeper's socket: {error}");
-        self.say(Word::Ready).map_err(failed)?;
+        self.send(TemplateMessage::Ready).map_err(failed)?;
         let template = rustix::process::getpid();
-        let mut doomed = VecDeque::new();
+        let mut removals = VecDeque::new();
         loop {
-            let ((worker, secret), descriptors) = self.next(&mut doomed).map_err(failed)?;
+            let ((worker, secret), descriptors) = self.next_fork(&mut removals).map_err(failed)?;
             before_fork();
             self.check_threads()?;
             // Unwritten output would be written by both processes.
@@ -105,25 +109,22 @@ impl Template {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // If the message cannot be sent, the keeper is gone.
-                        let _ = self.say(Word::NotForked { worker, errno: errno.raw_os_error(), step });
+                        let _ = self.send(fork_failed(worker, errno, step));
                         // SAFETY: ends the process. `_exit` runs no exit handlers that the template
                         // registered.
                         unsafe { libc::_exit(1) }
                     }
                     let [link, ..] = descriptors;
-                    return self.give_way(&link).map_err(failed);
+                    return self.replace_socket(&link).map_err(failed);
                 }
-                Ok(pid) => self.say(Word::Forked { worker, pid }).map_err(failed)?,
-                Err(errno) => {
-                    let word = Word::NotForked { worker, errno: errno.raw_os_error(), step: "" };
-                    self.say(word).map_err(failed)?;
-                }
+                Ok(pid) => self.send(TemplateMessage::Forked { worker, pid }).map_err(failed)?,
+                Err(errno) => self.send(fork_failed(worker, errno, "")).map_err(failed)?,
             }
         }
     }
 
     /// Replaces the socket by the worker's link, at the descriptor number that the environment names.
-    fn give_way(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
+    fn replace_socket(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
         // SAFETY: nothing in this process uses the socket any more, and its owner never closes this number.
         errno::check(unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) })?;
@@ -131,23 +132,23 @@ impl Template {
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
-    /// Waits for an order to fork. Meanwhile removes the folders in `doomed`.
-    fn next(
+    /// Waits for an order to fork. Meanwhile removes the folders in `removals`.
+    fn next_fork(
         &self,
-        doomed: &mut VecDeque<CString>,
-    ) -> rustix::io::Result<((u64, u128), [OwnedFd; ORDER_DESCRIPTORS])> {
+        removals: &mut VecDeque<CString>,
+    ) -> rustix::io::Result<((u64, u128), [OwnedFd; FORK_DESCRIPTORS])> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ORDER_DESCRIPTORS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FORK_DESCRIPTORS))];
         loop {
             let mut control = RecvAncillaryBuffer::new(&mut space);
-            let waits = if doomed.is_empty() { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
+            let waits = if removals.is_empty() { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
             let received = rustix::io::retry_on_intr(|| {
                 let slices = &mut [IoSliceMut::new(&mut bytes)];
                 rustix::net::recvmsg(&*self.socket, slices, &mut control, RecvFlags::CMSG_CLOEXEC | waits)
             });
             let received = match received {
                 Err(Errno::AGAIN) => {
-                    self.remove_some(doomed);
+                    self.remove_some(removals);
                     continue;
                 }
                 received => received?,
@@ -155,16 +156,16 @@ impl Template {
             if received.bytes == 0 {
                 return Err(Errno::CONNRESET);
             }
-            let mut descriptors = Vec::with_capacity(ORDER_DESCRIPTORS);
+            let mut descriptors = Vec::with_capacity(FORK_DESCRIPTORS);
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(files) = message {
                     descriptors.extend(files);
                 }
             }
-            let (worker, secret) = match Order::decode(&bytes[..received.bytes]) {
-                Some(Order::Fork { worker, secret }) => (worker, secret),
-                Some(Order::Remove { worker, secret }) => {
-                    doomed.extend(CString::new(folder_name(worker, secret)));
+            let (worker, secret) = match TemplateOrder::decode(&bytes[..received.bytes]) {
+                Some(TemplateOrder::Fork { worker, secret }) => (worker, secret),
+                Some(TemplateOrder::Remove { worker, secret }) => {
+                    removals.extend(CString::new(folder_name(worker, secret)));
                     continue;
                 }
                 None => continue,
@@ -172,21 +173,18 @@ impl Template {
             match descriptors.try_into() {
                 Ok(descriptors) => return Ok(((worker, secret), descriptors)),
                 // This process may have reached its limit of open descriptors.
-                Err(_) => {
-                    let errno = Errno::MFILE.raw_os_error();
-                    self.say(Word::NotForked { worker, errno, step: "descriptors" })?;
-                }
+                Err(_) => self.send(fork_failed(worker, Errno::MFILE, "descriptors"))?,
             }
         }
     }
 
     /// Removes some entries of a folder that a dead worker left behind.
-    fn remove_some(&self, doomed: &mut VecDeque<CString>) {
-        let (Some(name), Some(temporary)) = (doomed.front(), self.rules.temporary()) else {
-            return doomed.clear();
+    fn remove_some(&self, removals: &mut VecDeque<CString>) {
+        let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
+            return removals.clear();
         };
-        if temporary.remove(name, ENTRIES_AT_ONCE) {
-            doomed.pop_front();
+        if temporary.remove(name, REMOVED_ENTRIES_MAX) {
+            removals.pop_front();
         }
     }
 
@@ -222,26 +220,26 @@ impl Template {
         &self,
         (worker, secret): (u64, u128),
         template: Pid,
-        [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS],
-    ) -> Result<(), Failed> {
-        rustix::process::setsid().map_err(at("session"))?;
+        [_, stdout, stderr]: &[OwnedFd; FORK_DESCRIPTORS],
+    ) -> Result<(), StepError> {
+        rustix::process::setsid().map_err(in_step("session"))?;
         // The kernel treats any nonzero value as true.
-        rustix::process::set_child_subreaper(Some(Pid::INIT)).map_err(at("child subreaper"))?;
+        rustix::process::set_child_subreaper(Some(Pid::INIT)).map_err(in_step("child subreaper"))?;
         let signal = Some(Signal::KILL);
-        rustix::process::set_parent_process_death_signal(signal).map_err(at("parent-death signal"))?;
+        rustix::process::set_parent_process_death_signal(signal).map_err(in_step("parent-death signal"))?;
         if rustix::process::getppid() != self.parent {
             return Err(("parent-death signal", Errno::SRCH));
         }
-        put_at(stdout, libc::STDOUT_FILENO).map_err(at("stdio"))?;
-        put_at(stderr, libc::STDERR_FILENO).map_err(at("stdio"))?;
-        reseed().map_err(at("random numbers"))?;
-        self.step_apart(worker, secret, template)?;
-        self.say(Word::Born { worker }).map_err(at("keeper"))
+        duplicate_to(stdout, libc::STDOUT_FILENO).map_err(in_step("stdio"))?;
+        duplicate_to(stderr, libc::STDERR_FILENO).map_err(in_step("stdio"))?;
+        reseed().map_err(in_step("random numbers"))?;
+        self.isolate(worker, secret, template)?;
+        self.send(TemplateMessage::Started { worker }).map_err(in_step("keeper"))
     }
 
     /// Makes a temporary folder for this worker, and restricts this process by additional Landlock rules.
-    fn step_apart(&self, worker: u64, secret: u128, template: Pid) -> Result<(), Failed> {
-        if !self.rules.are_any() {
+    fn isolate(&self, worker: u64, secret: u128, template: Pid) -> Result<(), StepError> {
+        if !self.rules.has_rules() {
             return Ok(());
         }
         let temporary = self.rules.temporary();
@@ -249,13 +247,13 @@ impl Template {
             let name = folder_name(worker, secret);
             Ok((temporary.path.join(&name), temporary.make(&name)?))
         });
-        let folder = folder.transpose().map_err(at("temporary folder"))?;
-        let failed = |error: io::Error| ("landlock", errno::of(&error, Errno::IO));
+        let folder = folder.transpose().map_err(in_step("temporary folder"))?;
+        let failed = |error: io::Error| ("landlock", errno::from_io(&error, Errno::IO));
         let ruleset =
-            self.rules.of_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
-        let proof = temporary.map(Temporary::proof).transpose().map_err(failed)?.flatten();
+            self.rules.for_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
+        let hidden_folder = temporary.map(Temporary::hidden_folder).transpose().map_err(failed)?.flatten();
         if let Some(ruleset) = ruleset {
-            ruleset.restrict(proof.as_ref().map(AsFd::as_fd)).map_err(failed)?;
+            ruleset.restrict(hidden_folder.as_ref().map(AsFd::as_fd)).map_err(failed)?;
         }
         // Verifies the rules: the template must be out of reach.
         match rustix::process::test_kill_process(template) {
@@ -264,7 +262,7 @@ impl Template {
             Ok(()) => return Err(("landlock read-back: the worker can signal the template", Errno::PERM)),
         }
         if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {
-            for variable in OF_FOLDER {
+            for variable in FOLDER_VARIABLES {
                 if std::env::var_os(variable).is_none_or(|value| value == temporary.path.as_os_str()) {
                     // SAFETY: this process has one thread.
                     unsafe { std::env::set_var(variable, path) };
@@ -286,7 +284,7 @@ fn fork() -> Result<u32, Errno> {
 }
 
 /// Duplicates a descriptor to the given number.
-fn put_at(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
+fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
     // SAFETY: the number is that of a standard stream, which no owner closes.
     errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }

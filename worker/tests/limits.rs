@@ -16,13 +16,13 @@ use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, Worker
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Maximum time for conditions that become true immediately on a healthy, idle machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Environment variable that makes this program run as a worker, in the role it names.
 const ROLE: &str = "LIMITS_TEST_WORKER";
 
 /// Number of `meet` jobs that wait for each other.
-const PARTY: usize = 3;
+const MEETING_SIZE: usize = 3;
 
 #[test]
 #[ignore = "not a test: the worker process that the tests start"]
@@ -35,14 +35,14 @@ fn the_worker() {
                     let mut count = met.lock().unwrap();
                     *count += 1;
                     all.notify_all();
-                    drop(all.wait_while(count, |count| *count < PARTY).unwrap());
+                    drop(all.wait_while(count, |count| *count < MEETING_SIZE).unwrap());
                 }
                 Ok(job.payload().to_vec())
             });
         }
         #[cfg(feature = "tokio")]
         Ok("tasks") => {
-            let all = tokio::sync::Barrier::new(PARTY);
+            let all = tokio::sync::Barrier::new(MEETING_SIZE);
             bulkhead_worker::serve_async(async move |job, ctx| {
                 if ctx.operation() == "meet" {
                     all.wait().await;
@@ -72,7 +72,7 @@ impl Drop for Worker {
 
 impl Worker {
     /// Starts this program as a worker in a role of [`the_worker`].
-    fn of_sdk(role: &str) -> Self {
+    fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
         let arguments = ["the_worker", "--exact", "--ignored", "--nocapture"];
         Self::start(program.to_str().unwrap(), &arguments, &[(ROLE, role)])
@@ -80,7 +80,7 @@ impl Worker {
 
     /// Starts the host, which runs a script for each job.
     #[cfg(feature = "host")]
-    fn of_exec(script: &str, folder: &str) -> Self {
+    fn exec_host(script: &str, folder: &str) -> Self {
         let host = env!("CARGO_BIN_EXE_bulkhead-worker");
         Self::start(host, &["exec", "--ok", "0", "--", "/bin/sh", "-c", script], &[("FOLDER", folder)])
     }
@@ -139,9 +139,9 @@ impl Worker {
     /// Returns kind, number and metadata of the next frame.
     fn next(&mut self) -> (u8, u64, Vec<u8>) {
         while self.read.is_empty() {
-            let patience = Timespec::try_from(PATIENCE).unwrap();
+            let patience = Timespec::try_from(TIMEOUT).unwrap();
             let count = poll(&mut [PollFd::new(&self.link, PollFlags::IN)], Some(&patience)).unwrap();
-            assert_eq!(count, 1, "the worker says nothing");
+            assert_eq!(count, 1, "the worker sends nothing");
             let (_, mut batch) = self.inbox.receive(&self.link, &mut self.scratch).unwrap();
             while let Some(Item::Frame { header, metadata, .. }) = batch.next().unwrap() {
                 self.read.push((header.kind, header.number, metadata.to_vec()));
@@ -164,7 +164,7 @@ impl Worker {
     fn wait_threads(&self, expected: usize) {
         let began = Instant::now();
         while self.handler_threads() != expected {
-            assert!(began.elapsed() < PATIENCE, "{} handler threads", self.handler_threads());
+            assert!(began.elapsed() < TIMEOUT, "{} handler threads", self.handler_threads());
             std::thread::park_timeout(Duration::from_millis(2));
         }
     }
@@ -183,7 +183,7 @@ impl Worker {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(began.elapsed() < PATIENCE, "the worker does not exit");
+            assert!(began.elapsed() < TIMEOUT, "the worker does not exit");
             std::thread::park_timeout(Duration::from_millis(2));
         }
     }
@@ -203,15 +203,15 @@ fn push_drain(outbox: &mut Outbox) {
 }
 
 /// Jobs that wait for each other, with a higher limit than in the welcome.
-fn meets_within_its_limits(mut worker: Worker) {
+fn check_limits(mut worker: Worker) {
     worker.open(1, |_| {});
     worker.send(|outbox| {
-        push_limits(outbox, PARTY as u32);
-        (1..=PARTY as u64).for_each(|number| push_job(outbox, number, "meet"));
+        push_limits(outbox, MEETING_SIZE as u32);
+        (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet"));
     });
-    let met: BTreeSet<u64> = worker.results(PARTY).into_iter().collect();
+    let met: BTreeSet<u64> = worker.results(MEETING_SIZE).into_iter().collect();
     assert_eq!(met, BTreeSet::from([1, 2, 3]));
-    worker.wait_threads(PARTY);
+    worker.wait_threads(MEETING_SIZE);
     worker.send(|outbox| push_limits(outbox, 1));
     worker.wait_threads(1);
     // More jobs than the limit run one after the other.
@@ -223,54 +223,54 @@ fn meets_within_its_limits(mut worker: Worker) {
 }
 
 #[test]
-fn a_worker_with_threads_lives_within_its_limits() {
-    meets_within_its_limits(Worker::of_sdk("threads"));
+fn threads_follow_the_limits() {
+    check_limits(Worker::sdk("threads"));
 }
 
 #[cfg(feature = "tokio")]
 #[test]
-fn a_worker_with_async_handlers_lives_within_its_limits() {
-    meets_within_its_limits(Worker::of_sdk("tasks"));
+fn async_handlers_follow_the_limits() {
+    check_limits(Worker::sdk("tasks"));
 }
 
 #[test]
-fn limits_that_come_with_the_welcome_count() {
-    let mut worker = Worker::of_sdk("threads");
-    worker.open(1, |outbox| push_limits(outbox, PARTY as u32));
-    worker.send(|outbox| (1..=PARTY as u64).for_each(|number| push_job(outbox, number, "meet")));
-    assert_eq!(worker.results(PARTY).len(), PARTY);
+fn limits_sent_with_the_welcome_take_effect() {
+    let mut worker = Worker::sdk("threads");
+    worker.open(1, |outbox| push_limits(outbox, MEETING_SIZE as u32));
+    worker.send(|outbox| (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet")));
+    assert_eq!(worker.results(MEETING_SIZE).len(), MEETING_SIZE);
 }
 
 #[test]
-fn new_limits_during_drain_neither_delay_it_nor_lose_jobs() {
-    let mut worker = Worker::of_sdk("threads");
+fn limits_during_a_drain_lose_no_jobs() {
+    let mut worker = Worker::sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {
-        (1..=PARTY as u64).for_each(|number| push_job(outbox, number, "meet"));
+        (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet"));
         push_drain(outbox);
         push_limits(outbox, 0);
     });
     // Two of the three jobs wait for the third, which needs another thread.
     worker.send(|outbox| push_limits(outbox, 3));
-    assert_eq!(worker.results(PARTY).len(), PARTY);
+    assert_eq!(worker.results(MEETING_SIZE).len(), MEETING_SIZE);
     assert_eq!(worker.end().code(), Some(0));
 }
 
 #[test]
-fn a_drain_that_comes_with_the_welcome_counts() {
-    let mut worker = Worker::of_sdk("threads");
+fn drain_sent_with_the_welcome_takes_effect() {
+    let mut worker = Worker::sdk("threads");
     worker.welcome(1, push_drain);
     assert_eq!(worker.end().code(), Some(0));
 }
 
 #[cfg(feature = "host")]
 #[test]
-fn the_exec_host_runs_as_many_programs_at_once() {
+fn exec_host_follows_the_limits() {
     let folder = tempfile::tempdir().unwrap();
     // Each program waits for the others.
     let script = "read -r _; : > \"$FOLDER/$BULKHEAD_JOB\"; set -- \"$FOLDER\"/*; \
                   until [ $# -ge 3 ]; do sleep 0.01; set -- \"$FOLDER\"/*; done";
-    let mut worker = Worker::of_exec(script, folder.path().to_str().unwrap());
+    let mut worker = Worker::exec_host(script, folder.path().to_str().unwrap());
     worker.open(1, |_| {});
     worker.send(|outbox| {
         push_limits(outbox, 3);

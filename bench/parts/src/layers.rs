@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
-use bulkhead_linux::landlock::{self, Withheld};
+use bulkhead_linux::landlock::{self, HandledAccess};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::process::{Pid, Signal};
 
@@ -19,7 +19,7 @@ const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 /// All file access rights, and the scopes, of Landlock ABI version 6.
 const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
-const WITHHELD: Withheld = Withheld { files: FILES, network: 0, scopes: SCOPES };
+const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
 /// ABI version that makes `restrict_self` set no flags, so that denials stay in the audit log.
 const NO_VERSION: u32 = 0;
@@ -93,7 +93,7 @@ impl Layers {
     fn restrict(&self, folder: &OwnedFd) -> io::Result<()> {
         let ruleset = landlock::create_ruleset(WITHHELD)?;
         for place in self.given.iter().chain([folder]) {
-            landlock::give(ruleset.as_fd(), place.as_fd(), FILES)?;
+            landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), FILES)?;
         }
         Ok(landlock::restrict_self(ruleset.as_fd(), NO_VERSION)?)
     }

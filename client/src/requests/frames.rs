@@ -5,22 +5,22 @@ use std::sync::{Arc, MutexGuard};
 use std::task::Waker;
 
 use bulkhead_shared::client_protocol::{
-    OutcomeMessage, Progress as ProgressMessage, Refused, outcome_code, read_run_limit,
+    OutcomeMessage, Progress as ProgressMessage, Refused, decode_run_limit, outcome_code,
 };
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::{JobId, Outcome};
 
 use super::{Requests, State};
-use crate::answer::{JobError, Progress, Reply};
-use crate::leases::TakesBack;
+use crate::leases::LeaseOwner;
 use crate::mapped::MappedResult;
-use crate::served::Served;
-use crate::waiters::{Told, Waiter};
+use crate::reply::{JobError, Progress, Reply};
+use crate::success::SuccessRecord;
+use crate::waiters::{JobResult, Waiter};
 
 /// Maximum number of outcomes delivered under one lock.
-const TOLD_AT_ONCE: usize = 64;
+const OUTCOMES_PER_LOCK_MAX: usize = 64;
 
 /// Handler for the frames of one read. Delivers outcomes under one lock, and then wakes the waiting tasks
 /// together.
@@ -31,18 +31,18 @@ pub(crate) struct Frames<'r> {
 }
 
 impl<'r> Frames<'r> {
-    pub(crate) fn of(requests: &'r Arc<Requests>) -> Self {
+    pub(crate) fn new(requests: &'r Arc<Requests>) -> Self {
         Self { requests, state: None, wakers: Vec::new() }
     }
 
     /// Handles a frame. An error ends the connection.
-    pub(crate) fn take(&mut self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
+    pub(crate) fn handle(&mut self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         if header.kind != kind::OUTCOME {
             self.wake();
             return self.requests.other_frame(header, metadata);
         }
         self.outcome(header.number, metadata, payload)?;
-        if self.wakers.len() >= TOLD_AT_ONCE {
+        if self.wakers.len() >= OUTCOMES_PER_LOCK_MAX {
             self.wake();
         }
         Ok(())
@@ -59,28 +59,28 @@ impl<'r> Frames<'r> {
         let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         // A caller that no longer waits has cancelled the job.
-        let Some(mut waiter) = state.waiters.read(number) else { return Ok(()) };
+        let Some(mut waiter) = state.waiters.take(number) else { return Ok(()) };
         let bulkhead = std::mem::take(&mut waiter.bulkhead);
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
-            let told = state.waiters.tell(number, told(&message, bulkhead, &extensions, payload));
-            self.requests.tell_idle(state);
-            if let Ok(waker) = told {
+            let result = state.waiters.finish(number, job_result(&message, bulkhead, &extensions, payload));
+            self.requests.notify_if_idle(state);
+            if let Ok(waker) = result {
                 self.wakers.extend(waker);
             }
             return Ok(());
         }
         // The following copies a result and takes the lock where needed.
         self.state = None;
-        let told = self.requests.with_lease(waiter, &message, (bulkhead, &extensions), payload)?;
+        let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());
-        let told = state.waiters.tell(number, told);
-        self.requests.tell_idle(state);
-        match told {
+        let result = state.waiters.finish(number, result);
+        self.requests.notify_if_idle(state);
+        match result {
             Ok(waker) => self.wakers.extend(waker),
             // Dropping a mapped result returns its lease, which takes the lock.
-            Err(unwanted) => {
+            Err(result) => {
                 self.state = None;
-                drop(unwanted);
+                drop(result);
             }
         }
         Ok(())
@@ -98,26 +98,26 @@ impl Drop for Frames<'_> {
     }
 }
 
-fn told(
+fn job_result(
     message: &OutcomeMessage<'_>,
     bulkhead: String,
     extensions: &Extensions<'_>,
     payload: Vec<u8>,
-) -> Told {
+) -> JobResult {
     // The outcome usually names the requested bulkhead.
     let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
     let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
-    if let Some(served) = Served::of(message, &mut bulkhead, job, run_limit) {
-        return Ok(Reply { payload, served, mapped: None });
+    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
+    if let Some(success) = SuccessRecord::from_message(message, &mut bulkhead, job, run_limit) {
+        return Ok(Reply { payload, success, mapped: None });
     }
-    match message.to_outcome_at(bulkhead) {
+    match message.to_outcome_with_bulkhead(bulkhead) {
         Some(outcome) => {
             let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
             let report = report.map(str::to_owned);
             JobError::from_outcome(Box::new(Outcome { job, run_limit, report, ..outcome }), payload)
         }
-        None => Err(JobError::unintelligible(message)),
+        None => Err(JobError::unknown_outcome(message)),
     }
 }
 
@@ -127,18 +127,19 @@ impl Requests {
         let mut state = self.lock();
         match header.kind {
             kind::LEASED => {
-                let named = decode::<Named>(metadata)?;
-                let is_good = state.leases.come(header.number, named) == Some(true);
-                state.tell(if is_good { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED }, named.lease);
+                let lease_ref = decode::<LeaseRef>(metadata)?;
+                let is_usable = state.leases.receive(header.number, lease_ref) == Some(true);
+                let reply = if is_usable { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED };
+                state.push_empty(reply, lease_ref.lease);
             }
             kind::LEASE_REFUSED => state.leases.refused(header.number),
             _ => {
-                if let Some(number) = state.leases.ended(header.number) {
-                    state.tell(kind::LEASE_RETURNED, number);
+                if let Some(number) = state.leases.recall(header.number) {
+                    state.push_empty(kind::LEASE_RETURNED, number);
                 }
             }
         }
-        self.expects_files.store(state.leases.is_waiting(), Ordering::SeqCst);
+        self.expects_files.store(state.leases.expects_lease(), Ordering::SeqCst);
         let _ = self.try_flush(&mut state);
         if !state.outbox.is_empty() {
             self.schedule_flush(&mut state);
@@ -147,61 +148,63 @@ impl Requests {
     }
 
     /// Returns the result of a job in a memory file, mapped or as a copy.
-    fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
-        let named = Named::from_bytes(named);
+    fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, lease_ref: &[u8]) -> Result<FileResult, String> {
+        let lease_ref = LeaseRef::from_bytes(lease_ref);
         let lease = waiter.lease.take().filter(|lease| {
-            named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
+            lease_ref.is_some_and(|lease_ref| {
+                lease_ref.lease == lease.number && lease_ref.bytes <= lease.result.len() as u64
+            })
         });
-        let (Some(lease), Some(named)) = (lease, named) else {
+        let (Some(lease), Some(lease_ref)) = (lease, lease_ref) else {
             return Err("the supervisor reported a result in a file that this client does not have".into());
         };
-        let bytes = named.bytes as usize;
+        let bytes = lease_ref.bytes as usize;
         if !lease.is_whole() {
             waiter.lease = Some(lease);
-            return Ok(Found::Lost);
+            return Ok(FileResult::Revoked);
         }
         if waiter.maps_result {
-            let requests: Arc<dyn TakesBack> = self.clone();
+            let requests: Arc<dyn LeaseOwner> = self.clone();
             let requests = Arc::downgrade(&requests);
-            return Ok(Found::Mapped(MappedResult { lease: Some(lease), bytes, requests }));
+            return Ok(FileResult::Mapped(MappedResult { lease: Some(lease), bytes, requests }));
         }
         let mut copy = self.lock().pool.take(bytes);
         copy.clear();
         lease.result.copy_to(bytes, &mut copy);
         let is_whole = lease.is_whole();
         waiter.lease = Some(lease);
-        Ok(if is_whole { Found::Copy(copy) } else { Found::Lost })
+        Ok(if is_whole { FileResult::Copied(copy) } else { FileResult::Revoked })
     }
 
     /// Returns the outcome of a job that had a lease, or whose result is in a memory file.
-    fn with_lease(
+    fn finish_leased_job(
         self: &Arc<Self>,
         mut waiter: Waiter,
         message: &OutcomeMessage<'_>,
         (bulkhead, extensions): (String, &Extensions<'_>),
         mut payload: Vec<u8>,
-    ) -> Result<Told, String> {
-        let (mut mapped, mut is_lost) = (None, false);
-        if let Some(named) = extensions.get(tag::LEASE) {
-            match self.result_in_file(&mut waiter, named)? {
-                Found::Copy(copy) => payload = copy,
-                Found::Mapped(result) => mapped = Some(Arc::new(result)),
-                Found::Lost => is_lost = true,
+    ) -> Result<JobResult, String> {
+        let (mut mapped, mut is_revoked) = (None, false);
+        if let Some(lease_ref) = extensions.get(tag::LEASE) {
+            match self.result_in_file(&mut waiter, lease_ref)? {
+                FileResult::Copied(copy) => payload = copy,
+                FileResult::Mapped(result) => mapped = Some(Arc::new(result)),
+                FileResult::Revoked => is_revoked = true,
             }
         }
         if let Some(lease) = waiter.lease.take() {
             // After any other outcome the worker may still be using the files, so the lease is not reused.
             let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
-            if is_answered { self.put_back(*lease) } else { self.give_back(*lease) }
+            if is_answered { self.reuse_lease(*lease) } else { self.return_lease(*lease) }
         }
-        let mut told = told(message, bulkhead, extensions, payload);
-        if is_lost && !matches!(told, Err(JobError::Disconnected { .. })) {
-            told = Err(JobError::result_lost());
+        let mut result = job_result(message, bulkhead, extensions, payload);
+        if is_revoked && !matches!(result, Err(JobError::Disconnected { .. })) {
+            result = Err(JobError::result_revoked());
         }
-        if let (Ok(reply), Some(_)) = (&mut told, &mapped) {
+        if let (Ok(reply), Some(_)) = (&mut result, &mapped) {
             reply.mapped = mapped;
         }
-        Ok(told)
+        Ok(result)
     }
 
     fn other_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
@@ -234,11 +237,11 @@ impl Requests {
 }
 
 /// A result in a memory file.
-enum Found {
-    Copy(Vec<u8>),
+enum FileResult {
+    Copied(Vec<u8>),
     Mapped(MappedResult),
     /// The file was revoked before the result was read.
-    Lost,
+    Revoked,
 }
 
 fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {

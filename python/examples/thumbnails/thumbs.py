@@ -1,4 +1,4 @@
-"""Thumbnails of pictures from strangers."""
+"""Makes thumbnails of untrusted pictures."""
 
 import io
 
@@ -6,13 +6,13 @@ from PIL import Image
 
 import bulkhead
 
-#: A picture of more pixels is refused before it is decoded.
+#: Maximum number of pixels. Larger pictures are rejected before decoding.
 PIXELS_MAX = 50_000_000
 
 
 @bulkhead.initializer
 def load() -> None:
-    # Pillow looks for its decoders when it needs them; the sandbox is there before that.
+    # Loads the decoders now, because Pillow would load them on first use, when the sandbox is already in force.
     Image.init()
 
 

@@ -13,14 +13,16 @@ import sys
 #: Copy of ``sys.platform``. A direct comparison would make type checkers treat the rest as unreachable elsewhere.
 _platform: str = sys.platform
 if _platform != "linux":
-    raise ImportError(f"bulkhead needs Linux: its supervisor uses facilities of that kernel, and this is {_platform}")
+    raise ImportError(
+        f"bulkhead runs only on Linux, because the supervisor uses features of the Linux kernel; this is {_platform}"
+    )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._aio import AsyncClient as AsyncClient
     from ._client import Client as Client
-    from ._connection import Reply as Reply
     from ._future import JobFuture as JobFuture
+    from ._reply import Reply as Reply
     from .errors import Cancelled as Cancelled
     from .errors import Crashed as Crashed
     from .errors import DeadlineExceeded as DeadlineExceeded
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     "_aio": ("AsyncClient",),
     "_client": ("Client",),
-    "_connection": ("Reply",),
     "_future": ("JobFuture",),
+    "_reply": ("Reply",),
     "errors": (
         *("Cancelled", "Crashed", "DeadlineExceeded", "Disconnected", "Failed", "JobError", "Outcome", "Rejected"),
         "SupervisorNotFound",

@@ -9,28 +9,28 @@ from itertools import chain
 from typing import Any
 
 #: Timeout of each socket operation, in seconds.
-ANSWER_SECONDS_MAX = 10.0
+RESPONSE_SECONDS_MAX = 10.0
 
 
 class AdminError(RuntimeError):
     """The admin socket answered with a status other than 200. The text contains the status and the body."""
 
 
-def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
+def request(admin: str, path: str) -> tuple[socket.socket, bytes]:
     """Sends a GET request. Returns the connection and the part of the body that arrived together with the head."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(ANSWER_SECONDS_MAX)
+        connection.settimeout(RESPONSE_SECONDS_MAX)
         connection.connect(admin)
         # HTTP/1.0 prevents chunked encoding: the body ends when the connection is closed.
         connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\nAccept: application/json\r\n\r\n".encode())
-        answer = b""
-        while b"\r\n\r\n" not in answer:
+        response = b""
+        while b"\r\n\r\n" not in response:
             more = connection.recv(65536)
             if not more:
                 raise AdminError(f"the admin socket closed the connection: GET {path}")
-            answer += more
-        head, _, body = answer.partition(b"\r\n\r\n")
+            response += more
+        head, _, body = response.partition(b"\r\n\r\n")
         status = head.split(b" ", 2)[1]
         if status != b"200":
             body += b"".join(_pieces(connection))
@@ -51,7 +51,7 @@ def get(admin: str, path: str) -> Any:
 
     Raises ``AdminError``, or ``OSError`` if no supervisor is listening.
     """
-    connection, body = ask(admin, path)
+    connection, body = request(admin, path)
     with connection:
         return json.loads(body + b"".join(_pieces(connection)))
 

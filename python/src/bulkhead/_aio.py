@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import _wire
 from ._client import BaseClient, as_buffer, submission_with
-from ._connection import Reply, lost, open_connection
+from ._connection import lost_error, open_connection
+from ._reply import Reply
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ class _Connection:
             job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
             return
         if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
-            job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
+            job.set_exception(
+                Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
+            )
             return
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number
@@ -136,7 +139,7 @@ class _Connection:
                 self._loop.add_writer(self._socket, self._flush)
             return
         except OSError as error:
-            self._loop.call_soon(self.lose, f"the supervisor closed it: {error.strerror}")
+            self._loop.call_soon(self.lose, f"the supervisor closed the connection: {error.strerror}")
             return
         if self._is_full:
             self._is_full = False
@@ -145,7 +148,7 @@ class _Connection:
     # Reading.
 
     def _on_readable(self) -> None:
-        reader, why = self._reader, None
+        reader, reason = self._reader, None
         try:
             for _ in range(READS_MAX):
                 if not reader.read():
@@ -153,14 +156,17 @@ class _Connection:
         except BlockingIOError:
             pass
         except EOFError:
-            why = "the supervisor closed it"
+            reason = "the supervisor closed the connection"
         except (OSError, _wire.Unreadable) as error:
-            why = str(error)
-        self._take_all()
-        if why is not None:
-            self.lose(why)
+            reason = str(error)
+        try:
+            self._handle_frames()
+        except (_wire.Malformed, _wire.Unreadable) as error:
+            reason = str(error)
+        if reason is not None:
+            self.lose(reason)
 
-    def _take_all(self) -> None:
+    def _handle_frames(self) -> None:
         frames, jobs = self._reader.frames, self._jobs
         while frames:
             kind, number, metadata, payload = frames.popleft()
@@ -169,26 +175,23 @@ class _Connection:
                 if job is None or job.done():
                     continue
                 job._job_connection = None
-                try:
-                    if _wire.is_ok(metadata):
-                        job.set_result(Reply(payload, metadata))
-                    else:
-                        job.set_exception(_wire.error(metadata, payload))
-                except _wire.Malformed as error:
-                    job.set_exception(Disconnected(str(error), "unknown"))
+                if _wire.is_ok(metadata):
+                    job.set_result(Reply(payload, metadata))
+                else:
+                    job.set_exception(_wire.error(metadata, payload))
             elif kind == _wire.PROGRESS:
                 job = jobs.get(number)
                 if job is not None and not job.done() and job._job_listeners:
-                    told = _wire.progress(metadata)
+                    progress = _wire.progress(metadata)
                     for listener in job._job_listeners:
-                        self._loop.call_soon(listener, *told)
+                        self._loop.call_soon(listener, *progress)
             elif kind == _wire.REFUSED:
                 reason, sentence = _wire.refused(metadata)
-                self.lose(f"the supervisor refused it ({reason}): {sentence}")
+                self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
 
     # The end.
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Closes the connection, and fails all jobs on it."""
         if self.is_lost:
             return
@@ -205,7 +208,7 @@ class _Connection:
         for job in jobs.values():
             job._job_connection = None
             if not job.done():
-                job.set_exception(lost(why))
+                job.set_exception(lost_error(reason))
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because loop, connection and jobs belong to the parent."""
@@ -214,7 +217,7 @@ class _Connection:
         self._jobs = {}
 
 
-class _OfLoop:
+class _LoopState:
     """State of a client for one event loop: a connection, or jobs that wait for one. Used only in the loop's thread."""
 
     def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
@@ -232,13 +235,13 @@ class _OfLoop:
         except JobError as error:
             self._fail_waiting(error)
         except BaseException as error:
-            self._fail_waiting(Disconnected(f"the connection was not made: {error!r}; the job was not sent"))
+            self._fail_waiting(Disconnected(f"the connection failed: {error!r}; the job was not sent"))
             raise
         else:
             waiting, self.waiting = self.waiting, []
             self.connection, self.connecting = connection, None
             if client._is_closed:
-                connection.lose("it was closed here")
+                connection.lose("this program closed the client")
             for job, metadata, payload, has_run_limit in waiting:
                 if not job.done():
                     connection.start(job, metadata, payload, has_run_limit)
@@ -252,10 +255,10 @@ class _OfLoop:
                 kind, arguments = error.__reduce__()
                 job.set_exception(kind(*arguments))
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Closes the connection, if there is one."""
         if self.connection is not None:
-            self.connection.lose(why)
+            self.connection.lose(reason)
 
 
 class AsyncClient(BaseClient):
@@ -266,7 +269,7 @@ class AsyncClient(BaseClient):
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._states: dict[asyncio.AbstractEventLoop, _OfLoop] = {}
+        self._states: dict[asyncio.AbstractEventLoop, _LoopState] = {}
         # Guards changes of the dictionary, because loops can run in different threads.
         self._changing = threading.Lock()
         super().__init__(path)
@@ -325,12 +328,12 @@ class AsyncClient(BaseClient):
                 state.connecting = loop.create_task(state.connect())
         return job
 
-    def _state_of(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
+    def _state_of(self, loop: asyncio.AbstractEventLoop) -> _LoopState:
         """Creates the state for a new event loop, and drops the states of closed loops."""
         with self._changing:
             for other in [other for other in self._states if other.is_closed()]:
-                self._states.pop(other).lose("its event loop was closed")
-            state = self._states[loop] = _OfLoop(self, loop)
+                self._states.pop(other).lose("the event loop was closed")
+            state = self._states[loop] = _LoopState(self, loop)
         return state
 
     def close(self) -> None:
@@ -346,9 +349,9 @@ class AsyncClient(BaseClient):
             if loop is not here and loop.is_running():
                 with suppress(RuntimeError):
                     # RuntimeError if the loop was closed meanwhile.
-                    loop.call_soon_threadsafe(state.lose, "it was closed here")
+                    loop.call_soon_threadsafe(state.lose, "this program closed the client")
             else:
-                state.lose("it was closed here")
+                state.lose("this program closed the client")
 
     async def aclose(self) -> None:
         """Equivalent to ``close``, for ``contextlib.aclosing``."""

@@ -34,7 +34,9 @@ def connect(path: str) -> Channel:
         raise Disconnected(f"{refused.outcome.reason}: {refused.outcome.message}") from None
     if not capabilities & _wire.CLIENT_RUN_LIMIT:
         link.close()
-        raise Disconnected("this supervisor is too old for the executor: it knows no run limit")
+        raise Disconnected(
+            "the supervisor is too old for the executor: update the supervisor, because run limits are not supported"
+        )
     # Uses the program's `socket` module, which gevent may have patched.
     return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=link.detach()), capabilities)
 
@@ -125,7 +127,7 @@ class Channel:
             except BlockingIOError:
                 return False
             except OSError as error:
-                if error.errno not in _wire.ENDS:
+                if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                     # Raised by a signal handler, such as a TimeoutError. The remaining frames are still sent.
                     raise
                 outgoing.clear()
@@ -135,8 +137,8 @@ class Channel:
 
     # Reading.
 
-    def read(self, told: Callable[[list[_wire.Frame]], None]) -> None:
-        """Reads until the connection ends. Calls ``told`` with each batch of received frames."""
+    def read(self, handle: Callable[[list[_wire.Frame]], None]) -> None:
+        """Reads until the connection ends. Calls ``handle`` with each batch of received frames."""
         reader = _wire.Reader(_files.receiver(self._socket, self._descriptors), self._socket.recv_into)
         frames = reader.frames
         while True:
@@ -147,7 +149,7 @@ class Channel:
             if frames:
                 together = list(frames)
                 frames.clear()
-                told(together)
+                handle(together)
                 # Drops the references before the next frames arrive.
                 del together
 

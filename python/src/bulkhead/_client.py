@@ -7,7 +7,8 @@ import threading
 import weakref
 
 from . import _wire
-from ._connection import Connection, NotSent, Reply
+from ._connection import Connection, NotSent
+from ._reply import Reply
 from .errors import Disconnected
 
 TYPE_CHECKING = False
@@ -34,11 +35,11 @@ def as_buffer(payload: object) -> _wire.Buffer:
     if isinstance(payload, bytes):
         return payload
     if isinstance(payload, str):
-        raise TypeError("a payload is bytes, not str: encode it")
+        raise TypeError("the payload must be bytes, not str: encode the text")
     try:
         view = memoryview(payload)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"a payload is bytes, or what has a buffer of them, not {type(payload).__name__}") from None
+        raise TypeError(f"the payload must be a bytes-like object, not {type(payload).__name__}") from None
     return view.cast("B") if view.c_contiguous else bytes(view)
 
 
@@ -166,19 +167,19 @@ class Client(BaseClient):
                 if connection is None or connection.lost is not None:
                     connection = Connection(self.path)
                     if self._is_closed:
-                        connection.lose("it was closed here")
+                        connection.lose("this program closed the client")
                         raise RuntimeError("the client is closed")
                     self._connection = connection
                     is_fresh = True
         if run_limit is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
-            raise Disconnected("the supervisor does not know run_limit: update it, or use deadline alone")
+            raise Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
         return connection, is_fresh
 
     def _retire(self, connection: Connection, is_fresh: bool) -> None:
         """Drops a connection that could not send a job. An old connection may belong to a supervisor that has ended."""
-        connection.lose("nothing could be sent")
+        connection.lose("the job could not be sent")
         if is_fresh:
-            raise Disconnected("the supervisor closed the connection at once; the job was not sent") from None
+            raise Disconnected("the supervisor closed the connection immediately; the job was not sent") from None
 
     def close(self) -> None:
         """Closes the connection and cancels all jobs that are in progress."""
@@ -186,7 +187,7 @@ class Client(BaseClient):
             self._is_closed = True
             connection, self._connection = self._connection, None
         if connection is not None:
-            connection.lose("it was closed here")
+            connection.lose("this program closed the client")
 
     def __enter__(self) -> Client:
         return self

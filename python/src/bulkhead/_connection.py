@@ -15,12 +15,11 @@ import threading
 from collections import deque
 
 from . import _wire
+from ._reply import Reply
 from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from ._future import JobFuture
 
 
@@ -28,40 +27,10 @@ if TYPE_CHECKING:
 HANDSHAKE_SECONDS_MAX = 10.0
 
 
-class Reply:
-    """Result of a job with the outcome ``ok``: its ``payload``, and an ``outcome`` with times, attempts and worker."""
-
-    __slots__ = ("_metadata", "_outcome", "payload")
-
-    #: Payload of the result. A ``bytearray`` if it is large.
-    payload: bytes | bytearray
-
-    def __init__(self, payload: bytes | bytearray, metadata: bytes) -> None:
-        self.payload = payload
-        self._metadata = metadata
-        self._outcome: Outcome | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        """Details of the outcome."""
-        if self._outcome is None:
-            self._outcome = _wire.outcome(self._metadata)
-        return self._outcome
-
-    def __bytes__(self) -> bytes:
-        return bytes(self.payload)
-
-    def __repr__(self) -> str:
-        return f"<Reply of {len(self.payload)} bytes>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Reply, (self.payload, self._metadata)
-
-
-def lost(why: str) -> Disconnected:
+def lost_error(reason: str) -> Disconnected:
     """Returns the error for a job whose connection was lost."""
-    advice = "whether the job ran is unknown: send it again only if it may run twice"
-    return Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
+    advice = "whether the job ran is unknown: send the job again only if a second run is safe"
+    return Disconnected(f"the connection to the supervisor was lost ({reason}); {advice}", "unknown")
 
 
 class NotSent(Exception):
@@ -71,14 +40,14 @@ class NotSent(Exception):
 class _Call:
     """A job that a thread waits for."""
 
-    __slots__ = ("answer", "bell", "error", "thread")
+    __slots__ = ("answer", "error", "sleep_lock", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.answer: tuple[bytes, bytes | bytearray] | None = None
         self.error: JobError | None = None
         #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
-        self.bell: threading.Lock | None = None
+        self.sleep_lock: threading.Lock | None = None
 
 
 class Connection:
@@ -96,7 +65,7 @@ class Connection:
         # The call whose thread reads the socket, or this connection for the thread of the futures.
         self._leader: object = None
         self._reading_thread = 0
-        self._thread_bell: threading.Lock | None = None
+        self._thread_sleep_lock: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
         # Guards the queue of outgoing buffers. Each buffer has a list with the sizes of the parts already sent.
@@ -213,10 +182,10 @@ class Connection:
             else:
                 self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
         except OSError as error:
-            if error.errno not in _wire.ENDS:
+            if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                 # Raised by a signal handler, such as a TimeoutError.
                 raise
-            self.lose(f"the supervisor closed it: {error.strerror}")
+            self.lose(f"the supervisor closed the connection: {error.strerror}")
             raise NotSent from None
 
     def cancel(self, number: int) -> None:
@@ -225,9 +194,9 @@ class Connection:
             try:
                 self._push(_wire.frame(_wire.CANCEL, number))
             except OSError as error:
-                if error.errno not in _wire.ENDS:
+                if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                     raise
-                self.lose(f"the supervisor closed it: {error.strerror}")
+                self.lose(f"the supervisor closed the connection: {error.strerror}")
 
     # Jobs.
 
@@ -235,10 +204,8 @@ class Connection:
         """Submits a job and waits for the result. Raises ``JobError``, or ``NotSent``."""
         number = next(self._numbers)
         call = _Call()
-        if self._is_in_the_midst(call.thread):
-            raise RuntimeError(
-                "a callback, or a signal's handler in the midst of another call, cannot wait for a job: submit it"
-            )
+        if self._is_nested(call.thread):
+            raise RuntimeError("a callback, or a signal handler during another call, cannot wait for a job: use submit")
         try:
             with self._lock:
                 if self.lost is not None:
@@ -257,7 +224,7 @@ class Connection:
             self.cancel(number)
             raise
         metadata, result = call.answer
-        if metadata[0] == 0:
+        if _wire.is_ok(metadata):
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
 
@@ -267,14 +234,14 @@ class Connection:
         with self._lock:
             if self.lost is not None:
                 raise NotSent
-            if self._thread_bell is None:
-                self._thread_bell = threading.Lock()
-                self._thread_bell.acquire()
+            if self._thread_sleep_lock is None:
+                self._thread_sleep_lock = threading.Lock()
+                self._thread_sleep_lock.acquire()
                 try:
                     threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
                 except BaseException:
                     # No thread can be started now. The next future tries again.
-                    self._thread_bell = None
+                    self._thread_sleep_lock = None
                     raise
             future.started(self, number)
             self._futures[number] = future
@@ -286,8 +253,8 @@ class Connection:
         except NotSent:
             # The thread that lost the connection may have settled the future already.
             with self._lock:
-                is_untold = self._futures.pop(number, None) is not None
-            if is_untold:
+                is_pending = self._futures.pop(number, None) is not None
+            if is_pending:
                 raise
         except BaseException:
             with self._lock:
@@ -295,7 +262,7 @@ class Connection:
             self.cancel(number)
             raise
 
-    def _is_in_the_midst(self, thread: int) -> bool:
+    def _is_nested(self, thread: int) -> bool:
         """Returns true if an outer frame of this thread is reading outcomes, or is sending or waiting for a job."""
         return (
             self._reading_thread == thread
@@ -321,18 +288,18 @@ class Connection:
 
     def _read_or_sleep(self, number: int, call: _Call) -> None:
         """Reads until the call is settled, or sleeps while another thread reads."""
-        bell: threading.Lock | None = None
+        sleep_lock: threading.Lock | None = None
         with self._lock:
             if call.answer is not None or call.error is not None:
                 return
             if self._leader is None:
                 self._leader = call
             else:
-                bell = call.bell = threading.Lock()
-                bell.acquire()
+                sleep_lock = call.sleep_lock = threading.Lock()
+                sleep_lock.acquire()
                 self._sleeping[number] = call
-        if bell is not None:
-            bell.acquire()
+        if sleep_lock is not None:
+            sleep_lock.acquire()
             return
         try:
             self._reading_thread = threading.get_ident()
@@ -342,8 +309,8 @@ class Connection:
             self._hand_over(call)
 
     def _read_for_futures(self) -> None:
-        bell = self._thread_bell
-        assert bell is not None
+        sleep_lock = self._thread_sleep_lock
+        assert sleep_lock is not None
         while True:
             with self._lock:
                 if self.lost is not None:
@@ -356,7 +323,7 @@ class Connection:
                 else:
                     self._thread_sleeps = True
             if not reads:
-                bell.acquire()
+                sleep_lock.acquire()
                 continue
             try:
                 self._reading_thread = threading.get_ident()
@@ -372,7 +339,7 @@ class Connection:
                         traceback.print_exc()
             finally:
                 self._hand_over(self)
-        self.lose("its client is gone")
+        self.lose("the client was dropped")
 
     def _hand_over(self, leader: object) -> None:
         """If ``leader`` is the current leader, makes another thread the leader."""
@@ -394,9 +361,9 @@ class Connection:
         if self._leader is not None:
             return
         is_thread_wanted = self._futures or self.lost is not None
-        if is_thread_wanted and self._thread_sleeps and self._thread_bell is not None:
-            if self._thread_bell.locked():
-                self._thread_bell.release()
+        if is_thread_wanted and self._thread_sleeps and self._thread_sleep_lock is not None:
+            if self._thread_sleep_lock.locked():
+                self._thread_sleep_lock.release()
             self._thread_sleeps = False
             return
         for number, call in list(self._sleeping.items()):
@@ -408,12 +375,12 @@ class Connection:
     @staticmethod
     def _wake(call: _Call) -> bool:
         """Wakes the thread of a call. Returns true if the thread was asleep."""
-        bell = call.bell
-        if bell is None:
+        sleep_lock = call.sleep_lock
+        if sleep_lock is None:
             return False
-        if bell.locked():
-            bell.release()
-        call.bell = None
+        if sleep_lock.locked():
+            sleep_lock.release()
+        call.sleep_lock = None
         return True
 
     def _read(self) -> None:
@@ -423,18 +390,18 @@ class Connection:
             if not frames:
                 reader.read()
             while frames:
-                self._take(*frames[0])
+                self._handle_frame(*frames[0])
                 frames.popleft()
         except EOFError:
-            self.lose("the supervisor closed it")
-        except _wire.Unreadable as error:
+            self.lose("the supervisor closed the connection")
+        except (_wire.Malformed, _wire.Unreadable) as error:
             self.lose(str(error))
         except OSError as error:
-            if error.errno not in _wire.ENDS:
+            if error.errno not in _wire.LOST_CONNECTION_ERRORS:
                 raise
             self.lose(str(error))
 
-    def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
+    def _handle_frame(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.OUTCOME:
             with self._lock:
                 call = self._calls.get(number)
@@ -455,20 +422,20 @@ class Connection:
                 future.progress(metadata)
         elif kind == _wire.REFUSED:
             reason, sentence = _wire.refused(metadata)
-            self.lose(f"the supervisor refused it ({reason}): {sentence}")
+            self.lose(f"the supervisor refused the connection ({reason}): {sentence}")
 
     # The end.
 
-    def lose(self, why: str) -> None:
+    def lose(self, reason: str) -> None:
         """Closes the connection, and fails all jobs on it."""
         with self._lock:
             if self.lost is not None:
                 return
-            self.lost = lost(why)
+            self.lost = lost_error(reason)
             calls, self._calls = self._calls, {}
             futures, self._futures = self._futures, {}
             for call in calls.values():
-                call.error = lost(why)
+                call.error = lost_error(reason)
                 self._wake(call)
             self._sleeping.clear()
             self._wake_reader()
@@ -479,7 +446,7 @@ class Connection:
             pass
         self._close()
         for future in futures.values():
-            future.lose(lost(why))
+            future.lose(lost_error(reason))
 
     def _close(self) -> None:
         """Closes the descriptor if no thread uses it, because its number may soon refer to another file."""
@@ -494,17 +461,17 @@ class Connection:
         object is collected. The garbage collector can call this method during any other method.
         """
         self._is_released = True
-        bell = self._thread_bell
-        if bell is not None and bell.locked():
+        sleep_lock = self._thread_sleep_lock
+        if sleep_lock is not None and sleep_lock.locked():
             try:
-                bell.release()
+                sleep_lock.release()
             except RuntimeError:
                 # Another thread has just released it.
                 pass
 
     def abandon(self) -> None:
         """Abandons the connection in a forked child, because it belongs to the parent."""
-        self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
+        self.lost = Disconnected("the job belongs to the parent process, from which this process was forked", "unknown")
         self._socket.close()
         self._lock, self._writing = threading.RLock(), threading.RLock()
         for future in self._futures.values():
@@ -520,7 +487,7 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
     try:
         link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     except OSError as error:
-        sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
+        sentence = f"a socket could not be created: {error.strerror}; the job was not sent"
         raise Disconnected(sentence) from None
     try:
         link.settimeout(seconds)
@@ -539,14 +506,14 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
             retryable = reason in ("draining", "unavailable", "overloaded")
             raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
-            raise _wire.Malformed(f"it answered by a frame of kind {kind}")
+            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome")
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
     except BaseException as error:
         link.close()
         if isinstance(error, EOFError):
-            raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
+            raise Disconnected(f"the supervisor at {path} closed the connection before sending a welcome") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
             said = getattr(error, "strerror", None) or error
             raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None

@@ -65,9 +65,11 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
     Raises ``TypeError`` for objects that are not classes and for exceptions that end a program or a generator.
     """
     for kind in kinds:
-        if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _may_be_raised(kind)):
-            raise TypeError(f"results: {kind!r} must be a class, and no exception that ends a program or a generator")
-        _HAVING.add(kind)
+        if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _is_raisable(kind)):
+            raise TypeError(
+                f"results: {kind!r} must be a class, but not an exception that ends a program or a generator"
+            )
+        _CONTAINERS.add(kind)
         if issubclass(kind, BaseException):
             _EXCEPTIONS.add(kind)
     return {_name_of(kind.__module__, kind.__qualname__): kind for kind in kinds}
@@ -88,15 +90,15 @@ def loads(
     try:
         return _load(data, buffers, allowed)
     except pickle.UnpicklingError as error:
-        why = str(error)
+        reason = str(error)
     except RecursionError:
-        why = "its keys are nested too deep to be compared"
+        reason = "keys are nested too deeply for a comparison"
     except IndexError:
-        why = "it is cut off, or takes what is not there"
+        reason = "the pickle is truncated, or uses a missing object"
     except (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError) as error:
-        why = f"it cannot be read: {type(error).__name__}: {error!s:.200}"
+        reason = f"the pickle cannot be read: {type(error).__name__}: {error!s:.200}"
     # A new exception, because the frames of the original exception contain unchecked values.
-    raise DataOnly(why)
+    raise DataOnly(reason)
 
 
 def _load(data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]) -> Any:
@@ -117,7 +119,7 @@ def _load(data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tupl
 
 
 def _refuse(what: str) -> NoReturn:
-    raise DataOnly(f"{what}, which is no plain data")
+    raise DataOnly(f"{what}, which is not plain data")
 
 
 # Pickles that are left to ``pickle``.
@@ -258,7 +260,7 @@ def _make_counter(reader: _Reader, arguments: tuple[Any, ...]) -> collections.Co
     for counted in _checked(arguments, 1, {dict}):
         # `pickle` writes a new dictionary for each Counter. A reused one would give many Counters for few bytes.
         if id(counted) in reader.counted:
-            _refuse("a second Counter of one dictionary")
+            _refuse("a second Counter made from the same dictionary")
         reader.counted[id(counted)] = counted
         reader.insert(counts, counted.items(), len(counted))
     return counts
@@ -268,7 +270,7 @@ def _make_deque(_reader: _Reader, arguments: tuple[Any, ...]) -> collections.deq
     if len(arguments) > 1 and arguments[0] == ():
         return collections.deque([], *_checked(arguments[1:], 1, {int, type(None)}))  # noqa: RUF037
     if arguments and arguments != ((),):
-        _refuse("a deque made of something")
+        _refuse("a deque with constructor arguments")
     return collections.deque()
 
 
@@ -315,16 +317,16 @@ def _maker_of_library(make: Callable[..., Any]) -> Callable[[_Reader, tuple[Any,
 def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[Any, ...]:
     """Returns the arguments after checking their number and types."""
     if len(arguments) > most or not kinds.issuperset(map(type, arguments)):
-        _refuse("something made of " + ", ".join(type(argument).__name__ for argument in arguments[:8]))
+        _refuse("an object made from " + ", ".join(type(argument).__name__ for argument in arguments[:8]))
     if int in kinds and any(type(a) is int and a.bit_length() > INDEX_BITS_MAX for a in arguments):
-        _refuse("an index that is so large")
+        _refuse("an index that is too large")
     return arguments
 
 
 def _check_names(arguments: tuple[Any, ...]) -> None:
     """Refuses long texts in objects that can be referenced often and are not weighed."""
     if any(type(argument) is str and len(argument) > NAME_MAX for argument in arguments):
-        _refuse("a name that is so long")
+        _refuse("a name that is too long")
 
 
 _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
@@ -358,14 +360,14 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
         return None
     # Not with getattr, because a module's `__getattr__` may import another module.
     kind = vars(sys.modules.get(module, object)).get(name)
-    if not isinstance(kind, type) or not _may_be_raised(kind) or kind.__module__ != module:
+    if not isinstance(kind, type) or not _is_raisable(kind) or kind.__module__ != module:
         return None
-    for kinds in (_EXCEPTIONS, _HAVING):
+    for kinds in (_EXCEPTIONS, _CONTAINERS):
         kinds.add(kind)
 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Any:
         if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
-            _refuse("an error made of a range")
+            _refuse("an exception made from a range")
         # These exceptions copy their arguments; a UnicodeDecodeError copies a bytearray.
         reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _COPIED))
         # OSError hashes its errno.
@@ -381,15 +383,15 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
                 for number in (made.lineno, made.offset, made.end_lineno, made.end_offset)
             )
         ):
-            _refuse("a SyntaxError at no place")
+            _refuse("a SyntaxError with an invalid position")
         if isinstance(made, OSError) and not {type(made.filename), type(made.filename2)} <= _FILENAMES:
             # Freeing a long chain of nested errors would overflow the stack.
-            _refuse("an OSError of something else than a file")
+            _refuse("an OSError with an invalid file name")
         if isinstance(made, (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)) and not (
             # The error's text is computed from this range.
             0 <= made.start <= made.end <= len(made.object)
         ):
-            _refuse("an error of what stands nowhere")
+            _refuse("an encoding error with an invalid position")
         return made
 
     return make
@@ -414,12 +416,12 @@ def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -
             _refuse(f"an exception with {name[:80] if type(name) is str else type(name).__name__}")
         if name == "print_file_and_line":
             # Up to Python 3.12, an exception with this attribute is printed like a SyntaxError, but has no valid text.
-            _refuse("an error that is printed as another")
+            _refuse("an exception that is printed like a SyntaxError")
         if callable(getattr(type(error), name, None)):
-            _refuse(f"an exception with another {name}")
+            _refuse(f"an exception that replaces the method {name}")
         if name == "__notes__":
             if type(value) is not list or not {str}.issuperset(map(type, value)):
-                _refuse("notes that are no list of texts")
+                _refuse("notes that are not a list of texts")
             reader.work(len(value))
             value = value.copy()
         if name in taken and type(value) in (str, type(None)):
@@ -436,7 +438,7 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
         # An invalid large number would be converted to digits in the error message.
         or not (safety is None or (type(safety) is int and safety in (0, -1)))
     ):
-        _refuse("a UUID of something else than a number")
+        _refuse("a UUID made from an invalid number")
     object.__setattr__(made, "int", number)
     object.__setattr__(made, "is_safe", uuid.SafeUUID.unknown if safety is None else uuid.SafeUUID(safety))
 
@@ -448,14 +450,14 @@ _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
 
-def _may_be_raised(kind: type) -> bool:
+def _is_raisable(kind: type) -> bool:
     """Returns false for exceptions that end a program or a generator. An asyncio future cannot hold them."""
     return issubclass(kind, Exception) and not issubclass(kind, (StopIteration, StopAsyncIteration))
 
 
 #: `allow` adds classes to these two sets.
-_EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _may_be_raised(kind)}
-_HAVING: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
+_EXCEPTIONS = {kind for kind in vars(builtins).values() if isinstance(kind, type) and _is_raisable(kind)}
+_CONTAINERS: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
@@ -478,7 +480,7 @@ def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()
     ``large`` count by their size.
     """
     count = 0
-    layer = [value for value in roots if type(value) in _HAVING]
+    layer = [value for value in roots if type(value) in _CONTAINERS]
     for _ in range(DEPTH_MAX):
         if not layer:
             return count
@@ -494,9 +496,9 @@ def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()
             return None
         if large:
             count += sum(map(_size, (value for value in chain.from_iterable(parts) if type(value) in large)))
-        if _HAVING.isdisjoint(map(type, chain.from_iterable(parts))):
+        if _CONTAINERS.isdisjoint(map(type, chain.from_iterable(parts))):
             return count
-        layer = [value for value in chain.from_iterable(parts) if type(value) in _HAVING]
+        layer = [value for value in chain.from_iterable(parts) if type(value) in _CONTAINERS]
     return None
 
 
@@ -507,18 +509,18 @@ def _weigh(root: Any, most: int) -> None:
     stack = [root]
     while stack:
         value = stack[-1]
-        if id(value) in known or type(value) not in _HAVING:
+        if id(value) in known or type(value) not in _CONTAINERS:
             stack.pop()
             continue
         members = [*chain.from_iterable(_parts(value))]
-        inner = [member for member in members if type(member) in _HAVING]
+        inner = [member for member in members if type(member) in _CONTAINERS]
         missing = {id(member): member for member in inner if id(member) not in known}
         if missing:
             opened.add(id(value))
             if not opened.isdisjoint(missing):
-                raise DataOnly("it holds itself")
+                raise DataOnly("the value contains itself")
             if len(opened) >= DEPTH_MAX:
-                raise DataOnly(f"it is nested more than {DEPTH_MAX} deep")
+                raise DataOnly(f"the value is nested more than {DEPTH_MAX} levels deep")
             stack.extend(missing.values())
             continue
         stack.pop()
@@ -532,9 +534,11 @@ def _weigh(root: Any, most: int) -> None:
             weight, depth = weight + sum(weights), max(depths)
         known[id(value)] = weight, depth + 1
         if depth >= DEPTH_MAX:
-            raise DataOnly(f"it is nested more than {DEPTH_MAX} deep")
+            raise DataOnly(f"the value is nested more than {DEPTH_MAX} levels deep")
         if weight > most:
-            raise DataOnly("it holds the same so often that it is far larger than what was sent")
+            raise DataOnly(
+                "the value refers to the same objects so often that the total size is far larger than the pickle"
+            )
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -615,7 +619,7 @@ class _Reader:
         """Accounts for an operation that takes time or space. Raises ``DataOnly`` if the limit is exceeded."""
         self._work_left -= amount
         if self._work_left < 0:
-            raise DataOnly("to read it takes far more than its size")
+            raise DataOnly("reading takes far more work than the size of the pickle justifies")
 
     def read(self) -> Any:
         """Returns the value of the pickle."""
@@ -727,7 +731,7 @@ class _Reader:
             elif code == 0x90:  # ADDITEMS
                 items, stack = stack, marks.pop()
                 if type(stack[-1]) is not set:
-                    _refuse("something added to what is no set")
+                    _refuse("an addition to an object that is not a set")
                 self._hash(stack[-1], items)
                 self.insert(stack[-1], items, len(items))
             elif code == 0x91:  # FROZENSET
@@ -753,12 +757,12 @@ class _Reader:
                     _refuse("a UUID without a number")
                 return stack.pop()
             else:
-                raise DataOnly(f"the opcode {chr(code)!r} is none that pickle's protocol 4 or later writes data with")
+                raise DataOnly(f"the opcode {chr(code)!r} is not used for data by protocol 4 or later of pickle")
         raise IndexError
 
     def _make(self, named: Any, arguments: Any, *, is_new: bool = False) -> Any:
         if type(named) is not _Name or type(arguments) is not tuple:
-            _refuse("a call of something else than a name")
+            _refuse("a call of an object without a name")
         make = named.make
         if isinstance(make, type):
             # The caller has allowed this class and is responsible for its handling of arguments.
@@ -770,24 +774,24 @@ class _Reader:
             _set_state(made, state)
             return
         if type(state) is not dict:
-            _refuse("a state that is no dictionary")
+            _refuse("a state that is not a dictionary")
         self.work(len(state))
         if id(made) in self.unfinished:
             _build_uuid(self.unfinished.pop(id(made)), state)
         elif type(made) in _EXCEPTIONS:
             _build_exception(self, made, state)
         else:
-            _refuse(f"{type(made).__name__} with a state of its own")
+            _refuse(f"{type(made).__name__} with additional state")
 
     def _append(self, target: Any, items: list[Any]) -> None:
         if type(target) is not list:
             if type(target) is not collections.deque:
-                _refuse("something appended to what is no list")
+                _refuse("an append to an object that is not a list")
             if collections.deque in set(map(type, items)):
                 # Freeing a chain of nested deques would overflow the stack.
                 self._holders[id(target)] = target
                 if len(self._holders) > DEPTH_MAX:
-                    raise DataOnly("it has too many deques of deques")
+                    raise DataOnly("the value has too many nested deques")
         target.extend(items)
 
     def insert(self, target: Any, items: Any, size: int) -> None:
@@ -804,12 +808,12 @@ class _Reader:
             took = time.thread_time() - began
             self._seconds_left -= took
             if self._seconds_left < 0:
-                raise DataOnly("its keys take far more time than its size tells")
+                raise DataOnly("inserting the keys takes far more time than the size of the pickle justifies")
             step = max(1, step // 4) if took > 0.005 else min(1024, step * 2)
 
     def _set(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict and type(target) is not collections.OrderedDict:
-            _refuse("something set in what is no dictionary")
+            _refuse("an item of an object that is not a dictionary")
         keys = items[::2]
         if not self._quick_keys.issuperset(map(type, keys)):
             self._hash(target, keys)
@@ -833,12 +837,12 @@ class _Reader:
         count = _count((keys,), self._work_left, self.large | others)
         if count is None:
             _weigh(keys, WEIGHT_MAX)
-            raise DataOnly("to hash its keys takes far more than its size")
+            raise DataOnly("hashing the keys takes far more work than the size of the pickle justifies")
         return count
 
     def _named(self, module: Any, name: Any) -> _Name:
         if type(module) is not str or type(name) is not str:
-            _refuse("a name that is no text")
+            _refuse("a name that is not a text")
         make = (
             _MAKERS.get((module, name))
             or self._allowed.get(_name_of(module, name))

@@ -1,4 +1,4 @@
-"""Memory files (``docs/protocol.md``): encoding of values with large buffers, and the leases of client and worker.
+"""Memory files (``docs/protocol-extensions.md``): encoding of values with large buffers, and the leases of client and worker.
 
 An encoded value consists of a head, the sizes of the buffers, the pickle, and the buffers, each at the start of a page.
 The head contains sizes and no offsets, so that buffers cannot overlap even if the writer is hostile.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PIECES = b"P"
 #: Tag byte, number of buffers, size of the pickle. The sizes of the buffers follow.
 _HEAD = struct.Struct("<cxxxIQ")
-_NAMED = struct.Struct("<QQ")
+_LEASE_REF = struct.Struct("<QQ")
 #: Minimum size of a buffer that is kept outside of the pickle.
 BUFFER_BYTES_MIN = 64 * 1024
 _BUFFERS_MAX = _wire.FRAME_BYTES_MAX // BUFFER_BYTES_MIN
@@ -39,9 +39,9 @@ _HUGE_BYTES_MIN = 4 << 20
 #: `MADV_POPULATE_WRITE`, available since Linux 5.14.
 _POPULATE_WRITE = 23
 #: Maximum number of leases that a client requests at a time.
-_ASKED_MAX = 4
+_REQUESTS_MAX = 4
 #: Seconds after a refusal before a client requests another lease.
-_ASK_AGAIN_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 #: Idle time in seconds after which a lease may have been recalled unnoticed, because this process was stopped.
 _FRESH_SECONDS = 4.0
 
@@ -71,14 +71,14 @@ def _places(data: memoryview) -> Iterator[slice]:
     Reads each byte of the head only once, because another process may be writing to the file.
     """
     if len(data) < _HEAD.size:
-        raise ValueError("the value is cut off")
+        raise ValueError("the value is truncated")
     _, count, pickled = _HEAD.unpack(bytes(data[: _HEAD.size]))
     at = _HEAD.size + 8 * count
     if count > _BUFFERS_MAX or at > len(data):
-        raise ValueError(f"the value says that it has {count} buffers")
+        raise ValueError(f"the value announces {count} buffers, which is too many")
     for size in (pickled, *struct.unpack(f"<{count}Q", bytes(data[_HEAD.size : at]))):
         if size > len(data) - at:
-            raise ValueError(f"a buffer of {size} bytes reaches beyond the end")
+            raise ValueError(f"a buffer of {size} bytes extends beyond the end of the value")
         yield slice(at, at + size)
         at += size + -(at + size) % mmap.PAGESIZE
 
@@ -130,7 +130,7 @@ class Pair:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
         try:
             if len(pair) < 2:
-                raise OSError("they did not come along: see `rlimits.nofile`")
+                raise OSError("the memory files did not arrive: see `rlimits.nofile`")
             self.own = mmap.mmap(pair[own], size)
             self.other = memoryview(mmap.mmap(pair[1 - own], size, prot=mmap.PROT_READ))
             self.other_file = pair.pop(1 - own)
@@ -147,72 +147,72 @@ class Pair:
 class Lease(Pair):
     """Two files lent to this client, for one call at a time. The payload is written to the client's file."""
 
-    def __init__(self, number: int, size: int, whose: bytes, descriptors: list[int]) -> None:
+    def __init__(self, number: int, size: int, owner: bytes, descriptors: list[int]) -> None:
         super().__init__(size, descriptors, 0)
         self.number = number
-        self.whose = whose
+        self.owner = owner
         self.is_recalled = False
         self.used_at = time.monotonic()
 
     def write(self, submission: bytes, payload: Pieces) -> bytes:
         """Writes a call to the file. Returns the metadata of its SUBMIT frame."""
-        named = _NAMED.pack(self.number, _write(payload, self.own))
-        return _wire.with_extension(submission, _wire.LEASED_BYTES, named)
+        lease_ref = _LEASE_REF.pack(self.number, _write(payload, self.own))
+        return _wire.with_extension(submission, _wire.LEASE_REF, lease_ref)
 
-    def read(self, named: bytes) -> list[Any]:
+    def read(self, lease_ref: bytes) -> list[Any]:
         """Returns copies of the parts of a result. Raises ``ValueError`` if it is invalid or its lease was revoked."""
-        number, size = _NAMED.unpack(named)
+        number, size = _LEASE_REF.unpack(lease_ref)
         if number != self.number or size > len(self.other):
-            raise ValueError("the result is not in the file of its call")
+            raise ValueError("the result is not in the memory file of the call")
         pickled, *buffers = parts(self.other[:size])
         found = [bytes(pickled), *buffers]
         if os.fstat(self.other_file).st_mode & 0o777:
-            raise ValueError("the supervisor took the result back before it was read")
+            raise ValueError("the supervisor revoked the result before this program read the result")
         return found
 
 
 class Leases:
     """The leases of one connection. The caller of each method holds the pool's lock."""
 
-    def __init__(self, say: Callable[[Sequence[bytes]], None], descriptors: list[int]) -> None:
-        self._say = say
+    def __init__(self, send: Callable[[Sequence[bytes]], None], descriptors: list[int]) -> None:
+        self._send = send
         self._descriptors = descriptors
         self._free: list[Lease] = []
         #: Leases used by calls, by number.
         self.used: dict[int, Lease] = {}
         #: Bulkhead and tenant of requested leases, by request number.
-        self._asked: dict[int, bytes] = {}
-        self._last_asked = 0
-        self._refused_at = -_ASK_AGAIN_SECONDS
+        self._requested: dict[int, bytes] = {}
+        self._last_request = 0
+        self._refused_at = -_RETRY_SECONDS
         #: True if the last request was answered. Callers poll it, because a blocking wait would hold a lock, and a
         #: signal handler during the wait can submit calls or raise an exception.
         self.is_answered = True
 
-    def _tell(self, kind: int, number: int) -> None:
-        self._say((_wire.frame(kind, number),))
+    def _send_empty(self, kind: int, number: int) -> None:
+        self._send((_wire.frame(kind, number),))
 
     def take(self, submission: bytes, size: int, most: int, has_unread: Callable[[], bool]) -> Lease | None:
         """Returns a free lease for a call of this size, or None.
 
         If no lease is free, requests a lease for later calls from the supervisor.
         """
-        whose, now = _wire.lessee(submission), time.monotonic()
+        owner, now = _wire.lease_owner(submission), time.monotonic()
         for lease in reversed(self._free):
-            if lease.whose == whose:
+            if lease.owner == owner:
                 if now - lease.used_at > _FRESH_SECONDS and has_unread():
                     return None
                 self._free.remove(lease)
                 if len(lease.own) >= size:
                     self.used[lease.number] = lease
                     return lease
-                self._tell(_wire.LEASE_RETURNED, lease.number)
+                self._send_empty(_wire.LEASE_RETURNED, lease.number)
                 break
-        is_early = now - self._refused_at < _ASK_AGAIN_SECONDS
-        if not is_early and len(self._asked) < min(_ASKED_MAX, most - len(self.used)):
-            self._last_asked += 1
-            self._asked[self._last_asked] = whose
+        is_early = now - self._refused_at < _RETRY_SECONDS
+        if not is_early and len(self._requested) < min(_REQUESTS_MAX, most - len(self.used)):
+            self._last_request += 1
+            self._requested[self._last_request] = owner
             self.is_answered = False
-            self._say((_wire.frame(_wire.LEASE, self._last_asked, whose + _wire.NUMBER.pack(size) + _wire.EMPTY),))
+            self._send((_wire.frame(_wire.LEASE, self._last_request, owner + _wire.NUMBER.pack(size) + _wire.EMPTY),))
         return None
 
     def put_back(self, lease: Lease, *, is_answered: bool = True) -> None:
@@ -225,12 +225,12 @@ class Leases:
             return
         del self.used[lease.number]
         if lease.is_recalled or not is_answered:
-            self._tell(_wire.LEASE_RETURNED, lease.number)
+            self._send_empty(_wire.LEASE_RETURNED, lease.number)
         else:
             lease.used_at = time.monotonic()
             self._free.append(lease)
 
-    def told(self, kind: int, number: int, metadata: bytes) -> None:
+    def handle(self, kind: int, number: int, metadata: bytes) -> None:
         """Handles a frame of the supervisor about leases."""
         if kind == _wire.LEASE_ENDED:
             if number in self.used:
@@ -239,18 +239,18 @@ class Leases:
             # A lease that is not free was returned before.
             for lease in [lease for lease in self._free if lease.number == number]:
                 self._free.remove(lease)
-                self._tell(_wire.LEASE_RETURNED, number)
+                self._send_empty(_wire.LEASE_RETURNED, number)
             return
-        whose = self._asked.pop(number, None)
+        owner = self._requested.pop(number, None)
         self.is_answered = True
-        if kind == _wire.LEASED and whose is not None:
-            lent, size = _NAMED.unpack_from(metadata)
+        if kind == _wire.LEASED and owner is not None:
+            lent, size = _LEASE_REF.unpack_from(metadata)
             try:
-                self._free.append(Lease(lent, size, whose, self._descriptors))
+                self._free.append(Lease(lent, size, owner, self._descriptors))
             except (OSError, ValueError):
-                self._tell(_wire.LEASE_RETURNED, lent)
+                self._send_empty(_wire.LEASE_RETURNED, lent)
             else:
-                self._tell(_wire.LEASE_TAKEN, lent)
+                self._send_empty(_wire.LEASE_TAKEN, lent)
                 return
         self._refused_at = time.monotonic()
 
@@ -259,7 +259,7 @@ class Written:
     """A result in a memory file."""
 
     def __init__(self, lease: int, size: int) -> None:
-        self.extension = _wire.extensions((_wire.LEASED_BYTES, _NAMED.pack(lease, size)))
+        self.extension = _wire.extensions((_wire.LEASE_REF, _LEASE_REF.pack(lease, size)))
         self.size = size
 
 
@@ -272,8 +272,8 @@ class Loan:
 
     __slots__ = ("_files", "_lease", "_mappings", "_size")
 
-    def __init__(self, lent: dict[int, Pair], named: bytes) -> None:
-        self._lease, self._size = _NAMED.unpack(named)
+    def __init__(self, lent: dict[int, Pair], lease_ref: bytes) -> None:
+        self._lease, self._size = _LEASE_REF.unpack(lease_ref)
         self._files = lent[self._lease]
         self._mappings: list[mmap.mmap] = []
 

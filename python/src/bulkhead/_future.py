@@ -10,11 +10,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _wire
-from ._connection import Reply
+from ._reply import Reply
 
 if TYPE_CHECKING:
-    from ._connection import Connection
+    from typing import Protocol
+
     from .errors import JobError
+
+    class Canceller(Protocol):
+        """The connection that has sent a job."""
+
+        def cancel(self, number: int) -> None: ...
+
 
 T = TypeVar("T")
 
@@ -26,7 +33,7 @@ class Condition(threading.Condition):
     __exit__ = property(lambda self: self._lock.__exit__)
 
 
-def call_back(future: Future[Any]) -> None:
+def run_callbacks(future: Future[Any]) -> None:
     """Calls all done-callbacks of a future, even if some callbacks raise exceptions.
 
     In the main thread, an exception that is not an ``Exception`` is re-raised at the end, because it may come from a
@@ -65,7 +72,7 @@ class CancellableFuture(Future[T]):
                 waiter.add_cancelled(self)
             self._condition.notify_all()
         self._withdraw()
-        call_back(self)
+        run_callbacks(self)
         return True
 
     def _is_cancelled(self) -> bool:
@@ -87,12 +94,12 @@ class JobFuture(CancellableFuture[Reply]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._connection: Connection | None = None
+        self._connection: Canceller | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
-        self._heard: tuple[float, str] | None = None
+        self._last_progress: tuple[float, str] | None = None
         #: True if all callbacks were called.
-        self._is_told = False
+        self._are_callbacks_done = False
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
         """Registers ``listener(fraction, text)`` for progress reports of the handler.
@@ -101,9 +108,9 @@ class JobFuture(CancellableFuture[Reply]):
         """
         with self._condition:
             self._listeners.append(listener)
-            heard = self._heard
-        if heard is not None:
-            listener(*heard)
+            progress = self._last_progress
+        if progress is not None:
+            listener(*progress)
 
     def _withdraw(self) -> None:
         connection = self._connection
@@ -112,7 +119,7 @@ class JobFuture(CancellableFuture[Reply]):
 
     # Called by the connection.
 
-    def started(self, connection: Connection, number: int) -> None:
+    def started(self, connection: Canceller, number: int) -> None:
         """Sets the state to running. Called before the job is sent."""
         self._connection, self._number = connection, number
         with self._condition:
@@ -132,11 +139,11 @@ class JobFuture(CancellableFuture[Reply]):
     def progress(self, metadata: bytes) -> None:
         """Passes a progress report to the listeners."""
         with self._condition:
-            self._heard = heard = _wire.progress(metadata)
+            self._last_progress = progress = _wire.progress(metadata)
             listeners = tuple(self._listeners)
         for listener in listeners:
             try:
-                listener(*heard)
+                listener(*progress)
             except BaseException as error:
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                     # May come from a signal handler.
@@ -164,7 +171,7 @@ class JobFuture(CancellableFuture[Reply]):
             has_ended = self._state == _states.FINISHED
             if self._is_cancelled():
                 return
-            if has_ended and (self._is_told or not is_repeated):
+            if has_ended and (self._are_callbacks_done or not is_repeated):
                 return
             if not has_ended:
                 self._result, self._exception = value, error
@@ -178,6 +185,6 @@ class JobFuture(CancellableFuture[Reply]):
                     waiter.add_exception(self)
             self._condition.notify_all()
         try:
-            call_back(self)
+            run_callbacks(self)
         finally:
-            self._is_told = True
+            self._are_callbacks_done = True

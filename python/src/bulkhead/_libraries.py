@@ -54,7 +54,7 @@ class Refused(pickle.UnpicklingError):
 
 def _library(name: str) -> Any:
     if name not in sys.modules:
-        raise Refused(f"a value of {name}, which this program has to import before the call")
+        raise Refused(f"a value of {name}; this program must import {name} before the call")
     return sys.modules[name]
 
 
@@ -146,7 +146,7 @@ def _dtype(descr: Any) -> Any:
 
 def _shape(shape: Any) -> tuple[int, ...]:
     if len(shape) > _DIMENSIONS_MAX or any(type(n) is not int or not 0 <= n < _DIMENSION_MAX for n in shape):
-        _refuse("an array of no shape")
+        _refuse("an array with an invalid shape")
     return tuple(shape)
 
 
@@ -155,7 +155,7 @@ def _check_bools(array: Any) -> None:
     for name in array.dtype.names or ():
         _check_bools(array[name])
     if array.dtype.kind == "b" and array.size and array.view("u1").max() > 1:
-        _refuse("an array of what is neither true nor false")
+        _refuse("a boolean array with values other than true and false")
 
 
 def make_array(descr: Any, shape: Any, is_fortran: Any, data: Any) -> Any:
@@ -179,20 +179,20 @@ def make_image(mode: Any, size: Any, data: Any, palette: Any, info: Any) -> Any:
     if palette is not None:
         image.putpalette(_bytes(palette[1]), palette[0] if palette[0] in ("RGB", "RGBA") else _refuse("a palette"))
     _cells(list(info.values()))
-    image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are no texts")
+    image.info = info if {str}.issuperset(map(type, info)) else _refuse("an image with names that are not texts")
     return image
 
 
 def _bytes(data: Any) -> Any:
-    return data if type(data) in (bytes, bytearray, memoryview) else _refuse("something without its bytes")
+    return data if type(data) in (bytes, bytearray, memoryview) else _refuse("an object without bytes")
 
 
 def _cells(cells: Any) -> Any:
     if type(cells) is not list or not _CELLS.issuperset(map(type, cells)):
-        _refuse("a frame with something else than numbers, texts and dates")
+        _refuse("a frame with values other than numbers, texts and dates")
     sizes = [(id(cell), len(cell)) for cell in cells if type(cell) in (str, bytes)]
     if sum(size for _, size in sizes) > _TEXT_BYTES_MAX + _TEXT_TIMES_MAX * sum(dict(sizes).values()):
-        _refuse("a frame that has the same text too often")
+        _refuse("a frame that repeats a text too often")
     return cells
 
 
@@ -214,7 +214,7 @@ def _made(kind: Any, values: Any, *fields: Any) -> Any:
 
 def _hashable(values: Any) -> Any:
     if len(values) > _HASHED_MAX and sys.modules["pandas"].api.types.infer_dtype(values) != "string":
-        _refuse(f"more than {_HASHED_MAX} categories, or labels of several levels, that are no texts")
+        _refuse(f"more than {_HASHED_MAX} categories or multi-level labels that are not texts")
     return values
 
 

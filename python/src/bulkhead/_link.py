@@ -34,7 +34,7 @@ def _journal(descriptor: int) -> memoryview:
     2, the time of the last heartbeat. The supervisor writes word 3, the number of the last recalled job.
     """
     if os.fstat(descriptor).st_size != JOURNAL_BYTES:
-        raise Refused("its journal has an odd size")
+        raise Refused("the journal has an unexpected size")
     return memoryview(mmap.mmap(descriptor, JOURNAL_BYTES)).cast("Q")
 
 
@@ -59,7 +59,7 @@ class Link:
             if _identity(self.socket) != self._identity:
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
         except OSError as error:
-            lost(error)
+            end_without_link(error)
 
     def send(self, kind: int, number: int, metadata: bytes = _wire.EMPTY, payload: _wire.Buffer = b"") -> None:
         """Sends a frame. The frame is delivered even if this process ends afterwards. Forked processes send nothing."""
@@ -76,7 +76,7 @@ class Link:
                     self.socket.sendall(head)
                     self.socket.sendall(payload)
         except OSError as error:
-            lost(error)
+            end_without_link(error)
 
     def heartbeat(self) -> None:
         """Sends a heartbeat, unless another thread is writing, because any data proves that this process is alive."""
@@ -85,7 +85,7 @@ class Link:
             try:
                 self.socket.sendall(_wire.frame(_wire.HEARTBEAT, 0))
             except OSError as error:
-                lost(error)
+                end_without_link(error)
             finally:
                 self._writing.release()
 
@@ -95,21 +95,26 @@ def _identity(socket: _socket.socket) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def lost(error: OSError) -> NoReturn:
+def end_without_link(error: OSError) -> NoReturn:
     """Ends a worker that lost its link. Prints a message unless the supervisor closed the link."""
-    if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-        sentence = (
-            "code in this worker closed or replaced the worker's link to its supervisor, or another descriptor that "
-            f"it did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
-        )
-        try:
-            os.write(2, sentence.encode())
-        except OSError:
-            pass
+    if error.errno in (errno.EPIPE, errno.ECONNRESET):
+        os._exit(1)
+    exit_with_message(
+        "code in this worker closed or replaced the worker's link to the supervisor, or another descriptor that "
+        f"the code did not open ({error}); the worker ends here. Close only descriptors that you opened\n"
+    )
+
+
+def exit_with_message(message: str) -> NoReturn:
+    """Ends this process immediately. Avoids ``sys.stderr``, which a handler may have closed."""
+    try:
+        os.write(2, message.encode())
+    except OSError:
+        pass
     os._exit(1)
 
 
-def _order_memory() -> bool:
+def _register_memory_barriers() -> bool:
     """Registers this process for the supervisor's memory barriers (membarrier(2)).
 
     The barriers order the store that begins a job before the load that checks for a recall. Returns false if barriers
@@ -141,16 +146,16 @@ def inherited() -> _socket.socket | None:
     return link
 
 
-def shake_hands(
-    link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool, takes_files: bool = False
+def handshake(
+    link: Link, reader: _wire.Reader, version: str, *, can_prefetch: bool, takes_files: bool = False
 ) -> tuple[_wire.WorkerWelcome, memoryview | None]:
     """Performs the handshake. Returns the welcome, and the words of the journal if there is one.
 
     Frames that follow the welcome stay in the reader. Raises ``Refused``.
     """
     capabilities = _wire.WORKER_LIMITS
-    if takes_ahead and _order_memory():
-        capabilities |= _wire.WORKER_CLAIMS | _wire.WORKER_BEATS
+    if can_prefetch and _register_memory_barriers():
+        capabilities |= _wire.WORKER_PREFETCH | _wire.WORKER_JOURNAL_HEARTBEATS
     if takes_files:
         capabilities |= _wire.WORKER_FILES
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
@@ -170,12 +175,12 @@ def shake_hands(
                     return welcome, None
                 # The supervisor relies on the journal from here on.
                 if not lent:
-                    raise Refused("its journal did not come along: see `rlimits.nofile`")
+                    raise Refused("the worker's journal did not arrive: see `rlimits.nofile`")
                 journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)
                 return welcome, journal
         chunk = receive(_wire.READ_BYTES, 0)
         if not chunk:
-            raise Refused("the supervisor closed the link before it said welcome")
+            raise Refused("the supervisor closed the link before sending a welcome")
         reader.take(chunk)

@@ -91,11 +91,11 @@ class Fifos(Output):
             self._waiting = select.poll()
             for path, name in zip(self.paths, _NAMES, strict=True):
                 self._read(path, name)
-                supervisor.keep(path, partial(self._make_again, supervisor, path, name))
+                supervisor.keep(path, partial(self._recreate, supervisor, path, name))
             #: Capacity of a FIFO in bytes.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
             # Held from reading data until the data is written.
-            self._passing = threading.Lock()
+            self._forwarding = threading.Lock()
             # Number of rounds in which all available data was forwarded.
             self._rounds = 0
             self._round = threading.Condition()
@@ -111,7 +111,7 @@ class Fifos(Output):
         self._readers[descriptor] = name
         self._waiting.register(descriptor, select.POLLIN)
 
-    def _make_again(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
+    def _recreate(self, supervisor: PrivateSupervisor, path: str, name: str) -> None:
         """Creates a removed FIFO again. Older workers keep writing to the removed FIFO."""
         supervisor.fifo(os.path.basename(path))
         self._read(path, name)
@@ -119,16 +119,16 @@ class Fifos(Output):
 
     def catch_up(self) -> None:
         # Only the thread writes, because the application's stream may be blocked until its reader gets a result.
-        if self._is_passed_on() or self._stuck_at == self._rounds:
+        if self._is_forwarded() or self._stuck_at == self._rounds:
             return
         with self._round:
             until = self._rounds + 2
-            if not self._round.wait_for(lambda: self._rounds >= until or self._is_passed_on(), CATCH_UP_SECONDS_MAX):
+            if not self._round.wait_for(lambda: self._rounds >= until or self._is_forwarded(), CATCH_UP_SECONDS_MAX):
                 self._stuck_at = self._rounds
 
-    def _is_passed_on(self) -> bool:
+    def _is_forwarded(self) -> bool:
         # The order matters: data is removed from the FIFO only while the lock is held.
-        return not self._waiting.poll(0) and not self._passing.locked()
+        return not self._waiting.poll(0) and not self._forwarding.locked()
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
         self._is_over = True
@@ -151,13 +151,13 @@ class Fifos(Output):
                 is_over = self._is_over
             for descriptor in list(self._readers):
                 if is_over or descriptor in ready:
-                    with self._passing:
-                        self._pass_on(descriptor, is_all=is_over)
+                    with self._forwarding:
+                        self._forward_data(descriptor, is_all=is_over)
             with self._round:
                 self._rounds += 1
                 self._round.notify_all()
 
-    def _pass_on(self, descriptor: int, *, is_all: bool) -> None:
+    def _forward_data(self, descriptor: int, *, is_all: bool) -> None:
         name = self._readers[descriptor]
         while True:
             try:
@@ -184,7 +184,7 @@ class Lines(Output):
     def _forward(self) -> None:
         path = f"/v1/bulkheads/{self._supervisor.name}/logs?follow=true"
         try:
-            self._connection, begun = _admin.ask(self._supervisor.admin, path)
+            self._connection, begun = _admin.request(self._supervisor.admin, path)
             for line in _admin.lines(self._connection, begun):
                 if "dropped" in line:
                     _write("stderr", f"[{line['dropped']} lines of output were dropped]\n".encode(), bytes.decode)

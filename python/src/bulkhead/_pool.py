@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from . import _files, _pool_worker, _wire
 from ._channel import Channel, connect
-from ._future import CancellableFuture, Condition, call_back
+from ._future import CancellableFuture, Condition, run_callbacks
 from ._output import Output
-from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
+from ._pool_worker import INITIALIZER_FAILED, RAISED, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
@@ -49,9 +49,9 @@ LEASE_SECONDS_MAX = 1.0
 LEASE_PAUSE_SECONDS = 0.0005
 #: Outcomes after which no worker uses the call any more: ok and failed.
 _ANSWERED = frozenset((0, 1))
-_ABOUT_LEASES = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
+_LEASE_KINDS = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
 #: Interval between checks for a removed folder while all calls succeed, in seconds.
-LOOK_SECONDS = 1.0
+FOLDER_CHECK_SECONDS = 1.0
 #: Small calls are deferred, so that several are sent in one write. Limits: number of deferred calls; size of a call in
 #: bytes; minimum number of other calls at the supervisor beyond one per worker, so that no worker becomes idle.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
@@ -84,10 +84,11 @@ class ResultRefused(pickle.UnpicklingError):
 
 
 _ADVICE = (
-    "return plain data, arrays, images or frames, name its class in results=['data', ...], or trust it by results='any'"
+    "return plain data, arrays, images or frames, name the class in results=['data', ...], or trust the worker "
+    "with results='any'"
 )
 #: Metadata of a CANCEL that applies only if the call has not begun.
-_CANCEL_UNBEGUN = _wire.extensions((_wire.UNBEGUN, b""))
+_CANCEL_UNLESS_BEGUN = _wire.extensions((_wire.UNLESS_BEGUN, b""))
 
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
@@ -153,7 +154,7 @@ class PoolFuture(CancellableFuture[T]):
             if self._condition._waiters:  # type: ignore[attr-defined]
                 self._condition.notify_all()
         if self._done_callbacks:  # type: ignore[attr-defined]
-            call_back(self)
+            run_callbacks(self)
 
 
 class Call:
@@ -238,7 +239,7 @@ class Pool:
         self._was_killed = False
         #: Threads that wait for the stack of a dead worker before they settle the future.
         self._stacks: set[threading.Thread] = set()
-        self._next_look = 0.0
+        self._next_folder_check = 0.0
         #: True if Ctrl-C interrupted a shutdown. The exit of the interpreter then does not wait for the calls again.
         self.is_given_up = False
         #: True if calls that have not begun are being cancelled.
@@ -259,11 +260,11 @@ class Pool:
 
     def submit(self, call: Call) -> None:
         """Accepts a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if the pool accepts no more calls."""
-        if self._is_in_the_midst():
-            raise RuntimeError("a signal's handler cannot submit calls in the midst of another submit")
+        if self._is_nested():
+            raise RuntimeError("a signal handler cannot submit calls during another submit")
         try:
             with self._lock:
-                self._refuse_if_over()
+                self._check_open()
                 if self._channel is None:
                     self._start()
                 if not call.is_ordered and (self._waiting or not self._has_place()):
@@ -283,7 +284,7 @@ class Pool:
             self._give_up(call, error)
             raise
 
-    def _put_down(self, call: Call) -> None:
+    def _undo_preparation(self, call: Call) -> None:
         """Undoes the preparation for sending. The caller holds the lock."""
         self._pickling.pop(call, None)
         self._free_place(call)
@@ -308,16 +309,16 @@ class Pool:
         """
         channel = self._channel
         with self._lock:
-            is_on_its_way = call in self._pickling
-            if is_on_its_way:
-                self._put_down(call)
-        if is_on_its_way:
+            is_pickling = call in self._pickling
+            if is_pickling:
+                self._undo_preparation(call)
+        if is_pickling:
             call.future._settle(None, error)
         elif channel is not None and call.future._number:
             channel.recover()
-        self._go_on()
+        self._continue_elsewhere()
 
-    def _put_back(self, call: Call) -> None:
+    def _requeue(self, call: Call) -> None:
         """Cleans up after an exception of a signal handler in ``_fill``.
 
         The call belongs to another ``submit``, so it becomes the next waiting call again.
@@ -325,11 +326,11 @@ class Pool:
         channel = self._channel
         is_lost = False
         with self._lock:
-            is_on_its_way = call in self._pickling
-            if is_on_its_way:
-                self._put_down(call)
+            is_pickling = call in self._pickling
+            if is_pickling:
+                self._undo_preparation(call)
             # Or the call was put down because of a problem, and its future was not settled.
-            if is_on_its_way or not (call.future._number or call.future._state not in (PENDING, RUNNING)):
+            if is_pickling or not (call.future._number or call.future._state not in (PENDING, RUNNING)):
                 is_lost = self._channel is None or self.broken is not None
                 if not is_lost:
                     self._waiting.appendleft(call)
@@ -337,9 +338,9 @@ class Pool:
             call.future._settle(None, PoolDisconnected("the supervisor ended before the call was sent"))
         if channel is not None and call.future._number:
             channel.recover()
-        self._go_on()
+        self._continue_elsewhere()
 
-    def _go_on(self) -> None:
+    def _continue_elsewhere(self) -> None:
         """Delegates the remaining work to another thread: sending waiting calls, or ending a pool after shutdown."""
         if self._channel is None or not (self._waiting or self.is_shut_down):
             return
@@ -350,7 +351,7 @@ class Pool:
             # No thread can be started.
             self._fill(may_wait=False)
 
-    def _refuse_if_over(self) -> None:
+    def _check_open(self) -> None:
         if self.broken is not None:
             raise BrokenProcessPool(self.broken)
         if self.is_shut_down:
@@ -377,10 +378,10 @@ class Pool:
         except BaseException as error:
             if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
                 raise
-            problem = _pool_worker.explained(error)
+            problem = _pool_worker.with_hint(error)
         size = sum(map(len, payload))
         if size > CALL_BYTES_MAX:
-            problem, payload = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}"), []
+            problem, payload = ValueError(f"the call has {size} bytes; the maximum is {CALL_BYTES_MAX}"), []
         metadata = call.metadata
         if size >= _files.LARGE_BYTES_MIN and problem is None:
             lease = self._lease(call, size, may_wait)
@@ -404,7 +405,7 @@ class Pool:
                 channel = None
             if channel is None or not is_begun:
                 channel = None
-                self._put_down(call)
+                self._undo_preparation(call)
             else:
                 # All workers have enough calls. A deferred frame is sent with the next frames or after an outcome.
                 is_deferred = (
@@ -454,8 +455,8 @@ class Pool:
             if call.lease is not None or is_last:
                 break
             channel.flush(may_wait=True)
-            give_up = time.monotonic() + LEASE_SECONDS_MAX
-            while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up:
+            give_up_at = time.monotonic() + LEASE_SECONDS_MAX
+            while not channel.leases.is_answered and self._channel is channel and time.monotonic() < give_up_at:
                 time.sleep(LEASE_PAUSE_SECONDS)
         return call.lease
 
@@ -479,9 +480,9 @@ class Pool:
                 self._send(call, may_wait=may_wait)
         except BaseException as error:
             if call is None:
-                self._go_on()
+                self._continue_elsewhere()
             elif threading.current_thread() is threading.main_thread():
-                self._put_back(call)
+                self._requeue(call)
             else:
                 self._give_up(call, error)
             raise
@@ -493,8 +494,8 @@ class Pool:
         if future._number:
             self._send_cancel([future._number])
         elif self.is_shut_down:
-            if self._is_in_the_midst():
-                self._leave_to_thread(self._fill_quietly)
+            if self._is_nested():
+                self._run_in_thread(self._fill_quietly)
             else:
                 self._fill(may_wait=False)
 
@@ -508,8 +509,8 @@ class Pool:
     def _cancel_unbegun(self, numbers: Iterable[int]) -> None:
         """Cancels calls at the supervisor that have not begun. Older supervisors cannot do this and finish them."""
         channel = self._channel
-        if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNBEGUN:
-            self._send_cancel(numbers, _CANCEL_UNBEGUN)
+        if channel is not None and channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
+            self._send_cancel(numbers, _CANCEL_UNLESS_BEGUN)
 
     def is_among_oldest(self, number: int) -> bool:
         """Returns true if the call is among the oldest calls at the supervisor, counting one per worker."""
@@ -518,7 +519,7 @@ class Pool:
 
     # Outcomes.
 
-    def told(self, frames: list[_wire.Frame], output: Output) -> None:
+    def handle_frames(self, frames: list[_wire.Frame], output: Output) -> None:
         """Handles received frames: settles futures and refills the window. Output of the calls is written first."""
         settled = []
         ending: list[PoolFuture[Any]] = []
@@ -534,8 +535,8 @@ class Pool:
                         self._bytes -= call.bytes
                         self._free_place(call, is_answered=metadata[0] in _ANSWERED)
                         self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
-                    elif kind in _ABOUT_LEASES and channel is not None:
-                        channel.leases.told(kind, number, metadata)
+                    elif kind in _LEASE_KINDS and channel is not None:
+                        channel.leases.handle(kind, number, metadata)
                 quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
                 self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
                 self._deferred = 0
@@ -544,7 +545,7 @@ class Pool:
             if channel is not None:
                 channel.flush(may_wait=False)
             output.catch_up()
-            self._look_after_folder(settled)
+            self._restore_folder(settled)
         finally:
             for future, metadata, parts in settled:
                 try:
@@ -556,14 +557,14 @@ class Pool:
             # If one of the outcomes broke the pool, nothing is left to wait for.
             self._fill(may_wait=False)
 
-    def _look_after_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
+    def _restore_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
         """Restores the supervisor's folder, which new workers need: periodically, and if a worker may have died."""
         now = time.monotonic()
-        if now > self._next_look or any(metadata[0] for _, metadata, _ in settled):
-            self._next_look = now + LOOK_SECONDS
+        if now > self._next_folder_check or any(metadata[0] for _, metadata, _ in settled):
+            self._next_folder_check = now + FOLDER_CHECK_SECONDS
             supervisor = self._supervisor
             if supervisor is not None:
-                supervisor.look_after_folder()
+                supervisor.restore_folder()
 
     def _settle(self, future: PoolFuture[Any], metadata: bytes, parts: list[Any]) -> None:
         if metadata[0] == _wire.CANCELLED:
@@ -574,7 +575,7 @@ class Pool:
             raise payload
         if metadata[0] or payload[:1] != b"\x80":
             error = self._error(metadata, payload)
-            self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == UNFIT)
+            self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == INITIALIZER_FAILED)
             if not self._has_stack_awaited(future, error):
                 future._settle(None, error)
             return
@@ -582,7 +583,7 @@ class Pool:
         try:
             value = self._load(parts)
         except BaseException as problem:
-            error = _unread("the result", problem)
+            error = _unreadable("the result", problem)
             error.__cause__ = problem
             future._settle(None, error)
         else:
@@ -636,7 +637,7 @@ class Pool:
         if metadata[0]:
             error = _wire.error(metadata, payload)
             if error.outcome.outcome == "rejected" and error.outcome.reason == "unavailable":
-                problem = f"no process of the pool can be started: {error.outcome.message}"
+                problem = f"no worker of the pool can be started: {error.outcome.message}"
                 if self._has_answered:
                     return BrokenProcessPool(problem)
                 self._break(problem)
@@ -650,9 +651,9 @@ class Pool:
             try:
                 raised: BaseException = self._load([payload[end:]])
                 if not isinstance(raised, BaseException):
-                    raise TypeError(f"it is of the type {type(raised).__name__}")
+                    raise TypeError(f"the object has the type {type(raised).__name__}")
             except BaseException as problem:
-                raised = _unread("the exception", problem, f" (it was {_last_line(text)})")
+                raised = _unreadable("the exception", problem, f" (it was {_last_line(text)})")
             if self._is_confined and type(raised) in (PermissionError, FileNotFoundError):
                 _explain_denial(raised)
             # Assigned through the base class because a subclass can reject changes of its instances.
@@ -660,11 +661,11 @@ class Pool:
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
         if letter == UNREADABLE:
-            why = _pool_worker.explained(AttributeError(_last_line(text)))
-            error_read = ResultUnreadable(f"the call cannot be unpickled by the worker: {why}")
+            reason = _pool_worker.with_hint(AttributeError(_last_line(text)))
+            error_read = ResultUnreadable(f"the call cannot be unpickled by the worker: {reason}")
             error_read.__cause__ = _remote(text)
             return error_read
-        if letter == UNFIT:
+        if letter == INITIALIZER_FAILED:
             unfit = f"the initializer failed: {_last_line(text)}"
             # After the first answer, a later worker may be compromised, so its report fails only its own call.
             if not self._has_answered:
@@ -672,17 +673,17 @@ class Pool:
             broken = BrokenProcessPool(self.broken or unfit)
             broken.__cause__ = _remote(text)
             return broken
-        return ResultUnreadable("the worker answered with what is no result")
+        return ResultUnreadable("the worker sent an invalid result")
 
-    def _break(self, why: str) -> None:
+    def _break(self, reason: str) -> None:
         """Stops accepting calls, and fails all waiting calls."""
         with self._lock:
             self.broken = (
-                self.broken or f"A process in the process pool was terminated abruptly or did not start: {why}"
+                self.broken or f"A process in the process pool was terminated abruptly or did not start: {reason}"
             )
-        self._end_all(lambda future: future._settle(None, BrokenProcessPool(self.broken)))
+        self._end_waiting(lambda future: future._settle(None, BrokenProcessPool(self.broken)))
 
-    def _end_all(self, end: Callable[[PoolFuture[Any]], object]) -> None:
+    def _end_waiting(self, end: Callable[[PoolFuture[Any]], object]) -> None:
         """Calls ``end`` for all waiting calls, even if a callback or a signal handler raises an exception."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
@@ -721,7 +722,7 @@ class Pool:
 
     def _serve(self, session: _Session, channel: Channel, output: Output) -> None:
         try:
-            channel.read(partial(self.told, output=output))
+            channel.read(partial(self.handle_frames, output=output))
         finally:
             # Without this thread no call would get an outcome.
             self.lost(session)
@@ -742,9 +743,9 @@ class Pool:
         try:
             session.stop(at_once=bool(left) or self._was_killed)
         finally:
-            told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
+            reason = "the pool was terminated" if self._was_killed else "the supervisor ended during the call"
             for future in left:
-                future._settle(None, PoolDisconnected(told, "unknown"))
+                future._settle(None, PoolDisconnected(reason, "unknown"))
             del self._ending[id(left)]
             try:
                 self._start_again()
@@ -760,18 +761,20 @@ class Pool:
         If the start fails, these calls fail. A later call tries again.
         """
         failed: list[PoolFuture[Any]] = []
-        why = ""
+        reason = ""
         with self._lock:
             # A call that was submitted meanwhile may have started a supervisor.
             if self._waiting and self._channel is None:
                 try:
                     self._start()
                 except BaseException as error:
-                    why = str(error) or repr(error)
+                    reason = str(error) or repr(error)
                     failed = self._ending[id(failed)] = [call.future for call in self._waiting]
                     self._waiting.clear()
         for future in failed:
-            future._settle(None, PoolDisconnected(f"the supervisor ended, and no other one could be started: {why}"))
+            future._settle(
+                None, PoolDisconnected(f"the supervisor ended, and another supervisor could not be started: {reason}")
+            )
         self._ending.pop(id(failed), None)
         self._fill(may_wait=False)
 
@@ -788,12 +791,12 @@ class Pool:
     def shut_down(self, *, wait: bool, cancel: bool) -> None:
         """Stops accepting calls, and ends the supervisor after the last outcome."""
         self.is_shut_down = True
-        if self._is_in_the_midst() or self._is_looked_at():
-            self._leave_to_thread(partial(self.shut_down, wait=False, cancel=cancel))
+        if self._is_nested() or self._holds_future_lock():
+            self._run_in_thread(partial(self.shut_down, wait=False, cancel=cancel))
             return
         if cancel:
             self._is_cancelling = True
-            self._end_all(PoolFuture.cancel)
+            self._end_waiting(PoolFuture.cancel)
             with self._lock:
                 # As with the standard executors, calls whose `running()` is true are finished.
                 sent = list(self._sent)[self.workers :]
@@ -825,13 +828,13 @@ class Pool:
         The garbage collector calls this between any two steps of any thread, so the work is delegated to a new thread.
         """
         self.is_shut_down = True
-        self._leave_to_thread(self._fill_quietly)
+        self._run_in_thread(self._fill_quietly)
 
-    def _is_in_the_midst(self) -> bool:
+    def _is_nested(self) -> bool:
         """Returns true if a signal handler or the garbage collector runs this in a thread that holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
-    def _is_looked_at(self) -> bool:
+    def _holds_future_lock(self) -> bool:
         """Returns true if this thread holds the lock of an unfinished future, as ``wait`` does.
 
         The thread that settles the future would then wait for this thread, so this thread must not wait for the pool.
@@ -841,7 +844,7 @@ class Pool:
             futures += itertools.chain(*self._ending.values())
         return any(future._lock._is_owned() for future in futures)
 
-    def _leave_to_thread(self, task: Callable[[], None]) -> None:
+    def _run_in_thread(self, task: Callable[[], None]) -> None:
         with suppress(RuntimeError):
             _thread.start_new_thread(task, ())
 
@@ -854,8 +857,8 @@ class Pool:
         """Ends the supervisor and kills all workers. Calls without an outcome fail."""
         self.is_shut_down = True
         self._was_killed = True
-        if self._is_in_the_midst() or self._is_looked_at():
-            self._leave_to_thread(self.terminate)
+        if self._is_nested() or self._holds_future_lock():
+            self._run_in_thread(self.terminate)
             return
         try:
             self._break("the pool was terminated")
@@ -867,7 +870,9 @@ class Pool:
         """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
-            raise RuntimeError("the pool has no supervisor: it starts with the first call, and ends with the pool")
+            raise RuntimeError(
+                "the pool has no supervisor: the supervisor starts with the first call, and ends with the pool"
+            )
         return supervisor
 
 
@@ -934,19 +939,19 @@ class _Thread(threading.Thread):
 def _parts(call: Call, metadata: bytes, payload: _wire.Payload) -> list[Any]:
     """Returns the parts of a result, or a list with an exception if they cannot be read."""
     try:
-        if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASED_BYTES)) is not None:
+        if call.lease is not None and (named := _wire.outcome_extensions(metadata).get(_wire.LEASE_REF)) is not None:
             return call.lease.read(named)
         return _files.parts(payload) if payload[:1] == _files.PIECES else [payload]
     except Exception as error:
         return [error]
 
 
-def _unread(what: str, problem: BaseException, said: str = "") -> BaseException:
+def _unreadable(what: str, problem: BaseException, detail: str = "") -> BaseException:
     from ._libraries import Refused
 
     if isinstance(problem, Refused):
-        return ResultRefused(f"{what} is not taken from a confined worker{said}: {problem}; {_ADVICE}")
-    return ResultUnreadable(f"{what} cannot be unpickled{said}: {problem!r}")
+        return ResultRefused(f"{what} is not accepted from a confined worker{detail}: {problem}; {_ADVICE}")
+    return ResultUnreadable(f"{what} cannot be unpickled{detail}: {problem!r}")
 
 
 def _remote(text: str) -> BaseException:

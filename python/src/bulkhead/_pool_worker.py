@@ -12,7 +12,7 @@ import struct
 import sys
 from functools import partial
 
-from . import _files, _libraries, _template
+from . import _files, _libraries, _stdio, _template
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ RAISED = b"E"
 #: The job could not be unpickled: traceback as text.
 UNREADABLE = b"U"
 #: The initializer raised an exception: traceback as text. The worker never runs a job.
-UNFIT = b"I"
+INITIALIZER_FAILED = b"I"
 
 #: Variable with the preparation of confined workers. Other workers read the preparation from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
@@ -114,13 +114,15 @@ def dumps_with_primitives(value: Any) -> bytes:
         context.set_spawning_popen(before)
 
 
-def explained(error: BaseException) -> BaseException:
+def with_hint(error: BaseException) -> BaseException:
     """Returns a pickling error with a hint at the remedy, or the original error if there is no hint."""
     text = str(error)
     if "through inheritance" in text:
-        hint = "use multiprocessing.Manager(), or give it to workers by `initargs` if they have no sandbox"
+        hint = "use multiprocessing.Manager(), or pass the object in `initargs` if the workers have no sandbox"
     elif "__main__" in text or "<lambda>" in text or "<locals>" in text or "__mp_main__" in text:
-        hint = 'define it at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
+        hint = (
+            'define the function or class at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
+        )
     else:
         return error
     if type(error) not in (AttributeError, TypeError, RuntimeError, pickle.PicklingError):
@@ -140,9 +142,9 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
         text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     except BaseException:
         # The exception has invalid attributes, such as a SyntaxError with a number as its text.
-        text = f"{type(error).__name__}, whose traceback cannot be made\n"
-    told = text.encode(errors="backslashreplace")
-    head = RAISED + _LENGTH.pack(len(told)) + told
+        text = f"{type(error).__name__} (the traceback is not available)\n"
+    report = text.encode(errors="backslashreplace")
+    head = RAISED + _LENGTH.pack(len(report)) + report
     try:
         return head + pickler.dumps(error)
     except BaseException as problem:
@@ -169,7 +171,7 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
     try:
         value = function(*arguments, **keywords)
         # Output must be written before the result is sent.
-        _template.flush()
+        _stdio.flush()
         # Drops the references, so that their objects are freed with this call and not during the next one.
         del function, arguments, keywords
         result = pickler.dump(value)
@@ -221,12 +223,12 @@ class _Worker:
 
                 # Like the standard forkserver, which forks in spite of threads, this works, but it is slower.
                 warnings.warn(
-                    f"the main module or `preload` leave the thread {', '.join(names[:8])} running, so that "
-                    "each worker imports them itself instead of being forked with them: start threads in functions",
+                    f"the main module or a module of `preload` leaves the thread {', '.join(names[:8])} running, so "
+                    "that each worker imports the modules again, which is slower: start threads in functions",
                     RuntimeWarning,
                     stacklevel=1,
                 )
-                _template.start_again(_BARE)
+                _template.restart(_BARE)
 
     def after_fork(self) -> None:
         """Prepares a worker that was forked from a template."""
@@ -273,8 +275,8 @@ class _Worker:
                 initializer(*arguments)
         except BaseException:
             # Returned as the result of the first call, which ends the pool immediately and with the traceback.
-            told = UNFIT + _traceback()
-            self._calls = lambda _payload, _context: told
+            report = INITIALIZER_FAILED + _traceback()
+            self._calls = lambda _payload, _context: report
 
     def __call__(self, payload: Any, context: Any) -> bytes | _files.Written:
         try:
@@ -303,7 +305,7 @@ def main(path: str) -> None:
             with open(path, "rb") as file:
                 preparation = pickle.load(file)
         except FileNotFoundError:
-            sys.exit(f"{path} is gone: the folder of this pool was removed while it was in use")
+            sys.exit(f"{path} does not exist: the folder of this pool was removed during use")
         outer_folder = os.path.dirname(path)
     else:
         import base64
@@ -311,7 +313,7 @@ def main(path: str) -> None:
 
         preparation = pickle.loads(zlib.decompress(base64.b64decode(os.environ[PREPARATION_VARIABLE])))
     worker = _Worker(preparation)
-    from .worker import run
+    from ._start import run
 
     def prepare() -> tuple[_Worker, dict[str, Any], None]:
         worker.init()

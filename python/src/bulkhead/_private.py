@@ -24,7 +24,7 @@ from typing import Any
 from .errors import SupervisorNotFound
 
 #: Variables of a service manager that are meant only for this process. Supervisor and workers do not get them.
-OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+SERVICE_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 #: Maximum length of a Unix socket's path in bytes, without the terminating NUL.
 SOCKET_PATH_BYTES_MAX = 107
@@ -57,7 +57,7 @@ def find_supervisor() -> str:
     if named:
         if os.path.isfile(named) and os.access(named, os.X_OK):
             return named
-        raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is no program that can be run")
+        raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is not an executable program")
     try:
         import bulkhead_supervisor  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -69,7 +69,7 @@ def find_supervisor() -> str:
         return found
     raise SupervisorNotFound(
         "the program bulkhead-supervisor is neither installed nor in PATH: in a checkout of Bulkhead, run "
-        "`pip install ./python/supervisor ./python`, or name the program in $BULKHEAD_SUPERVISOR"
+        "`pip install ./python/supervisor ./python`, or set $BULKHEAD_SUPERVISOR to the path of the program"
     )
 
 
@@ -122,7 +122,7 @@ def to_toml(value: Any) -> str:
         return "{ " + ", ".join(f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(to_toml, value)) + "]"
-    raise TypeError(f"a configuration has no values such as {value!r}")
+    raise TypeError(f"a configuration cannot contain the value {value!r}")
 
 
 def _document(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -145,7 +145,7 @@ def _make_folder(outer: str | None) -> str:
             return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
         except OSError as error:
             tried.append(f"{parent}: {error.strerror}")
-    raise SupervisorFailed("no folder for the supervisor's sockets could be made: " + "; ".join(tried))
+    raise SupervisorFailed("a folder for the supervisor's sockets could not be created: " + "; ".join(tried))
 
 
 class PrivateSupervisor:
@@ -199,7 +199,7 @@ class PrivateSupervisor:
         """Registers a function that creates a file again if the folder was emptied."""
         self._kept[path] = make
 
-    def look_after_folder(self) -> None:
+    def restore_folder(self) -> None:
         """Restores registered files if the folder was emptied, and removes folders of pools in dead workers."""
         with suppress(OSError):
             for name in os.listdir(self.folder):
@@ -254,7 +254,7 @@ class PrivateSupervisor:
                     stdout=subprocess.DEVNULL,
                     stderr=log,
                     pass_fds=[caller],
-                    env={name: value for name, value in os.environ.items() if name not in OF_A_SERVICE},
+                    env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
                     # Ctrl-C must only reach this process, which then ends the supervisor in order.
                     start_new_session=True,
                 )
@@ -268,13 +268,15 @@ class PrivateSupervisor:
 
     def _await_socket(self) -> None:
         assert self._process is not None
-        give_up = time.monotonic() + START_SECONDS_MAX
+        give_up_at = time.monotonic() + START_SECONDS_MAX
         pause = 0.001
         while not _is_socket(self.socket) or not _is_socket(self.admin):
             if self._process.poll() is not None:
                 raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
-            if time.monotonic() > give_up:
-                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
+            if time.monotonic() > give_up_at:
+                raise SupervisorFailed(
+                    f"bulkhead-supervisor did not listen within {START_SECONDS_MAX:.0f} s: {self.log()}"
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
@@ -302,9 +304,9 @@ class PrivateSupervisor:
         process = self._process
         if process is not None and not process._child_created:  # type: ignore[attr-defined]
             process = self._process = None
-        give_up = time.monotonic() + STOP_SECONDS_MAX
+        give_up_at = time.monotonic() + STOP_SECONDS_MAX
         while process is not None and process.poll() is None:
-            if time.monotonic() > give_up:
+            if time.monotonic() > give_up_at:
                 process.kill()
             else:
                 process.send_signal(signal.SIGTERM)
@@ -320,8 +322,8 @@ class PrivateSupervisor:
         """
         from ._admin import AdminError
 
-        give_up = time.monotonic() + REPORT_SECONDS_MAX
-        while time.monotonic() < give_up:
+        give_up_at = time.monotonic() + REPORT_SECONDS_MAX
+        while time.monotonic() < give_up_at:
             try:
                 tail = str(self.get(f"/v1/crashes/{report}").get("stderr_tail") or "")
             except AdminError:

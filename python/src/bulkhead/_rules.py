@@ -21,13 +21,13 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _PATH_BENEATH = 1
 _READ_DIR = 1 << 3
 #: Landlock rights that apply to single files: execute, write, read, truncate, ioctl(2).
-_OF_FILES = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-_TOLD_BYTES_MAX = 64 << 20
+_FILE_RIGHTS = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+_RULES_BYTES_MAX = 64 << 20
 _DEPTH_MAX = 256
 #: Maximum number of entries that are removed per step.
 ENTRIES_AT_ONCE = 256
 
-_PLACE = os.O_PATH | os.O_CLOEXEC
+_PATH_FLAGS = os.O_PATH | os.O_CLOEXEC
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -37,13 +37,13 @@ class Temporary:
     def __init__(self, path: bytes, access: int) -> None:
         self.path = path
         self.access = access
-        self.folder = os.open(path, _PLACE | os.O_DIRECTORY)
+        self.folder = os.open(path, _PATH_FLAGS | os.O_DIRECTORY)
         #: True if no granted path leads to the folder.
         self.is_hidden = False
 
     def make(self, name: bytes) -> int:
         """Creates a worker's folder. Returns a descriptor."""
-        _open_up(self.folder)
+        _restore_owner_rights(self.folder)
         os.mkdir(name, 0o700, dir_fd=self.folder)
         return os.open(name, _FOLDER | os.O_PATH, dir_fd=self.folder)
 
@@ -60,7 +60,7 @@ class Temporary:
 
         Returns true if nothing is left to do.
         """
-        _open_up(self.folder)
+        _restore_owner_rights(self.folder)
         try:
             os.rmdir(name, dir_fd=self.folder)
         except OSError:
@@ -83,7 +83,7 @@ class Temporary:
         return True
 
 
-def _open_up(folder: int) -> None:
+def _restore_owner_rights(folder: int) -> None:
     """Restores the owner's rights. A worker can remove them, because it has the same user as the template."""
     if os.fstat(folder).st_mode & 0o700 != 0o700:
         try:
@@ -96,7 +96,7 @@ def _opened(name: bytes, parent: int) -> int:
     """Opens a folder for listing and changes, even if its mode forbids this."""
     place = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
     try:
-        _open_up(place)
+        _restore_owner_rights(place)
     finally:
         os.close(place)
     return os.open(name, _FOLDER | os.O_RDONLY, dir_fd=parent)
@@ -136,7 +136,7 @@ def _emptied(top: int, entries_max: int) -> bool:
                 folder = _opened(name, top)
                 try:
                     for inner in _folders(folder, budget):
-                        _bring_up(inner, folder, top)
+                        _move_to_top(inner, folder, top)
                 finally:
                     os.close(folder)
                 try:
@@ -149,7 +149,7 @@ def _emptied(top: int, entries_max: int) -> bool:
     return True
 
 
-def _bring_up(inner: bytes, folder: int, top: int) -> None:
+def _move_to_top(inner: bytes, folder: int, top: int) -> None:
     """Moves a folder to the top under a random name, because a worker could occupy a predictable name."""
     free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
@@ -178,25 +178,25 @@ class Rules:
         self._handled = handled
         self._scoped = scoped
         self._ruleset = -1
-        self._given: list[tuple[int, int]] = []
+        self._granted: list[tuple[int, int]] = []
         for path, access in grants:
             try:
-                place = os.open(path, _PLACE)
+                place = os.open(path, _PATH_FLAGS)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 # The path may have disappeared meanwhile.
                 continue
-            self._given.append((place, access))
+            self._granted.append((place, access))
         self.temporary = None if temporary is None else Temporary(*temporary)
         if self.temporary is not None:
-            self.temporary.is_hidden = not self._leads_to(self.temporary.folder)
+            self.temporary.is_hidden = not self._is_granted(self.temporary.folder)
 
-    def leave_temporary_files_open(self) -> bool:
+    def exposes_temporary_files(self) -> bool:
         """Returns true if workers can access each other's temporary files, because a parent folder is granted."""
         return bool(self._handled) and self.temporary is not None and not self.temporary.is_hidden
 
-    def _leads_to(self, folder: int) -> bool:
+    def _is_granted(self, folder: int) -> bool:
         """Returns true if a folder is below a granted folder that can be listed."""
-        listed = {_identity(place) for place, access in self._given if access & _READ_DIR}
+        listed = {_identity(place) for place, access in self._granted if access & _READ_DIR}
         here, last = os.dup(folder), None
         try:
             for _ in range(_DEPTH_MAX):
@@ -206,7 +206,7 @@ class Rules:
                 if this == last:
                     return False
                 last = this
-                above = os.open(b"..", _PLACE | os.O_DIRECTORY, dir_fd=here)
+                above = os.open(b"..", _PATH_FLAGS | os.O_DIRECTORY, dir_fd=here)
                 os.close(here)
                 here = above
         finally:
@@ -218,17 +218,17 @@ class Rules:
         if self._ruleset >= 0:
             os.close(self._ruleset)
         self._ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)
-        for place, access in self._given:
-            self._give(place, access)
+        for place, access in self._granted:
+            self._grant(place, access)
 
-    def put_in_force(self, folder: int | None) -> None:
+    def enforce(self, folder: int | None) -> None:
         """Applies the rules irrevocably to this process and to all processes that it starts.
 
         Afterwards ``folder`` is the only accessible temporary folder.
         """
         temporary = self.temporary
         if folder is not None and temporary is not None:
-            self._give(folder, temporary.access)
+            self._grant(folder, temporary.access)
             os.close(folder)
         self._call(_RESTRICT_SELF, self._ruleset, 0)
         os.close(self._ruleset)
@@ -236,13 +236,13 @@ class Rules:
             # The kernel accepted the rules, but they have no effect.
             raise OSError(131, "landlock")  # ENOTRECOVERABLE
 
-    def _give(self, place: int, access: int) -> None:
+    def _grant(self, place: int, access: int) -> None:
         try:
             self._call(_ADD_RULE, self._ruleset, _PATH_BENEATH, struct.pack("<Qi", access, place), 0)
         except OSError as error:
-            if error.errno != 22 or not access & ~_OF_FILES:  # EINVAL: rights of folders, granted for a file.
+            if error.errno != 22 or not access & ~_FILE_RIGHTS:  # EINVAL: rights of folders, granted for a file.
                 raise
-            self._give(place, access & _OF_FILES)
+            self._grant(place, access & _FILE_RIGHTS)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -250,7 +250,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def told(call: Callable[..., int]) -> Rules | None:
+def read(call: Callable[..., int]) -> Rules | None:
     """Reads the rules that the keeper passed on standard input. Returns None without a sandbox.
 
     ``call`` makes a system call, or raises OSError.
@@ -258,7 +258,7 @@ def told(call: Callable[..., int]) -> Rules | None:
     if not stat.S_ISREG(os.fstat(0).st_mode):
         return None
     data = b""
-    while len(data) < _TOLD_BYTES_MAX and (more := os.pread(0, 1 << 20, len(data))):
+    while len(data) < _RULES_BYTES_MAX and (more := os.pread(0, 1 << 20, len(data))):
         data += more
     handled, scoped = struct.unpack_from("<QQ", data)
     grants: list[tuple[bytes, int]] = []
@@ -267,10 +267,10 @@ def told(call: Callable[..., int]) -> Rules | None:
         access, length = struct.unpack_from("<QI", data, at)
         at += 12 + length
         if at > len(data):
-            raise ValueError("the keeper's rules end too early")
+            raise ValueError("the keeper's rules are truncated")
         grants.append((data[at - length : at], access))
     if not grants:
-        raise ValueError("the keeper's rules end too early")
+        raise ValueError("the keeper's rules are truncated")
     (path, access), *others = grants
     if not handled and not scoped:
         return None

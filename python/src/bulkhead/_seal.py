@@ -15,7 +15,7 @@ class SealFailed(Exception):
     """The filter could not be installed. The worker must not run jobs."""
 
 
-def put_in_force(instructions: bytes) -> None:
+def install(instructions: bytes) -> None:
     """Applies a seccomp filter to all current and future threads of this process.
 
     Also makes the process non-dumpable, so that other processes of the user cannot read its memory. Raises
@@ -24,15 +24,15 @@ def put_in_force(instructions: bytes) -> None:
     try:
         import ctypes
     except ImportError as error:
-        raise SealFailed(f"a sealed worker needs ctypes: {error}") from None
+        raise SealFailed(f"a strictly confined worker needs ctypes: {error}") from None
 
     machine = os.uname().machine
     number = _SYS_SECCOMP.get(machine)
     if number is None:
-        raise SealFailed(f"the number of seccomp(2) on {machine} is not known")
+        raise SealFailed(f"the number of the system call seccomp(2) on {machine} is unknown")
     count, rest = divmod(len(instructions), _INSTRUCTION_BYTES)
     if not 0 < count <= 0xFFFF or rest:
-        raise SealFailed("what the supervisor sent is no filter")
+        raise SealFailed("the supervisor sent an invalid filter")
 
     class Program(ctypes.Structure):
         _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
@@ -49,6 +49,6 @@ def put_in_force(instructions: bytes) -> None:
         ctypes.byref(program),
     )
     if result > 0:
-        raise SealFailed(f"thread {result} has a filter of its own")
+        raise SealFailed(f"thread {result} has a separate filter")
     if result != 0:
         raise SealFailed(f"seccomp: {os.strerror(ctypes.get_errno())}")

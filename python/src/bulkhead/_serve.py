@@ -18,16 +18,18 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 from . import _files, _link, _wire
-from .worker import PROGRESS_SECONDS, Context, HandlerError
+from ._context import Context, HandlerError
+from ._stdio import describe, print_traceback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, NoReturn
 
-    from .worker import Handler
+    from ._context import Handler
 
 # Taken before a main module that workers import can replace them, as gevent does.
 _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
@@ -36,12 +38,14 @@ _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, 
 THREADS_MAX = 4096
 #: Handlers with a shorter mean run time are quick.
 QUICK_SECONDS = 0.0005
+#: Minimum interval between two progress reports of a job, in seconds.
+PROGRESS_SECONDS = 0.1
 #: Interval of the watcher's checks while quick jobs run, in seconds.
 TICK_SECONDS = 0.01
 #: Minimum interval between reads of the link while jobs are pending, in seconds.
-LOOK_SECONDS = 0.001
+READ_INTERVAL_SECONDS = 0.001
 #: Run time that is assumed for a job that was found stuck, and the maximum that counts for the mean, in seconds.
-STUCK_SECONDS = 1.0
+ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
 
@@ -57,13 +61,13 @@ class Server:
         self._link = _link.Link(socket)
         #: Received descriptors that no frame has claimed yet, and lent memory files by lease.
         self._descriptors: list[int] = []
-        self._lent: dict[int, _files.Pair] = {}
+        self._loans: dict[int, _files.Pair] = {}
         receive = _files.receiver(socket, self._descriptors) if takes_files else socket.recv
         self._reader = _wire.Reader(receive, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        takes_ahead = not is_for_one_job
-        self.welcome, self._words = _link.shake_hands(
-            self._link, self._reader, version, takes_ahead=takes_ahead, takes_files=takes_files
+        can_prefetch = not is_for_one_job
+        self.welcome, self._journal = _link.handshake(
+            self._link, self._reader, version, can_prefetch=can_prefetch, takes_files=takes_files
         )
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
@@ -71,7 +75,7 @@ class Server:
         self._operations: Mapping[str, Handler] = {}
         self._loop: Any = None
         self._reading = _Lock()
-        self._telling = _Lock()
+        self._progress_lock = _Lock()
         # Guards the attributes below.
         self._lock = _Lock()
         self._pending: deque[Context] = deque()
@@ -80,14 +84,14 @@ class Server:
         self._begun = 0
         self._running = 0
         self._threads = 1
-        self._limit = _within(self.welcome.max_in_flight)
+        self._limit = _clamped(self.welcome.max_in_flight)
         self._idle = 0
-        self._is_searching = False
+        self._is_wake_pending = False
         self._is_draining = False
         self._is_over = False
         # Mean run time of handlers, exponentially smoothed. Lost updates between threads are acceptable.
-        self._typical = STUCK_SECONDS
-        self._looked_at = 0.0
+        self._typical = ASSUMED_SECONDS
+        self._read_at = 0.0
         self._make_epolls()
 
     def _make_epolls(self) -> None:
@@ -108,7 +112,7 @@ class Server:
 
     # Start.
 
-    def say_status(self, text: str) -> None:
+    def report_status(self, text: str) -> None:
         """Reports a status text to operators."""
         self._link.send(_wire.STATUS, 0, _wire.text(text, _wire.MESSAGE_BYTES_MAX) + _wire.EMPTY)
 
@@ -117,14 +121,14 @@ class Server:
         more = _wire.LIMIT.pack(min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF))
         self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
 
-    def give_up(self, text: str) -> NoReturn:
+    def fail_start(self, text: str) -> NoReturn:
         """Ends this worker before it is ready. Operators and clients see the text as the reason."""
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
             # The prepared code has closed the stream.
             pass
-        self.say_status(text)
+        self.report_status(text)
         os._exit(1)
 
     def run(self, prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> None:
@@ -136,35 +140,37 @@ class Server:
             handlers = [*self._operations.values(), *([self._handler] if self._handler else [])]
             for handler in handlers:
                 if not callable(handler):
-                    raise TypeError(f"a handler must be callable, which {handler!r} is not")
+                    raise TypeError(f"a handler must be callable, but {handler!r} is not")
         except BaseException as error:
             self._end_if_child(error)
             print_traceback(error)
-            self.give_up(f"initialisation failed: {told(error)}")
+            self.fail_start(f"initialisation failed: {describe(error)}")
         # Threads and the event loop are created before the seal, which forbids the sockets of an event loop.
         if any(map(_is_async, handlers)):
             self._event_loop()
-        self._listen_to_signals()
+        self._watch_signals()
         if not self._is_for_one_job:
             try:
                 _start_thread(self._watch, ())
             except RuntimeError as error:
-                self.give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
+                self.fail_start(
+                    f"{error}: check that `rlimits` (or `memory` of an executor) are large enough for an interpreter"
+                )
         if self.welcome.seal is not None:
-            from ._seal import SealFailed, put_in_force
+            from ._seal import SealFailed, install
 
             try:
-                put_in_force(self.welcome.seal)
+                install(self.welcome.seal)
             except SealFailed as error:
-                self.give_up(f"failed to seal the worker: {error}")
-        if self._words is not None:
-            self._words[2] = time.monotonic_ns()
+                self.fail_start(f"failed to seal the worker: {error}")
+        if self._journal is not None:
+            self._journal[2] = time.monotonic_ns()
         self._link.send(_wire.READY, 0)
         # Frames that arrived with the welcome are already in the reader, so the link does not become readable.
-        self._take_in()
+        self._read_link()
         self._run_handlers(is_main=True)
 
-    def _listen_to_signals(self) -> None:
+    def _watch_signals(self) -> None:
         def stop(number: int, _frame: object) -> None:
             try:
                 os.write(self._signalled, bytes((number,)))
@@ -203,7 +209,7 @@ class Server:
 
     def _event_loop(self) -> Any:
         """Returns the event loop of all async handlers, and starts it if necessary."""
-        with self._telling:
+        with self._progress_lock:
             if self._loop is None:
                 import asyncio
 
@@ -236,20 +242,20 @@ class Server:
                 if self._threads > self._limit and not is_main:
                     self._threads -= 1
                     if self._pending:
-                        self._call_help()
+                        self._wake_or_start_thread()
                     return
-                if self._may_begin():
+                if self._can_begin():
                     continue
                 self._idle += 1
             events = self._wait_alone() if self._is_for_one_job else self._handlers.poll()
             with self._lock:
                 self._idle -= 1
-                if self._is_searching and not self._is_over:
-                    self._is_searching = False
+                if self._is_wake_pending and not self._is_over:
+                    self._is_wake_pending = False
                     _drain(self._wake)
             for descriptor, _ in events:
                 if descriptor == self._link_descriptor:
-                    self._take_in()
+                    self._read_link()
 
     def _wait_alone(self) -> list[tuple[int, int]]:
         """Waits for the link and takes over the duties of the missing watcher."""
@@ -260,61 +266,61 @@ class Server:
             self._link.send(_wire.STOPPING, 0)
         return events
 
-    def _may_begin(self) -> bool:
+    def _can_begin(self) -> bool:
         """Returns true if a job is pending and the limit allows another running job. The caller holds the lock."""
         return bool(self._pending) and self._running < self._limit
 
     def _next(self, done: Context | None, is_main: bool) -> Context | None:
         """Ends the answered job ``done``, and returns the next job to run. Wakes another thread for further jobs."""
         now = time.monotonic()
-        if self._pending and now - self._looked_at > LOOK_SECONDS:
-            self._take_in()
+        if self._pending and now - self._read_at > READ_INTERVAL_SECONDS:
+            self._read_link()
         with self._lock:
             if done is not None:
                 self._end(done)
             if not is_main and self._threads > self._limit:
                 return None
-            words = self._words
-            if words is not None and self._pending and self._pending[0]._arrival <= words[3]:
-                self._drop_taken()
-            while self._may_begin():
+            journal = self._journal
+            if journal is not None and self._pending and self._pending[0]._arrival <= journal[3]:
+                self._drop_recalled()
+            while self._can_begin():
                 job = self._pending.popleft()
-                if words is not None:
-                    words[1] = job._arrival
+                if journal is not None:
+                    journal[1] = job._arrival
                     # The supervisor writes its word and then reads ours, so one of the two sides sees the conflict.
-                    if job._arrival <= words[3]:
+                    if job._arrival <= journal[3]:
                         # Sent under the lock, so that it precedes the answers to later jobs.
-                        self._unlist(job)
+                        self._remove_live(job)
                         arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
                         self._link.send(_wire.RETURNED, job.number, arrival)
-                        self._drop_taken()
+                        self._drop_recalled()
                         continue
                 self._running += 1
                 self._begun += 1
-                if self._may_begin():
-                    self._call_help()
+                if self._can_begin():
+                    self._wake_or_start_thread()
                 return job
             if self._is_draining and not self._live:
                 self._finish()
         return None
 
-    def _drop_taken(self) -> None:
+    def _drop_recalled(self) -> None:
         """Removes recalled jobs, and sends a heartbeat if there were any. The caller holds the lock."""
-        words, pending = self._words, self._pending
-        if words is None or not pending or pending[0]._arrival > words[3]:
+        journal, pending = self._journal, self._pending
+        if journal is None or not pending or pending[0]._arrival > journal[3]:
             return
-        while pending and pending[0]._arrival <= words[3]:
-            self._unlist(pending.popleft())
+        while pending and pending[0]._arrival <= journal[3]:
+            self._remove_live(pending.popleft())
         self._link.send(_wire.HEARTBEAT, 0)
 
-    def _unlist(self, job: Context) -> None:
+    def _remove_live(self, job: Context) -> None:
         """Removes a job, unless another job with its number has arrived. The caller holds the lock."""
         if self._live.get(job.number) is job:
             del self._live[job.number]
 
     def _end(self, job: Context) -> None:
         """Updates the state after a job was answered. The caller holds the lock."""
-        self._unlist(job)
+        self._remove_live(job)
         self._running -= 1
 
     def _finish(self) -> None:
@@ -322,11 +328,11 @@ class Server:
         self._is_over = True
         os.eventfd_write(self._wake, 1)
 
-    def _call_help(self) -> None:
+    def _wake_or_start_thread(self) -> None:
         """Wakes or starts another handler thread, if the limit allows it. The caller holds the lock."""
         if self._idle:
-            if not self._is_searching:
-                self._is_searching = True
+            if not self._is_wake_pending:
+                self._is_wake_pending = True
                 os.eventfd_write(self._wake, 1)
         elif self._threads < self._limit:
             self._threads += 1
@@ -343,8 +349,8 @@ class Server:
         try:
             handler = self._operations.get(job.operation, self._handler)
             if handler is None:
-                known = ", ".join(map(repr, sorted(self._operations))) or "none at all"
-                sentence = f"this worker has no operation {job.operation!r}; it has {known}"
+                known = ", ".join(map(repr, sorted(self._operations))) or "none"
+                sentence = f"this worker has no operation {job.operation!r}; the operations are {known}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
             if type(result) is not bytes and hasattr(result, "__await__"):
@@ -353,37 +359,37 @@ class Server:
                 return False
         except BaseException as error:
             self._end_if_child(error)
-            self._fail(job, error)
+            self._send_failure(job, error)
         else:
             self._end_if_child(None)
             del payload
-            self._succeed(job, result)
-        self._typical += (min(time.monotonic() - began, STUCK_SECONDS) - self._typical) / 8
+            self._send_result(job, result)
+        self._typical += (min(time.monotonic() - began, ASSUMED_SECONDS) - self._typical) / 8
         return True
 
     # Answers.
 
-    def _succeed(self, job: Context, result: object) -> None:
+    def _send_result(self, job: Context, result: object) -> None:
         if type(result) is not bytes and type(result) is not _files.Written:
             try:
                 result = _as_bytes(result)
             except BaseException as error:
                 # An exception raised by a user-defined class is a failure of the job, not of the worker.
-                self._fail(job, error)
+                self._send_failure(job, error)
                 return
         assert isinstance(result, (bytes, memoryview, _files.Written))
         size = result.size if isinstance(result, _files.Written) else len(result)
         if size > self._result_bytes_max:
             sentence = f"the result has {size} bytes; max_result is {self._result_bytes_max}"
-            self._fail(job, HandlerError("result_too_large", sentence))
+            self._send_failure(job, HandlerError("result_too_large", sentence))
             return
-        self._settle(job)
+        self._finish_progress(job)
         if isinstance(result, _files.Written):
             self._link.send(_wire.RESULT, job.number, result.extension)
         else:
             self._link.send(_wire.RESULT, job.number, _wire.EMPTY, result)
 
-    def _fail(self, job: Context, error: BaseException) -> None:
+    def _send_failure(self, job: Context, error: BaseException) -> None:
         payload = b""
         if isinstance(error, HandlerError):
             try:
@@ -391,38 +397,38 @@ class Server:
                 payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
             except Exception as problem:
                 # The attributes of the error were changed to invalid values.
-                metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {told(problem)}", False, "")
+                metadata = _wire.failed("exception", f"the HandlerError cannot be sent: {describe(problem)}", False, "")
         else:
             print_traceback(error)
-            metadata = _wire.failed("exception", told(error), False, "dependency")
-        self._settle(job)
+            metadata = _wire.failed("exception", describe(error), False, "dependency")
+        self._finish_progress(job)
         self._link.send(_wire.FAILED, job.number, metadata, payload)
 
     # Progress.
 
-    def say_progress(self, job: Context, fraction: float, text: str) -> None:
+    def report_progress(self, job: Context, fraction: float, text: str) -> None:
         """Sends a progress report now or, if the last one was sent recently, stores it."""
         if not self._link.is_own():
             return
-        with self._telling:
-            if job._said is False:
+        with self._progress_lock:
+            if job._progress is False:
                 return
-            job._said = fraction, text
+            job._progress = fraction, text
             now = time.monotonic()
-            if now - job._told_at >= PROGRESS_SECONDS:
-                job._told_at = now
-                self._tell(job)
+            if now - job._progress_sent_at >= PROGRESS_SECONDS:
+                job._progress_sent_at = now
+                self._send_progress(job)
 
-    def _tell(self, job: Context) -> None:
-        said, job._said = job._said, None
+    def _send_progress(self, job: Context) -> None:
+        said, job._progress = job._progress, None
         if isinstance(said, tuple):
             self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
 
-    def _settle(self, job: Context) -> None:
+    def _finish_progress(self, job: Context) -> None:
         """Sends the last progress report of a job, and prevents later ones."""
-        with self._telling:
-            self._tell(job)
-            job._said = False
+        with self._progress_lock:
+            self._send_progress(job)
+            job._progress = False
 
     # Async handlers.
 
@@ -433,7 +439,7 @@ class Server:
                     awaitable.close()
             except BaseException as error:
                 print_traceback(error)
-            self._fail(job, _was_cancelled())
+            self._send_failure(job, _was_cancelled())
             self._leave_loop(job)
             return
 
@@ -456,53 +462,53 @@ class Server:
             try:
                 result, ended = task.result()
             except BaseException as error:
-                self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
+                self._send_failure(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
                 if ended is None:
-                    self._succeed(job, result)
+                    self._send_result(job, result)
                 else:
-                    self._fail(job, ended)
+                    self._send_failure(job, ended)
         finally:
             self._leave_loop(job)
 
     def _leave_loop(self, job: Context) -> None:
         with self._lock:
             self._end(job)
-            if self._may_begin():
-                self._call_help()
+            if self._can_begin():
+                self._wake_or_start_thread()
             elif self._is_draining and not self._live:
                 self._finish()
 
     # The link.
 
-    def _take_in(self) -> None:
+    def _read_link(self) -> None:
         """Reads all available frames and queues the jobs."""
         with self._reading:
-            self._looked_at = time.monotonic()
-            try:
-                while self._reader.read():
-                    pass
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                _link.lost(error)
-            except (EOFError, _wire.Unreadable):
-                # The supervisor is gone or violates the protocol, so this process is of no use any more.
-                os._exit(1)
+            self._read_at = time.monotonic()
             frames = self._reader.frames
-            if frames:
+            try:
+                with suppress(BlockingIOError):
+                    while self._reader.read():
+                        pass
                 with self._lock:
                     # Recalled jobs are removed first, because the frames can contain the same job again.
-                    self._drop_taken()
+                    self._drop_recalled()
                     while frames:
-                        self._take(*frames.popleft())
+                        self._handle_frame(*frames.popleft())
+            except EOFError:
+                # The supervisor is gone, so this process has no further use.
+                os._exit(1)
+            except (LookupError, _wire.Malformed, _wire.Unreadable) as error:
+                _link.exit_with_message(f"the supervisor sent an invalid frame ({error!r}); the worker ends here\n")
+            except OSError as error:
+                _link.end_without_link(error)
 
-    def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
+    def _handle_frame(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
         if kind == _wire.JOB:
             operation, tenant, remaining, trace, named = _wire.job(metadata)
             self._arrived += 1
             deadline = time.monotonic() + min(remaining / 1e6, _wire.SECONDS_MAX)
-            data = payload if named is None else _files.Loan(self._lent, named)
+            data = payload if named is None else _files.Loan(self._loans, named)
             job = Context(self, self._arrived, number, operation, tenant, deadline, trace, data)
             self._live[number] = job
             self._pending.append(job)
@@ -514,18 +520,18 @@ class Server:
                     self._loop.call_soon_threadsafe(found._task.cancel)
         elif kind == _wire.FILES:
             try:
-                self._lent[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)
+                self._loans[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)
             except (OSError, ValueError) as error:
                 # Payloads are then sent as bytes.
                 print(f"memory files cannot be used: {error}", file=sys.stderr)
             else:
                 self._link.send(_wire.FILES_TAKEN, number)
         elif kind == _wire.FILES_ENDED:
-            self._lent.pop(number, None)
+            self._loans.pop(number, None)
         elif kind == _wire.LIMITS:
-            self._limit = _within(_wire.LIMIT.unpack_from(metadata)[0])
+            self._limit = _clamped(_wire.LIMIT.unpack_from(metadata)[0])
             if self._threads > self._limit and self._idle:
-                self._call_help()
+                self._wake_or_start_thread()
         elif kind == _wire.DRAIN:
             self._is_draining = True
             if not self._live:
@@ -537,17 +543,17 @@ class Server:
         try:
             self._watch_link()
         except OSError as error:
-            _link.lost(error)
+            _link.end_without_link(error)
 
     def _watch_link(self) -> None:
         interval = self.welcome.heartbeat_ms / 1e3
-        next_beat = time.monotonic() + interval
+        next_heartbeat = time.monotonic() + interval
         is_on_link, seen = True, 0
         while True:
-            patience = next_beat - time.monotonic() if interval else -1.0
+            timeout = next_heartbeat - time.monotonic() if interval else -1.0
             if not is_on_link:
-                patience = min(patience, TICK_SECONDS) if interval else TICK_SECONDS
-            events = self._watcher.poll(max(patience, 0.0) if patience != -1.0 else None)
+                timeout = min(timeout, TICK_SECONDS) if interval else TICK_SECONDS
+            events = self._watcher.poll(max(timeout, 0.0) if timeout != -1.0 else None)
             for descriptor, _ in events:
                 if descriptor == self._signals:
                     if signal.SIGTERM in _drain(self._signals):
@@ -556,48 +562,48 @@ class Server:
                     self._watcher.unregister(self._link_descriptor)
                     is_on_link, seen = False, self._begun
                 else:
-                    self._attend()
+                    self._serve_link()
             if not is_on_link and not events:
                 if seen == self._begun:
                     # Idle or stuck. In both cases the watcher must react to the link again.
                     if self._running:
-                        self._typical = STUCK_SECONDS
+                        self._typical = ASSUMED_SECONDS
                     self._watcher.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
                     is_on_link = True
                 seen = self._begun
-            if interval and time.monotonic() >= next_beat:
-                if self._words is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
+            if interval and time.monotonic() >= next_heartbeat:
+                if self._journal is not None and self.welcome.capabilities & _wire.JOURNAL_HEARTBEATS:
                     self._link.check()
-                    self._words[2] = time.monotonic_ns()
+                    self._journal[2] = time.monotonic_ns()
                 else:
                     self._link.heartbeat()
-                self._settle_progress()
-                next_beat = time.monotonic() + interval
+                self._send_delayed_progress()
+                next_heartbeat = time.monotonic() + interval
 
-    def _attend(self) -> None:
+    def _serve_link(self) -> None:
         """Reads the link while all handlers are busy."""
-        self._take_in()
+        self._read_link()
         with self._lock:
-            if self._may_begin():
-                self._call_help()
+            if self._can_begin():
+                self._wake_or_start_thread()
 
-    def _settle_progress(self) -> None:
+    def _send_delayed_progress(self) -> None:
         """Sends progress reports that were stored because an earlier report was sent recently."""
         with self._lock:
-            telling = [job for job in self._live.values() if job._said]
+            telling = [job for job in self._live.values() if job._progress]
         for job in telling:
-            with self._telling:
-                if job._said:
-                    job._told_at = time.monotonic()
-                    self._tell(job)
+            with self._progress_lock:
+                if job._progress:
+                    job._progress_sent_at = time.monotonic()
+                    self._send_progress(job)
 
 
-def _within(limit: int) -> int:
+def _clamped(limit: int) -> int:
     return min(max(limit, 1), THREADS_MAX)
 
 
 def _was_cancelled() -> HandlerError:
-    return HandlerError("cancelled", "no client waits any more", fault="caller")
+    return HandlerError("cancelled", "the client no longer waited", fault="caller")
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
@@ -612,31 +618,7 @@ def _as_bytes(result: object) -> bytes | memoryview:
         # An empty view cannot always be cast.
         return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
     except TypeError:
-        raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
-
-
-def print_traceback(error: BaseException) -> None:
-    """Prints a traceback to standard error, even if the exception itself cannot be printed."""
-    import traceback
-
-    try:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    except BaseException:
-        try:
-            print(f"{type(error).__qualname__} was raised, which cannot be printed", file=sys.stderr)
-        except Exception:
-            # A handler has closed the stream.
-            pass
-
-
-def told(error: BaseException) -> str:
-    """Returns a one-line description of an exception."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = "(its text cannot be made)"
-    name = type(error).__qualname__
-    return f"{name}: {text}" if text else name
+        raise TypeError(f"a handler must return bytes, str or None, not {type(result).__name__}") from None
 
 
 def _is_async(handler: Any) -> bool:

@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import deque
 
-from . import _files
+from . import _files, _stdio
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ _DESCRIPTORS = 3
 _CLONE_PARENT, _SIGCHLD, _SIGKILL = 0x8000, 17, 9
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 #: Variables with the path of the temporary folder, unless ``env`` sets them.
-_OF_FOLDER = (b"TMPDIR", b"HOME")
+_FOLDER_VARIABLES = (b"TMPDIR", b"HOME")
 #: System call numbers of clone(2).
 _CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
 
 
-class _Unfit(Exception):
+class _CannotFork(Exception):
     """This process cannot be a template. The text is the reason."""
 
 
@@ -65,27 +65,25 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         prepared = prepare()
         _check_threads()
     except BaseException as error:
-        from ._serve import print_traceback, told
-
-        print_traceback(error)
-        text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {told(error)}"
+        _stdio.print_traceback(error)
+        text = str(error) if isinstance(error, _CannotFork) else f"initialisation failed: {_stdio.describe(error)}"
         end(socket, text)
     # Excludes existing objects from garbage collection, so that workers do not write to shared pages.
     gc.collect()
     gc.freeze()
     try:
         socket.send(b"R")
-        newcomer = _Newcomer(socket, system, rules)
+        forked_worker = _ForkedWorker(socket, system, rules)
         if rules is not None:
             rules.prepare()
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
             # Otherwise both processes would write the buffered output.
-            flush()
+            _stdio.flush()
             pid = system.fork()
             if pid == 0:
-                newcomer.become_worker(worker, secret, descriptors)
+                forked_worker.become_worker(worker, secret, descriptors)
                 return prepared
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -95,7 +93,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
                 socket.send(b"X" + struct.pack("<Qi", worker, -pid))
             if rules is not None:
                 rules.prepare()
-    except _Unfit as error:
+    except _CannotFork as error:
         end(socket, str(error))
     except OSError:
         # The keeper is gone, so this process must end.
@@ -108,28 +106,30 @@ def _sandbox(system: _System) -> Rules | None:
         return None
     from . import _rules
 
-    _given_rules.append(os.dup(0))
-    rules = _rules.told(system.call)
+    _rules_descriptors.append(os.dup(0))
+    rules = _rules.read(system.call)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(nothing, 0)
     os.close(nothing)
     if rules is not None:
         # Prevents other processes of this user from reading this process's memory and taking its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
-        if rules.leave_temporary_files_open():
+        if rules.exposes_temporary_files():
             print(
-                "`read` or `write` give what the temporary folders lie in: workers reach each other's", file=sys.stderr
+                "workers can access each other's temporary folders: `read` or `write` names a folder above these "
+                "folders",
+                file=sys.stderr,
             )
     return rules
 
 
-class Starting:
+class TemplateStart:
     """Status messages that ``init`` can send from a template."""
 
     def __init__(self, socket: _socket.socket) -> None:
         self._socket = socket
 
-    def say_status(self, text: str) -> None:
+    def report_status(self, text: str) -> None:
         """Reports a status text to operators."""
         self._socket.send(b"S" + text.encode(errors="replace")[:_TEXT_BYTES_MAX].decode(errors="ignore").encode())
 
@@ -144,18 +144,8 @@ def end(socket: _socket.socket, text: str) -> NoReturn:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])
     except OSError:
         pass
-    flush()
+    _stdio.flush()
     os._exit(1)
-
-
-def flush() -> None:
-    """Flushes standard output and standard error, and ignores errors."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            # The stream was closed or replaced.
-            pass
 
 
 class _System:
@@ -167,9 +157,13 @@ class _System:
         try:
             import ctypes
         except ImportError:
-            raise _Unfit('`start.mode = "fork"` takes an interpreter with ctypes: leave it out') from None
+            raise _CannotFork(
+                '`start.mode = "fork"` needs an interpreter with ctypes: leave `start.mode` out'
+            ) from None
         if sys.implementation.name != "cpython" or platform.machine() not in _CLONE:
-            raise _Unfit('`start.mode = "fork"` takes CPython on x86-64, aarch64 or riscv64: leave it out')
+            raise _CannotFork(
+                '`start.mode = "fork"` needs CPython on x86-64, aarch64 or riscv64: leave `start.mode` out'
+            )
         # PyDLL keeps the GIL during the call, as os.fork() does.
         library: Any = ctypes.PyDLL(None, use_errno=True)
         library.syscall.restype = ctypes.c_long
@@ -215,19 +209,19 @@ class _System:
 
 
 #: Descriptor of the sandbox rules from the keeper.
-_given_rules: list[int] = []
+_rules_descriptors: list[int] = []
 
 
-def start_again(variable: str) -> NoReturn:
+def restart(variable: str) -> NoReturn:
     """Restarts this process in a fresh interpreter, with the environment variable set."""
     from ._link import LINK_VARIABLE
 
-    for descriptor in _given_rules:
+    for descriptor in _rules_descriptors:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.dup2(descriptor, 0)
     os.environ[variable] = "1"
     os.set_inheritable(int(os.environ[LINK_VARIABLE]), True)
-    flush()
+    _stdio.flush()
     os.execv(sys.executable, sys.orig_argv)
 
 
@@ -250,8 +244,8 @@ def threads() -> list[str]:
 def _check_threads() -> None:
     names = threads()
     if names:
-        raise _Unfit(
-            f'`start.mode = "fork"` takes a process of one thread, and `init` left {", ".join(names[:8])} beside it: '
+        raise _CannotFork(
+            f'`start.mode = "fork"` needs a process with a single thread, but `init` left {", ".join(names[:8])}: '
             "start threads in `after_fork`, or leave `start.mode` out"
         )
 
@@ -265,18 +259,18 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
     receive = _files.receiver(socket, descriptors)
     while True:
         try:
-            message = receive(_ORDER_BYTES_MAX, _socket.MSG_DONTWAIT if _doomed else 0)
+            message = receive(_ORDER_BYTES_MAX, _socket.MSG_DONTWAIT if _removals else 0)
         except BlockingIOError:
             temporary = None if rules is None else rules.temporary
-            if temporary is None or temporary.remove(_doomed[0]):
-                _doomed.popleft()
+            if temporary is None or temporary.remove(_removals[0]):
+                _removals.popleft()
             continue
         if not message:
             raise ConnectionResetError
         if message[:1] in (b"F", b"R") and len(message) == 25:
             (worker,) = struct.unpack_from("<Q", message, 1)
             if message[:1] == b"R":
-                _doomed.append(_folder_name(worker, message[9:]))
+                _removals.append(_folder_name(worker, message[9:]))
             elif len(descriptors) == _DESCRIPTORS:
                 return worker, message[9:], descriptors
             else:
@@ -286,14 +280,14 @@ def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes
 
 
 #: Names of folders to remove.
-_doomed: deque[bytes] = deque()
+_removals: deque[bytes] = deque()
 
 
 def _folder_name(worker: int, secret: bytes) -> bytes:
     return b"%d-%032x" % (worker, int.from_bytes(secret, "little"))
 
 
-class _Newcomer:
+class _ForkedWorker:
     """Turns a forked process into a worker."""
 
     def __init__(self, socket: _socket.socket, system: _System, rules: Rules | None) -> None:
@@ -325,7 +319,7 @@ class _Newcomer:
             folder = None if temporary is None else temporary.make(name)
             step = "landlock"
             if self._rules is not None:
-                self._step_apart(self._rules, name, folder)
+                self._isolate(self._rules, name, folder)
             step = "keeper"
             self._socket.send(b"B" + struct.pack("<Q", worker))
             # The environment variable contains the number of the socket's descriptor, which the link replaces.
@@ -342,9 +336,9 @@ class _Newcomer:
                 pass
             os._exit(1)
 
-    def _step_apart(self, rules: Rules, name: bytes, folder: int | None) -> None:
+    def _isolate(self, rules: Rules, name: bytes, folder: int | None) -> None:
         """Isolates this process from the template and from other workers."""
-        rules.put_in_force(folder)
+        rules.enforce(folder)
         try:
             os.kill(self._template, 0)
         except PermissionError:
@@ -353,7 +347,7 @@ class _Newcomer:
             raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template must not be reachable.
         if rules.temporary is not None:
             path = rules.temporary.path
-            for variable in _OF_FOLDER:
+            for variable in _FOLDER_VARIABLES:
                 if os.environb.get(variable) in (None, path):
                     os.environb[variable] = os.path.join(path, name)
             tempfile: Any = sys.modules.get("tempfile")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview
 
 #: Errors after which a connection is unusable. Any other ``OSError`` comes from a signal handler, not from the socket.
-ENDS = frozenset(
+LOST_CONNECTION_ERRORS = frozenset(
     (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN, errno.ENOBUFS, errno.ENOMEM)
 )
 
@@ -42,16 +42,16 @@ EXTEND_START, HEARTBEAT, STOPPING, PROGRAM_CRASHED, RETURNED, FILES_TAKEN = 70, 
 KNOWN = frozenset({*range(1, 5), *range(16, 21), *range(32, 37), *range(48, 52), *range(53, 56), READY, *range(66, 76)})
 
 # Extensions.
-TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASED_BYTES = 1, 2, 3, 4, 5, 0x8006
+TRACEPARENT, SEAL, PROCESS, JOB_NUMBER, RUN_LIMIT, LEASE_REF = 1, 2, 3, 4, 5, 0x8006
 #: Extension of CANCEL: cancel the job only if it has not begun.
-UNBEGUN = 0x8007
+UNLESS_BEGUN = 0x8007
 CRASH_REPORT, ARRIVAL = 8, 10
 
 # Capabilities: of a worker, of the supervisor to a client, of the supervisor to a worker.
-WORKER_LIMITS, WORKER_BEATS, WORKER_FILES, WORKER_CLAIMS = 2, 8, 16, 32
+WORKER_LIMITS, WORKER_JOURNAL_HEARTBEATS, WORKER_FILES, WORKER_PREFETCH = 2, 8, 16, 32
 CLIENT_RUN_LIMIT = 1
-CLIENT_CANCEL_UNBEGUN = 4
-BEATS_IN_JOURNAL = 1
+CLIENT_CANCEL_UNLESS_BEGUN = 4
+JOURNAL_HEARTBEATS = 1
 
 # Bounds, in bytes.
 FRAME_BYTES_MAX = 0xFFFF_FFFF
@@ -128,7 +128,7 @@ def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
     """Encodes a frame without its payload, which the caller sends next. Raises ``ValueError`` if it is too long."""
     size = len(metadata)
     if size + payload_bytes > FRAME_BYTES_MAX:
-        raise ValueError(f"a payload of {payload_bytes} bytes is more than a frame holds ({FRAME_BYTES_MAX - size})")
+        raise ValueError(f"the payload has {payload_bytes} bytes; the maximum is {FRAME_BYTES_MAX - size}")
     return HEADER.pack(size + payload_bytes, kind, 0, size, number) + metadata
 
 
@@ -138,7 +138,7 @@ def read_text(data: bytes, at: int) -> tuple[str, int]:
     (size,) = _LENGTH.unpack_from(data, at)
     end = start + size
     if end > len(data):
-        raise Malformed("a text reaches beyond its frame")
+        raise Malformed("a text extends beyond the frame")
     return data[start:end].decode("utf-8", "replace"), end
 
 
@@ -151,9 +151,9 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
         tag, size = _EXTENSION.unpack_from(data, at)
         at += 10
         if at + size > len(data):
-            raise Malformed("an extension reaches beyond its frame")
-        if tag & 0x8000 and tag != LEASED_BYTES:
-            raise Malformed(f"the supervisor demands the extension {tag:#x}, which this version does not know")
+            raise Malformed("an extension extends beyond the frame")
+        if tag & 0x8000 and tag != LEASE_REF:
+            raise Malformed(f"the supervisor requires the extension {tag:#x}, which this version does not know")
         found[tag] = data[at : at + size]
         at += size
     return found
@@ -184,11 +184,11 @@ def submission(
         ("traceparent", traceparent or "", 1024),
     ):
         if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+            raise TypeError(f"{name} must be str, not {type(value).__name__}")
         if len(value.encode()) > bytes_max:
             raise ValueError(f"{name} is longer than {bytes_max} bytes")
     if priority not in PRIORITIES:
-        raise ValueError(f"{priority!r} is no priority: write 'critical', 'normal' or 'best-effort'")
+        raise ValueError(f"{priority!r} is not a priority: write 'critical', 'normal' or 'best-effort'")
     if not 0 <= cost <= 0xFFFF_FFFF:
         raise ValueError(f"cost must be from 0 to 2**32-1, not {cost}")
     given = []
@@ -208,7 +208,7 @@ def _texts_end(data: bytes, at: int, count: int) -> int:
     return at
 
 
-def lessee(metadata: bytes) -> bytes:
+def lease_owner(metadata: bytes) -> bytes:
     """Returns the encoded bulkhead and tenant of a SUBMIT, as LEASE contains them."""
     bulkhead = _texts_end(metadata, 0, 1)
     return metadata[:bulkhead] + metadata[_texts_end(metadata, bulkhead, 1) : _texts_end(metadata, bulkhead, 2)]
@@ -234,7 +234,7 @@ def _micros(name: str, seconds: float) -> int:
 
 def is_ok(metadata: bytes) -> bool:
     """Returns true if the outcome is ``ok``, so that the payload is the result."""
-    return metadata[0] == 0
+    return metadata[:1] == b"\0"
 
 
 def ran_us(metadata: bytes) -> int:
@@ -251,7 +251,7 @@ def outcome(metadata: bytes) -> Outcome:
         message, at = read_text(metadata, at)
         given = read_extensions(metadata, at)
     except struct.error as error:
-        raise Malformed(f"an outcome that cannot be read: {error}") from None
+        raise Malformed(f"the supervisor sent an outcome that cannot be read: {error}") from None
     verdict, reason, executed, retryable, fault, attempts, queued, ran, deadline, pid, has_after, after = fields[:12]
     has_status, status = fields[12:]
     name = OUTCOMES[verdict] if verdict < len(OUTCOMES) else "unknown"
@@ -286,15 +286,18 @@ def outcome(metadata: bytes) -> Outcome:
 
 
 def error(metadata: bytes, payload: Payload) -> JobError:
-    """Returns the exception for an OUTCOME other than ``ok``."""
-    told = outcome(metadata)
-    kind = ERROR_OF_OUTCOME.get(told.outcome)
+    """Returns the exception for an OUTCOME other than ``ok``, or for one that cannot be read."""
+    try:
+        found = outcome(metadata)
+    except Malformed as problem:
+        return Disconnected(str(problem), "unknown")
+    kind = ERROR_OF_OUTCOME.get(found.outcome)
     if kind is None:
         return Disconnected(
-            f"the supervisor told of an outcome that this client does not know ({told}); update bulkhead-py",
-            told.executed,
+            f"the supervisor reported an outcome that this client does not know ({found}); update bulkhead-py",
+            found.executed,
         )
-    return kind(told, payload)
+    return kind(found, payload)
 
 
 def progress(metadata: bytes) -> tuple[float, str]:
@@ -310,8 +313,8 @@ def progressed(fraction: float, words: str) -> bytes:
 
 def failed(code: str, message: str, retryable: bool, fault: str) -> bytes:
     """Encodes the metadata of FAILED."""
-    told = text(code, CODE_BYTES_MAX) + text(message, MESSAGE_BYTES_MAX)
-    return told + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
+    texts = text(code, CODE_BYTES_MAX) + text(message, MESSAGE_BYTES_MAX)
+    return texts + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
 
 
 #: Encoding of two empty text fields.
@@ -331,7 +334,7 @@ def job(metadata: bytes) -> tuple[str, str, int, str | None, bytes | None]:
     given = read_extensions(metadata, at + 8)
     trace = given.get(TRACEPARENT)
     traceparent = None if trace is None else trace.decode("ascii", "replace")
-    return operation, tenant, remaining, traceparent, given.get(LEASED_BYTES)
+    return operation, tenant, remaining, traceparent, given.get(LEASE_REF)
 
 
 def client_welcome(metadata: bytes) -> int:
@@ -411,9 +414,9 @@ class Reader:
         while end - at >= 16:
             length, kind, flags, metadata_length, number = HEADER.unpack_from(data, at)
             if metadata_length > length:
-                raise Malformed("a frame whose metadata is longer than itself")
+                raise Malformed("the supervisor sent a frame with metadata longer than the frame")
             if flags & CRITICAL and kind not in KNOWN:
-                raise Malformed(f"the supervisor demands the frame {kind}, which this version does not know")
+                raise Malformed(f"the supervisor sent a critical frame of the unknown kind {kind}: update bulkhead-py")
             start = at + 16
             middle = start + metadata_length
             stop = start + length

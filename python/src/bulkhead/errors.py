@@ -238,19 +238,19 @@ def _outcome_by_text(kind: type[JobError], text: str) -> Outcome:
 
 
 def _sentence(outcome: Outcome) -> str:
-    said = str(outcome)
+    text = str(outcome)
     if outcome.outcome == "rejected" and outcome.retryable and outcome.retry_after is not None:
-        return f"{said}; try again after {outcome.retry_after:.3f} s"
+        return f"{text}; try again after {outcome.retry_after:.3f} s"
     if outcome.outcome == "deadline_exceeded":
         if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
-            return f"{said}: it ran for {outcome.run_limit:g} s, its run limit; allow more, or send less"
-        return f"{said}: not within {outcome.deadline:g} s; allow more time, or send less at once"
+            return f"{text}: the job ran for {outcome.run_limit:g} s, the run limit; allow more time, or send less"
+        return f"{text}: not within {outcome.deadline:g} s; allow more time, or send less at once"
     if outcome.outcome == "crashed":
         see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
         if outcome.retryable:
-            return f"{said}; it may be sent again{see}"
-        return f"{said}; whether the job ran is unknown: send it again only if it may run twice{see}"
-    return said
+            return f"{text}; the job can be sent again{see}"
+        return f"{text}; whether the job ran is unknown: send the job again only if a second run is safe{see}"
+    return text
 
 
 ERROR_OF_OUTCOME: dict[str, type[JobError]] = {

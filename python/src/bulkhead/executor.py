@@ -37,7 +37,7 @@ from ._pool import (
     WorkerCrashed,
 )
 from ._pool_worker import READ_BY_PICKLE, Pickler, process_chunk
-from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment, to_toml
+from ._private import SERVICE_VARIABLES, PrivateSupervisor, merged, passed_environment, to_toml
 
 __all__ = [
     "BulkheadExecutor",
@@ -60,9 +60,9 @@ _PROFILES = ("none", "default", "strict")
 #: Size strings of the configuration.
 _SIZE = re.compile(r"\s*(\d+\s*B?|\d+(\.\d{1,9})?\s*[KMGT]i?B)\s*", re.ASCII | re.IGNORECASE)
 #: Variables that the sandbox sets.
-_OF_SANDBOX = ("TMPDIR", "HOME")
+_SANDBOX_VARIABLES = ("TMPDIR", "HOME")
 #: Variables of a template. Without this variable, `import pyarrow` (also via pandas) starts a jemalloc thread.
-_OF_TEMPLATE = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+_TEMPLATE_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 #: Maximum size of the preparation of confined workers, which is passed in a variable. Other workers read a file.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
@@ -143,7 +143,7 @@ class BulkheadExecutor(_Calls):
         Maximum size of a worker's data, in bytes or as a size such as ``"512MiB"``. An allocation beyond the
         limit raises ``MemoryError``.
     ``sandbox``
-        ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement.md).
+        ``"none"``, ``"default"``, ``"strict"``, or a table of keys (docs/confinement/profiles.md).
     ``pickler``
         ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or the name of a module with ``dumps`` and
         ``loads``.
@@ -197,7 +197,9 @@ class BulkheadExecutor(_Calls):
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
-            raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
+            raise ValueError(
+                "mp_context must be 'spawn' or 'forkserver', because workers are not forked from this process"
+            )
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
@@ -211,7 +213,7 @@ class BulkheadExecutor(_Calls):
         allowed = None
         if results != "any":
             if pickler not in READ_BY_PICKLE:
-                raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
+                raise ValueError(f"results='data' needs pickler='pickle' or 'cloudpickle', not {pickler!r}")
             from ._data import allow
 
             allowed = allow([] if isinstance(results, str) else [kind for kind in results if kind != "data"])
@@ -276,7 +278,7 @@ class BulkheadExecutor(_Calls):
         self._pool.terminate()
 
     def status(self) -> dict[str, Any]:
-        """Returns the supervisor's view of the pool: workers, running and waiting calls, outcomes (docs/operations.md).
+        """Returns the supervisor's snapshot of the pool: workers, calls, outcomes (docs/operations/http.md).
 
         Raises ``RuntimeError`` if no supervisor is running: before the first call, and after shutdown.
         """
@@ -373,9 +375,9 @@ class _Launch(NamedTuple):
 
     def variables(self) -> dict[str, str]:
         """Returns the environment of the workers."""
-        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self.is_confined else ()))
+        left_out = (*SERVICE_VARIABLES, *(_SANDBOX_VARIABLES if self.is_confined else ()))
         own = {name: value for name, value in os.environ.items() if name not in left_out}
-        return {**(_OF_TEMPLATE if self.is_forked else {}), **own, **self.environment}
+        return {**(_TEMPLATE_VARIABLES if self.is_forked else {}), **own, **self.environment}
 
     def _preparation(self, output: list[str], passed: Mapping[str, str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
@@ -401,7 +403,7 @@ class _Launch(NamedTuple):
                 return self.pickler.dumps(self.initializer)
             return _pool_worker.dumps_with_primitives(self.initializer)
         except Exception as error:
-            raise _pool_worker.explained(error) from None
+            raise _pool_worker.with_hint(error) from None
 
     def start(self, supervisor: PrivateSupervisor) -> Output:
         """Starts a supervisor. Returns the reader of its workers' output."""
@@ -409,7 +411,7 @@ class _Launch(NamedTuple):
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
             raise RuntimeError(
-                "the main module submits calls while it is imported by a worker: put what it does under "
+                "the main module submits calls while a worker imports the module: move the calls under "
                 "if __name__ == '__main__':"
             )
         output: Output = Lines(supervisor) if self.is_confined else Fifos(supervisor)
@@ -450,14 +452,14 @@ def _refuse_in_frozen_worker() -> None:
         from . import __version__, _link, _serve, _template
 
         link = _link.inherited()
-        why = (
-            "this frozen program does not support workers: call multiprocessing.freeze_support() first of all under "
+        reason = (
+            "this frozen program does not support workers: call multiprocessing.freeze_support() first under "
             "if __name__ == '__main__':"
         )
         if link is not None and _template.is_wanted():
-            _template.end(link, why)
+            _template.end(link, reason)
         elif link is not None:
-            _serve.Server(link, __version__).give_up(why)
+            _serve.Server(link, __version__).fail_start(reason)
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
@@ -470,7 +472,9 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
 
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
-        raise ValueError("environment and initializer are too large for confined workers: let calls bring the data")
+        raise ValueError(
+            "environment and initializer are too large for confined workers: pass the data as arguments of calls"
+        )
     supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 

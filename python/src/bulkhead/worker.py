@@ -15,133 +15,18 @@ A handler that crashes or hangs ends only its own process, and its client gets t
 
 from __future__ import annotations
 
-import os
-import sys
-import time
+from ._context import Context, HandlerError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, NoReturn, TypeVar
 
-    from ._serve import Server
-    from ._template import Starting
+    from ._context import Handler
 
-    Handler = Callable[..., Any]
     H = TypeVar("H", bound=Callable[..., Any])
-    T = TypeVar("T")
 
 __all__ = ["Context", "HandlerError", "extend_start", "handler", "initializer", "serve", "status"]
-
-#: Minimum number of seconds between two progress reports that are sent.
-PROGRESS_SECONDS = 0.1
-#: Exit code of a program that was not started by a supervisor.
-USAGE = 2
-
-
-class HandlerError(Exception):
-    """Raised by a handler to report a failure.
-
-    ``code`` is a short machine-readable name, and ``message`` a sentence for people. ``retryable`` is true if the job
-    may succeed later. ``fault`` is ``"dependency"``, or ``"caller"`` if the job itself was wrong. Failures with the
-    fault ``"caller"`` do not count against the bulkhead. ``payload``, up to 64 KiB, reaches the client as
-    ``JobError.payload``.
-    """
-
-    def __init__(
-        self,
-        code: str,
-        message: str = "",
-        *,
-        retryable: bool = False,
-        fault: str = "dependency",
-        payload: bytes = b"",
-    ) -> None:
-        for name, value in (("code", code), ("message", message)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be str, not {type(value).__name__}")
-        if not isinstance(payload, (bytes, bytearray, memoryview)):
-            raise TypeError(f"payload must be bytes, not {type(payload).__name__}")
-        if fault not in ("caller", "dependency"):
-            raise ValueError(f"fault must be 'caller' or 'dependency', not {fault!r}")
-        super().__init__(code, message)
-        self.code = code
-        self.message = message
-        self.retryable = retryable
-        self.fault = fault
-        self.payload = payload
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message}" if self.message else self.code
-
-
-class Context:
-    """A running job, passed to its handler."""
-
-    __slots__ = (
-        *("_arrival", "_deadline", "_payload", "_said", "_server", "_task", "_told_at"),
-        *("cancelled", "number", "operation", "tenant", "traceparent"),
-    )
-
-    #: Operation and tenant that the client requested; empty if the client gave none.
-    operation: str
-    tenant: str
-    #: Number of the job. The log, events and crash reports show it in hexadecimal digits.
-    number: int
-    #: W3C traceparent of the job's span, or None.
-    traceparent: str | None
-    #: True if no client waits for the job any more. A handler that checks this and returns early avoids being killed.
-    #: Async handlers are cancelled.
-    cancelled: bool
-
-    def __init__(
-        self,
-        server: Server,
-        arrival: int,
-        number: int,
-        operation: str,
-        tenant: str,
-        deadline: float,
-        traceparent: str | None,
-        payload: Any,
-    ) -> None:
-        self._server = server
-        self._arrival = arrival
-        self._deadline = deadline
-        self._payload = payload
-        # Progress report that was not sent yet; False after the job was answered.
-        self._said: tuple[float, str] | bool | None = None
-        self._told_at = 0.0
-        self._task: Any = None
-        self.cancelled = False
-        self.number = number
-        self.operation = operation
-        self.tenant = tenant
-        self.traceparent = traceparent
-
-    @property
-    def remaining(self) -> float:
-        """Seconds until the job's deadline, or 0 if it has passed."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    @property
-    def state(self) -> Any:
-        """Value that ``init`` returned."""
-        return self._server.state
-
-    def progress(self, fraction: float, text: str = "") -> None:
-        """Reports progress to the client, as a fraction from 0 to 1 and a short text.
-
-        Can be called at any rate. The client gets at most ten reports per second, and the last report before the
-        result.
-        """
-        if not isinstance(text, str):
-            raise TypeError(f"text must be str, not {type(text).__name__}")
-        self._server.say_progress(self, float(fraction), text)
-
-    def __repr__(self) -> str:
-        return f"<Context of job {self.number:x} {self.operation!r}>"
-
 
 _handlers: dict[str | None, Handler] = {}
 _initializer: list[Callable[[], Any]] = []
@@ -170,20 +55,20 @@ def initializer(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-#: Receivers of status texts and requests for time during a start: this worker, or this template.
-_serving: list[Server | Starting] = []
-
-
 def status(text: str) -> None:
     """Reports to operators what the worker is doing. Call it from ``init``."""
-    for server in _serving:
-        server.say_status(text)
+    from ._start import receivers
+
+    for receiver in receivers:
+        receiver.report_status(text)
 
 
 def extend_start(seconds: float) -> None:
     """Requests time to start, in seconds from now; at most ``start.ready`` each time. Call it from ``init``."""
-    for server in _serving:
-        server.extend_start(seconds)
+    from ._start import receivers
+
+    for receiver in receivers:
+        receiver.extend_start(seconds)
 
 
 def serve(
@@ -208,18 +93,21 @@ def serve(
     The exit status is 0 after DRAIN or SIGTERM, 1 if the worker cannot start, and 2 if no supervisor started the
     program. If the supervisor is gone, the process ends immediately.
     """
+    from ._start import run
+
     given = dict(operations or {})
 
     def prepare() -> tuple[Handler | None, Mapping[str, Handler], Any]:
         return handler, given, None if init is None else init()
 
     if handler is None and not given:
-        raise TypeError("serve() takes a handler, or operations")
+        raise TypeError("serve() needs a handler or operations")
     run(prepare, after_fork)
 
 
 def serve_module(name: str, entry: str | None = None) -> NoReturn:
     """Implements ``python3 -m bulkhead serve``: imports a module and serves its handlers."""
+    from ._start import run
 
     def prepare() -> tuple[Handler | None, Mapping[str, Handler], Any]:
         import importlib
@@ -232,80 +120,3 @@ def serve_module(name: str, entry: str | None = None) -> NoReturn:
         return default, named, _initializer[0]() if _initializer else None
 
     run(prepare)
-
-
-def run(
-    prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]],
-    after_fork: Callable[[], object] | None = None,
-    *,
-    is_for_one_job: bool = False,
-    takes_files: bool = False,
-) -> NoReturn:
-    """Performs the handshake, prepares, serves and exits. In a template, only ``prepare`` runs before the fork.
-
-    A worker for one job does not notice cancellations and needs no watcher thread. With ``takes_files``, the handler
-    gets payloads in memory files as a ``Loan``.
-    """
-    from . import __version__, _link
-
-    is_forked = os.environ.get("BULKHEAD_TEMPLATE") is not None
-    if is_forked:
-        prepare = _forked(prepare, after_fork)
-    socket = _link.inherited()
-    if socket is None:
-        program = " ".join(["python3", *sys.argv])
-        print(
-            "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n"
-            f'    [bulkhead.NAME]\n    command = ["{program}"]',
-            file=sys.stderr,
-        )
-        sys.exit(USAGE)
-    import faulthandler
-
-    faulthandler.enable()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
-    from ._serve import Server
-
-    try:
-        server = Server(socket, __version__, is_for_one_job=is_for_one_job, takes_files=takes_files)
-    except (_link.Refused, OSError) as error:
-        print(f"the worker cannot start: {error}", file=sys.stderr)
-        sys.exit(1)
-    _serving.append(server)
-    server.run(prepare)
-    if is_forked:
-        _leave()
-    sys.exit(0)
-
-
-def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -> Callable[[], T]:
-    """Runs ``prepare`` in the template. Returns, in each forked worker, a function for the remaining preparation."""
-    # Imported here once for all workers.
-    from . import _link, _serve, _template  # noqa: F401
-
-    socket = _link.inherited()
-    if socket is None:
-        sys.exit(USAGE)
-    _serving.append(_template.Starting(socket))
-    prepared = _template.serve_forks(socket, prepare)
-    _serving.clear()
-
-    def rest() -> T:
-        if after_fork is not None:
-            after_fork()
-        return prepared
-
-    return rest
-
-
-def _leave() -> NoReturn:
-    """Ends a forked worker. Does not finalise the interpreter, because this would write to all shared pages."""
-    import atexit
-
-    from . import _template
-
-    atexit._run_exitfuncs()
-    _template.flush()
-    os._exit(0)

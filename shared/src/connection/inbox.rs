@@ -14,14 +14,14 @@ const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYL
 
 /// Number of bytes of a large payload's buffer that are zeroed at once, so that no read takes much longer
 /// than others.
-const LARGE_CLEAR_BYTES: usize = 1024 * 1024;
+const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
-pub(super) const LARGE_START_BYTES: usize = 4 * 1024;
+pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
 /// Maximum ratio of the capacity of a large payload's buffer to the bytes received. So memory follows the
 /// received bytes instead of the announced size, with few reallocations.
-pub(super) const LARGE_GROWTH: usize = 8;
+pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
 /// The read buffer shared by all connections of a thread. Allocated on first use, so that an empty one can
 /// take its place at no cost.
@@ -94,7 +94,7 @@ pub enum Item<'s> {
 }
 
 #[derive(Default)]
-enum Stage {
+enum ReceiveState {
     #[default]
     Frames,
     Announced {
@@ -107,8 +107,8 @@ enum Stage {
     },
 }
 
-/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because it
-/// is reused and clearing it would cost as much as filling it.
+/// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because
+/// buffers are reused, and clearing a buffer would cost as much as filling the buffer.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -117,12 +117,12 @@ struct Large {
 }
 
 impl Large {
-    fn room_for(&self, arrived: usize) -> usize {
-        room_for(arrived, self.header.payload_length())
+    fn large_capacity(&self, arrived: usize) -> usize {
+        large_capacity(arrived, self.header.payload_length())
     }
 
     /// Moves the received bytes into a larger buffer. Returns the old buffer.
-    fn move_to(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
+    fn move_into(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
         if buffer.capacity() < room {
             buffer = Vec::with_capacity(room);
         }
@@ -130,7 +130,7 @@ impl Large {
         let kept = buffer.len().min(self.filled);
         buffer[..kept].copy_from_slice(&self.buffer[..kept]);
         buffer.extend_from_slice(&self.buffer[kept..self.filled]);
-        let cleared = room.min(self.filled + LARGE_CLEAR_BYTES);
+        let cleared = room.min(self.filled + LARGE_ZEROED_BYTES_MAX);
         buffer.resize(cleared.max(buffer.len()), 0);
         std::mem::replace(&mut self.buffer, buffer)
     }
@@ -139,7 +139,7 @@ impl Large {
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
-            let more = self.room_for(self.filled + count) - self.buffer.len();
+            let more = self.large_capacity(self.filled + count) - self.buffer.len();
             self.buffer.reserve_exact(more);
         }
         let (over, beyond) = bytes[..count].split_at(count.min(self.buffer.len() - self.filled));
@@ -152,8 +152,8 @@ impl Large {
 
 /// Returns the capacity for a payload's buffer after `arrived` bytes: a multiple of the received bytes, or
 /// the total size near the end.
-fn room_for(arrived: usize, total: usize) -> usize {
-    let room = arrived.saturating_mul(LARGE_GROWTH).max(LARGE_START_BYTES);
+fn large_capacity(arrived: usize, total: usize) -> usize {
+    let room = arrived.saturating_mul(LARGE_GROWTH_FACTOR_MAX).max(LARGE_BUFFER_BYTES_MIN);
     if room >= total - total / 4 { total } else { room }
 }
 
@@ -161,7 +161,7 @@ fn room_for(arrived: usize, total: usize) -> usize {
 #[derive(Default)]
 pub struct Inbox {
     pub(super) partial: Vec<u8>,
-    stage: Stage,
+    state: ReceiveState,
     begun: u64,
 }
 
@@ -184,14 +184,14 @@ impl Inbox {
         scratch: &'b mut Scratch,
         read: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
     ) -> io::Result<(Received, Batch<'b>)> {
-        if let Stage::Storing(large) = &mut self.stage {
+        if let ReceiveState::Storing(large) = &mut self.state {
             let received = receive_large(read, large)?;
             return Ok((received, Batch { inbox: self, bytes: &[], at: 0 }));
         }
         let kept = self.partial.len();
         let buffer = scratch.buffer();
         buffer[..kept].copy_from_slice(&self.partial);
-        let (received, count) = receive_some(read, &mut buffer[kept..])?;
+        let (received, count) = receive_frames(read, &mut buffer[kept..])?;
         self.partial.clear();
         let bytes = &buffer[..kept + count];
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
@@ -200,7 +200,7 @@ impl Inbox {
     /// Returns true if a frame is incomplete. A peer that stays in this state for long should be
     /// disconnected.
     pub fn is_mid_frame(&self) -> bool {
-        !self.partial.is_empty() || !matches!(self.stage, Stage::Frames)
+        !self.partial.is_empty() || !matches!(self.state, ReceiveState::Frames)
     }
 
     /// Returns the number of missing bytes of a small frame, or of a large frame's metadata, whose header has
@@ -215,13 +215,13 @@ impl Inbox {
 
     /// Returns true if the next bytes are payload of a large frame.
     pub fn is_within_large(&self) -> bool {
-        !matches!(self.stage, Stage::Frames)
+        !matches!(self.state, ReceiveState::Frames)
     }
 
     /// Returns the memory held for an incomplete frame, in bytes: the full capacity of its buffers.
     pub fn held_bytes(&self) -> usize {
-        let large = match &self.stage {
-            Stage::Storing(large) => large.buffer.capacity() + large.metadata.capacity(),
+        let large = match &self.state {
+            ReceiveState::Storing(large) => large.buffer.capacity() + large.metadata.capacity(),
             _ => 0,
         };
         self.partial.capacity() + large
@@ -229,15 +229,15 @@ impl Inbox {
 
     /// Returns true if a large frame is being stored.
     pub fn is_storing(&self) -> bool {
-        matches!(self.stage, Stage::Storing(_))
+        matches!(self.state, ReceiveState::Storing(_))
     }
 
     /// Returns the number of bytes by which the next [`Inbox::receive`] would enlarge the buffer of a large
     /// frame; 0 while there is space in it.
-    pub fn growth(&self) -> usize {
-        match &self.stage {
-            Stage::Storing(large) if large.buffer.capacity() == large.filled => {
-                large.room_for(large.filled) - large.filled
+    pub fn growth_bytes(&self) -> usize {
+        match &self.state {
+            ReceiveState::Storing(large) if large.buffer.capacity() == large.filled => {
+                large.large_capacity(large.filled) - large.filled
             }
             _ => 0,
         }
@@ -245,13 +245,13 @@ impl Inbox {
 
     /// Enlarges the buffer of a large frame now, with a buffer from `pool`. The old buffer goes to the pool.
     pub fn grow(&mut self, pool: &mut BufferPool) {
-        let growth = self.growth();
-        if let Stage::Storing(large) = &mut self.stage
+        let growth = self.growth_bytes();
+        if let ReceiveState::Storing(large) = &mut self.state
             && growth > 0
         {
             let room = large.filled + growth;
             let fit = pool.take(room);
-            pool.give(large.move_to(fit, room));
+            pool.put(large.move_into(fit, room));
         }
     }
 
@@ -270,20 +270,21 @@ impl Inbox {
     /// Abandons the large frame that is being stored, if any. Frees its memory immediately and discards the
     /// rest of the payload as it arrives. Returns header and metadata.
     pub fn abandon_large(&mut self) -> Option<(Header, Vec<u8>)> {
-        match std::mem::take(&mut self.stage) {
-            Stage::Storing(large) => {
-                self.stage = Stage::Skipping { bytes_left: large.header.payload_length() - large.filled };
+        match std::mem::take(&mut self.state) {
+            ReceiveState::Storing(large) => {
+                self.state =
+                    ReceiveState::Skipping { bytes_left: large.header.payload_length() - large.filled };
                 Some((large.header, large.metadata))
             }
             other => {
-                self.stage = other;
+                self.state = other;
                 None
             }
         }
     }
 }
 
-fn receive_some(
+fn receive_frames(
     read: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
     buffer: &mut [u8],
 ) -> io::Result<(Received, usize)> {
@@ -291,7 +292,7 @@ fn receive_some(
         Ok(0) => Ok((Received::Closed, 0)),
         Ok(count) if count == buffer.len() => Ok((Received::More, count)),
         Ok(count) => Ok((Received::Drained, count)),
-        Err(error) => quiet(error).map(|received| (received, 0)),
+        Err(error) => without_transient_errors(error).map(|received| (received, 0)),
     }
 }
 
@@ -302,10 +303,10 @@ fn receive_large(
     let wanted = large.header.payload_length() - large.filled;
     if large.buffer.len() == large.filled {
         if large.buffer.capacity() == large.filled {
-            large.buffer.reserve_exact(large.room_for(large.filled) - large.filled);
+            large.buffer.reserve_exact(large.large_capacity(large.filled) - large.filled);
         }
         let room = large.buffer.capacity().min(large.header.payload_length());
-        large.buffer.resize(room.min(large.filled + LARGE_CLEAR_BYTES), 0);
+        large.buffer.resize(room.min(large.filled + LARGE_ZEROED_BYTES_MAX), 0);
     }
     let room = wanted.min(large.buffer.len() - large.filled);
     let into = &mut large.buffer[large.filled..large.filled + room];
@@ -315,11 +316,11 @@ fn receive_large(
             large.filled += count;
             Ok(if count == room { Received::More } else { Received::Drained })
         }
-        Err(error) => quiet(error),
+        Err(error) => without_transient_errors(error),
     }
 }
 
-fn quiet(error: rustix::io::Errno) -> io::Result<Received> {
+fn without_transient_errors(error: rustix::io::Errno) -> io::Result<Received> {
     match error {
         rustix::io::Errno::AGAIN => Ok(Received::Drained),
         rustix::io::Errno::INTR => Ok(Received::More),
@@ -343,8 +344,8 @@ impl<'b> Batch<'b> {
     )]
     pub fn next(&mut self) -> Result<Option<Item<'b>>, FrameError> {
         loop {
-            match &mut self.inbox.stage {
-                Stage::Frames => match self.next_frame()? {
+            match &mut self.inbox.state {
+                ReceiveState::Frames => match self.next_frame()? {
                     Some(item) => return Ok(Some(item)),
                     None => {
                         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
@@ -355,24 +356,24 @@ impl<'b> Batch<'b> {
                         return Ok(None);
                     }
                 },
-                Stage::Announced { header, .. } => {
-                    self.inbox.stage = Stage::Skipping { bytes_left: header.payload_length() };
+                ReceiveState::Announced { header, .. } => {
+                    self.inbox.state = ReceiveState::Skipping { bytes_left: header.payload_length() };
                 }
-                Stage::Skipping { bytes_left } => {
+                ReceiveState::Skipping { bytes_left } => {
                     let count = (*bytes_left).min(self.bytes.len() - self.at);
                     self.at += count;
                     *bytes_left -= count;
                     if *bytes_left > 0 {
                         return Ok(None);
                     }
-                    self.inbox.stage = Stage::Frames;
+                    self.inbox.state = ReceiveState::Frames;
                 }
-                Stage::Storing(large) => {
+                ReceiveState::Storing(large) => {
                     self.at += large.store(&self.bytes[self.at..]);
                     if large.filled < large.header.payload_length() {
                         return Ok(None);
                     }
-                    if let Stage::Storing(mut large) = std::mem::take(&mut self.inbox.stage) {
+                    if let ReceiveState::Storing(mut large) = std::mem::take(&mut self.inbox.state) {
                         large.buffer.truncate(large.filled);
                         let Large { header, metadata, buffer: payload, .. } = large;
                         return Ok(Some(Item::Large { header, metadata, payload }));
@@ -384,24 +385,24 @@ impl<'b> Batch<'b> {
 
     /// Returns true if the payload of a large frame is being discarded.
     pub fn is_skipping(&self) -> bool {
-        matches!(self.inbox.stage, Stage::Skipping { .. } | Stage::Announced { .. })
+        matches!(self.inbox.state, ReceiveState::Skipping { .. } | ReceiveState::Announced { .. })
     }
 
     /// Keeps the bytes after the last frame for the next [`Inbox::receive`], which returns them even if no
     /// further bytes arrive. Only for readers that stop after a small frame.
-    pub fn leave_rest(self) {
-        debug_assert!(matches!(self.inbox.stage, Stage::Frames), "the rest belongs to a large frame");
+    pub fn keep_rest(self) {
+        debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 
     /// Returns the size of a pool buffer to request for [`Batch::accept`], based on the bytes received with
     /// the announcement.
     pub fn buffer_bytes(&self) -> usize {
-        match &self.inbox.stage {
-            Stage::Announced { header, .. } => {
+        match &self.inbox.state {
+            ReceiveState::Announced { header, .. } => {
                 let total = header.payload_length();
                 let arrived = (self.bytes.len() - self.at).min(total);
-                room_for(arrived, total)
+                large_capacity(arrived, total)
             }
             _ => 0,
         }
@@ -409,8 +410,8 @@ impl<'b> Batch<'b> {
 
     /// Stores the payload of the announced frame in `buffer`, overwriting its contents.
     pub fn accept(&mut self, buffer: Vec<u8>) {
-        if let Stage::Announced { header, metadata } = std::mem::take(&mut self.inbox.stage) {
-            self.inbox.stage = Stage::Storing(Large { header, metadata, buffer, filled: 0 });
+        if let ReceiveState::Announced { header, metadata } = std::mem::take(&mut self.inbox.state) {
+            self.inbox.state = ReceiveState::Storing(Large { header, metadata, buffer, filled: 0 });
         }
     }
 
@@ -430,7 +431,7 @@ impl<'b> Batch<'b> {
         self.inbox.begun += 1;
         let metadata = &rest[HEADER_BYTES..metadata_end];
         if is_large {
-            self.inbox.stage = Stage::Announced { header, metadata: metadata.to_vec() };
+            self.inbox.state = ReceiveState::Announced { header, metadata: metadata.to_vec() };
             return Ok(Some(Item::Announced { header, metadata }));
         }
         Ok(Some(Item::Frame { header, metadata, payload: &rest[metadata_end..end] }))

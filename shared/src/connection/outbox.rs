@@ -20,17 +20,17 @@ use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 const WRITE_SEGMENTS_MAX: usize = 16;
 
 /// Maximum number of bytes of a file per `sendfile` call.
-const FILE_PIECE_BYTES: usize = 1024 * 1024;
+const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 
 /// Maximum number of bytes of a file that are copied and sent per call, if `sendfile` is not used.
-const COPIED_PIECE_BYTES: usize = 128 * 1024;
+const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
 /// Maximum size of an empty coalescing buffer that an [`Outbox`] keeps, in bytes. Larger ones come from a
 /// [`BufferPool`] and return there.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
 /// Typical upper bound on the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
-pub(super) const METADATA_BYTES_USUAL: usize = 512;
+pub(super) const METADATA_BYTES_TYPICAL: usize = 512;
 
 /// Send buffer of a socket after a large payload did not fit, in bytes. The kernel may allow less. With the
 /// default of 208 KiB, sender and receiver would wake each other many times per megabyte.
@@ -116,7 +116,7 @@ pub struct Outbox {
     tail_is_open: bool,
     bytes: usize,
     pub(super) spare: Vec<u8>,
-    is_widened: bool,
+    has_large_send_buffer: bool,
 }
 
 impl Outbox {
@@ -126,7 +126,7 @@ impl Outbox {
     }
 
     /// Frees the memory kept for later frames, if nothing waits.
-    pub fn give_back(&mut self) {
+    pub fn free_buffers(&mut self) {
         if self.bytes == 0 {
             (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
         }
@@ -134,9 +134,9 @@ impl Outbox {
 
     /// Gives the buffer kept for later frames to `pool`, if nothing waits, because few of many connections
     /// send at the same time. For connections whose frames are added by [`Outbox::push_pooled`].
-    pub fn rest(&mut self, pool: &mut BufferPool) {
+    pub fn release_buffer(&mut self, pool: &mut BufferPool) {
         if self.bytes == 0 && self.spare.capacity() > 0 {
-            pool.give_spare(std::mem::take(&mut self.spare));
+            pool.put_spare(std::mem::take(&mut self.spare));
         }
     }
 
@@ -146,7 +146,7 @@ impl Outbox {
     }
 
     /// Returns the last `bytes` waiting bytes, if they are in one buffer.
-    pub fn last(&self, bytes: usize) -> Option<&[u8]> {
+    pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
     }
@@ -160,7 +160,7 @@ impl Outbox {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> Result<(), CodecError> {
-        self.push_within(kind, number, message, extensions, payload, None)
+        self.push_frame(kind, number, message, extensions, payload, None)
     }
 
     /// Appends a frame like [`Outbox::push`], with buffers from the pool. For connections that send many
@@ -174,10 +174,10 @@ impl Outbox {
         payload: Payload<'_>,
         pool: &mut BufferPool,
     ) -> Result<(), CodecError> {
-        self.push_within(kind, number, message, extensions, payload, Some(pool))
+        self.push_frame(kind, number, message, extensions, payload, Some(pool))
     }
 
-    fn push_within<M: bincode::Encode>(
+    fn push_frame<M: bincode::Encode>(
         &mut self,
         kind: u8,
         number: u64,
@@ -187,7 +187,7 @@ impl Outbox {
         pool: Option<&mut BufferPool>,
     ) -> Result<(), CodecError> {
         let inline_bytes = if payload.len() <= INLINE_PAYLOAD_BYTES_MAX { payload.len() } else { 0 };
-        let tail = self.open_tail(HEADER_BYTES + METADATA_BYTES_USUAL + inline_bytes, pool);
+        let tail = self.open_tail(HEADER_BYTES + METADATA_BYTES_TYPICAL + inline_bytes, pool);
         let start = tail.len();
         tail.extend_from_slice(&[0; HEADER_BYTES]);
         if let Err(error) = codec::encode(message, extensions, tail) {
@@ -262,7 +262,7 @@ impl Outbox {
         while self.bytes > 0 {
             match self.send_once(&socket) {
                 Ok(count) => self.advance(count, pool),
-                Err(rustix::io::Errno::AGAIN) if !self.widen(&socket) => return Ok(false),
+                Err(rustix::io::Errno::AGAIN) if !self.enlarge_send_buffer(&socket) => return Ok(false),
                 Err(rustix::io::Errno::AGAIN) => {}
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
@@ -273,11 +273,11 @@ impl Outbox {
 
     /// Enlarges the socket's send buffer if a large payload waits. Returns true if another attempt is
     /// worthwhile.
-    fn widen(&mut self, socket: &impl AsFd) -> bool {
-        if self.is_widened || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
+    fn enlarge_send_buffer(&mut self, socket: &impl AsFd) -> bool {
+        if self.has_large_send_buffer || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
             return false;
         }
-        self.is_widened = true;
+        self.has_large_send_buffer = true;
         rustix::net::sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES).is_ok()
     }
 
@@ -285,7 +285,7 @@ impl Outbox {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let first = match &self.segments[0] {
             Segment::Bytes(bytes) => &bytes[self.sent..],
-            Segment::File(file, bytes) => return send_piece(socket, file, self.sent..*bytes),
+            Segment::File(file, bytes) => return send_file_chunk(socket, file, self.sent..*bytes),
         };
         if self.segments.len() == 1 {
             return rustix::net::send(socket, first, flags);
@@ -311,9 +311,9 @@ impl Outbox {
                 buffer.clear();
                 self.spare = buffer;
             } else if buffer.capacity() == SEGMENT_CAPACITY {
-                pool.give_segment(buffer);
+                pool.put_segment(buffer);
             } else {
-                pool.give(buffer);
+                pool.put(buffer);
             }
         }
         self.tail_is_open = false;
@@ -321,29 +321,29 @@ impl Outbox {
 }
 
 /// True if `sendfile(2)` must not be used.
-static SENDS_WITHOUT_SIGNALS: AtomicBool = AtomicBool::new(false);
+static SENDFILE_IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
 /// Prevents SIGPIPE for all later writes of this process, by not using `sendfile(2)`, which has no
 /// `MSG_NOSIGNAL`. For threads of an application that neither block nor ignore the signal.
-pub fn send_without_signals() {
-    SENDS_WITHOUT_SIGNALS.store(true, Ordering::Relaxed);
+pub fn disable_sendfile() {
+    SENDFILE_IS_DISABLED.store(true, Ordering::Relaxed);
 }
 
 /// Sends part of a file. The socket must be non-blocking.
-fn send_piece(
+fn send_file_chunk(
     socket: &impl AsFd,
     file: &OwnedFd,
     range: std::ops::Range<usize>,
 ) -> rustix::io::Result<usize> {
     let mut at = range.start as u64;
-    if SENDS_WITHOUT_SIGNALS.load(Ordering::Relaxed) {
-        let mut piece = vec![0; range.len().min(COPIED_PIECE_BYTES)];
-        return match rustix::io::pread(file, &mut piece[..], at)? {
+    if SENDFILE_IS_DISABLED.load(Ordering::Relaxed) {
+        let mut chunk = vec![0; range.len().min(COPIED_CHUNK_BYTES_MAX)];
+        return match rustix::io::pread(file, &mut chunk[..], at)? {
             0 => Err(rustix::io::Errno::IO),
-            count => rustix::net::send(socket, &piece[..count], SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
+            count => rustix::net::send(socket, &chunk[..count], SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
         };
     }
-    match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_PIECE_BYTES)) {
+    match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_CHUNK_BYTES_MAX)) {
         // The file is shorter than announced.
         Ok(0) => Err(rustix::io::Errno::IO),
         other => other,

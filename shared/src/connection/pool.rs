@@ -3,7 +3,7 @@
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
 /// Maximum ratio of a pooled buffer's size to the requested size. The whole buffer counts as memory in use.
-pub(super) const POOL_FIT_MAX: usize = 2;
+pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
 pub(super) const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -36,7 +36,7 @@ impl BufferPool {
     /// are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
         // Chooses the tightest fit, so that small payloads do not use huge buffers.
-        let fits = bytes..=bytes.saturating_mul(POOL_FIT_MAX);
+        let fits = bytes..=bytes.saturating_mul(POOL_OVERSIZE_FACTOR_MAX);
         let fit = (0..self.buffers.len())
             .filter(|&i| fits.contains(&self.buffers[i].capacity()))
             .min_by_key(|&i| self.buffers[i].capacity());
@@ -52,7 +52,7 @@ impl BufferPool {
 
     /// Returns a buffer to the pool. Drops buffers that are too small or too large, and the oldest ones
     /// beyond the limit.
-    pub fn give(&mut self, buffer: Vec<u8>) {
+    pub fn put(&mut self, buffer: Vec<u8>) {
         let bytes = buffer.capacity();
         if bytes <= INLINE_PAYLOAD_BYTES_MAX || bytes > POOL_BYTES_MAX {
             return;
@@ -60,13 +60,13 @@ impl BufferPool {
         // The oldest buffers are dropped, because their sizes are no longer requested.
         let surplus = (self.bytes + bytes).saturating_sub(POOL_BYTES_MAX);
         let mut freed = 0;
-        let gone = self.buffers.iter().take_while(|oldest| {
+        let dropped = self.buffers.iter().take_while(|oldest| {
             let is_kept = freed >= surplus;
             freed += if is_kept { 0 } else { oldest.capacity() };
             !is_kept
         });
-        let gone = gone.count();
-        self.buffers.drain(..gone);
+        let dropped = dropped.count();
+        self.buffers.drain(..dropped);
         self.bytes = self.bytes - freed + bytes;
         self.buffers.push(buffer);
     }
@@ -82,13 +82,13 @@ impl BufferPool {
     }
 
     /// Returns a small coalescing buffer to the pool.
-    pub(super) fn give_spare(&mut self, spare: Vec<u8>) {
+    pub(super) fn put_spare(&mut self, spare: Vec<u8>) {
         if self.spares.len() < POOL_SPARES_MAX {
             self.spares.push(spare);
         }
     }
 
-    pub(super) fn give_segment(&mut self, mut segment: Vec<u8>) {
+    pub(super) fn put_segment(&mut self, mut segment: Vec<u8>) {
         if self.segments.len() < POOL_SEGMENTS_MAX {
             segment.clear();
             self.segments.push(segment);

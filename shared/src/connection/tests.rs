@@ -1,6 +1,6 @@
-use super::inbox::{LARGE_GROWTH, LARGE_START_BYTES};
-use super::outbox::{METADATA_BYTES_USUAL, SPARE_BYTES_MAX, Segment};
-use super::pool::{POOL_BYTES_MAX, POOL_FIT_MAX, POOL_SPARES_MAX};
+use super::inbox::{LARGE_BUFFER_BYTES_MIN, LARGE_GROWTH_FACTOR_MAX};
+use super::outbox::{METADATA_BYTES_TYPICAL, SPARE_BYTES_MAX, Segment};
+use super::pool::{POOL_BYTES_MAX, POOL_OVERSIZE_FACTOR_MAX, POOL_SPARES_MAX};
 use super::*;
 use crate::frame::{Header, kind};
 use crate::worker_protocol::{Empty, Status};
@@ -26,7 +26,7 @@ fn drain(inbox: &mut Inbox, socket: &UnixStream, scratch: &mut Scratch) -> (Vec<
 }
 
 #[test]
-fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
+fn frames_of_all_sizes_arrive_in_order() {
     let sizes = [0, 1, 100, 65_536, 65_537, 300_000, 3, 2_000_000, 0, 70_000];
     let (here, there) = UnixStream::pair().unwrap();
     here.set_nonblocking(true).unwrap();
@@ -51,13 +51,13 @@ fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
     // Another test that starts a process can hold a copy briefly.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
-        assert!(began.elapsed().as_secs() < 30, "the end of the stream is not seen");
+        assert!(began.elapsed().as_secs() < 30, "the end of the stream was not received");
         std::thread::yield_now();
     }
 }
 
 #[test]
-fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
+fn kept_rest_arrives_with_the_next_receive() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
@@ -68,7 +68,7 @@ fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
     outbox.flush(&here, &mut pool).unwrap();
     let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
     assert!(matches!(batch.next().unwrap(), Some(Item::Frame { header: Header { number: 1, .. }, .. })));
-    batch.leave_rest();
+    batch.keep_rest();
     let mut numbers = Vec::new();
     while numbers.len() < 3 {
         outbox.flush(&here, &mut pool).unwrap();
@@ -82,13 +82,13 @@ fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
     assert!(outbox.flush(&here, &mut pool).unwrap());
     let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
     assert!(batch.next().unwrap().is_some());
-    batch.leave_rest();
+    batch.keep_rest();
     assert_eq!(drain(&mut inbox, &there, &mut scratch).0[0].0.number, 6);
     assert_eq!(inbox.partial.capacity(), 0);
 }
 
 #[test]
-fn a_large_payload_that_is_not_accepted_is_never_stored() {
+fn payload_that_is_not_accepted_is_never_stored() {
     let (here, there) = UnixStream::pair().unwrap();
     let mut outbox = Outbox::default();
     outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
@@ -111,7 +111,7 @@ fn a_large_payload_that_is_not_accepted_is_never_stored() {
 }
 
 #[test]
-fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
+fn held_memory_follows_the_received_bytes() {
     let total = 8 << 20;
     let mut announcement = Outbox::default();
     announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
@@ -122,7 +122,7 @@ fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
     // Two bytes must not hold memory for earlier payloads or for the announced size.
-    pool.give(vec![1; total]);
+    pool.put(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {
         let end = payload_at + arrived;
@@ -140,24 +140,25 @@ fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
                 }
                 Some(Item::Large { payload, .. }) => {
                     assert!(arrived == total && payload == bytes[payload_at..]);
-                    assert!(pool.bytes < total, "the pool's buffer has served");
+                    assert!(pool.bytes < total, "the pool's buffer was used");
                     return;
                 }
                 _ => {}
             }
         }
-        let most = POOL_FIT_MAX * LARGE_GROWTH * arrived.max(LARGE_START_BYTES) + METADATA_BYTES_USUAL;
-        assert!(inbox.held_bytes() <= most, "{arrived} came, {} are held", inbox.held_bytes());
+        let most = POOL_OVERSIZE_FACTOR_MAX * LARGE_GROWTH_FACTOR_MAX * arrived.max(LARGE_BUFFER_BYTES_MIN)
+            + METADATA_BYTES_TYPICAL;
+        assert!(inbox.held_bytes() <= most, "{arrived} bytes arrived, {} bytes are held", inbox.held_bytes());
     }
     panic!("the frame did not end");
 }
 
 #[test]
-fn a_pool_gives_up_what_is_of_no_use() {
+fn pool_drops_unusable_buffers() {
     let mut pool = BufferPool::default();
-    pool.give(Vec::with_capacity(POOL_BYTES_MAX));
-    assert_eq!(pool.take(100_000).capacity(), 0, "far too large for that");
-    (0..3).for_each(|_| pool.give(Vec::with_capacity(1 << 20)));
+    pool.put(Vec::with_capacity(POOL_BYTES_MAX));
+    assert_eq!(pool.take(100_000).capacity(), 0, "the buffer is too large for the request");
+    (0..3).for_each(|_| pool.put(Vec::with_capacity(1 << 20)));
     assert_eq!((pool.buffers.len(), pool.bytes), (3, 3 << 20));
     assert!(pool.take(600_000).capacity() == 1 << 20);
     assert_eq!((pool.buffers.len(), pool.bytes), (2, 2 << 20));
@@ -172,27 +173,27 @@ fn idle_connections_hold_no_memory() {
     assert!(outbox.flush(&here, &mut pool).unwrap());
     drain(&mut inbox, &there, &mut scratch);
     assert!(outbox.spare.capacity() <= SPARE_BYTES_MAX && outbox.segments.is_empty());
-    outbox.give_back();
+    outbox.free_buffers();
     assert_eq!((outbox.spare.capacity(), outbox.segments.capacity()), (0, 0));
     assert_eq!(inbox.partial.capacity(), 0);
 }
 
 #[test]
-fn connections_that_rest_leave_their_buffer_to_others() {
+fn idle_connections_share_buffers() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut pool, mut inbox, mut scratch) = (BufferPool::default(), Inbox::default(), Scratch::default());
     for mut outbox in [Outbox::default(), Outbox::default()] {
         for _ in 0..2 {
             let payload = Payload::Copied(b"x");
             outbox.push_pooled(kind::JOB, 1, &Empty, &[], payload, &mut pool).unwrap();
-            outbox.rest(&mut pool);
+            outbox.release_buffer(&mut pool);
         }
-        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "it has something to send");
+        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "bytes are waiting");
         assert!(outbox.flush(&here, &mut pool).unwrap());
-        outbox.rest(&mut pool);
-        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "one for both");
+        outbox.release_buffer(&mut pool);
+        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both share a buffer");
         drain(&mut inbox, &there, &mut scratch);
     }
-    (0..2 * POOL_SPARES_MAX).for_each(|_| pool.give_spare(Vec::with_capacity(1)));
+    (0..2 * POOL_SPARES_MAX).for_each(|_| pool.put_spare(Vec::with_capacity(1)));
     assert_eq!(pool.spares.len(), POOL_SPARES_MAX);
 }

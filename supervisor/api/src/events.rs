@@ -251,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
+    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations/events.md");
 
     fn table() -> String {
         let mut table = String::from("| kind | fields | |\n| --- | --- | --- |\n");
@@ -273,7 +273,7 @@ mod tests {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations.md is out of date; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations/events.md is old; run this test with UPDATE_DOCS=1");
     }
 
     #[test]
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(serde_json::to_value(&event).unwrap(), document, "nothing is lost");
         let document = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
         let kind = Event::deserialize(document).unwrap().event_kind();
-        assert_eq!(what, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
+        assert_eq!(kind, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
         let document = json!({"kind": "worker_started", "pid": "five"});
         assert_eq!(Event::deserialize(document).unwrap().event_kind(), EventKind::Unknown);
         assert_eq!(Event::deserialize(json!({})).unwrap().event_kind(), EventKind::Unknown);

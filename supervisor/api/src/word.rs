@@ -66,7 +66,7 @@ impl<V: Vocabulary> Serialize for Word<V> {
 impl<'de, V: Vocabulary> Deserialize<'de> for Word<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
-        Ok(V::of(&word).map_or_else(|| Self::Other(word.into()), Self::Known))
+        Ok(V::from_word(&word).map_or_else(|| Self::Other(word.into()), Self::Known))
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::path::{Path, PathBuf};
 
-use bulkhead_shared::text::is_unseen;
+use bulkhead_shared::text::is_unprintable;
 
 use super::key::Kind;
 use super::keys::admission::PressureKeys;
@@ -378,10 +378,10 @@ fn string(text: &str) -> String {
         match c {
             '"' => quoted.push_str("\\\""),
             '\\' => quoted.push_str("\\\\"),
-            c if is_unseen(c) && u32::from(c) > 0xFFFF => {
+            c if is_unprintable(c) && u32::from(c) > 0xFFFF => {
                 quoted.push_str(&format!("\\U{:08X}", u32::from(c)))
             }
-            c if is_unseen(c) => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
+            c if is_unprintable(c) => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
             c => quoted.push(c),
         }
     }
@@ -391,5 +391,5 @@ fn string(text: &str) -> String {
 
 /// Replaces characters that would end or distort a comment.
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if is_unseen(c) { '\u{fffd}' } else { c }).collect()
+    text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }

@@ -413,7 +413,7 @@ pub(super) fn no_nul(label: &str, text: &str) -> ValueResult<()> {
 pub(super) fn word<T: Vocabulary>(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<T> {
     let Kind::Word(of) = key.kind else { return Err(wrong_kind(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
-    T::of(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
+    T::from_word(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
 /// Checks that a text is one of the words.

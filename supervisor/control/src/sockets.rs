@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use bulkhead_linux::rights::refuse_descriptors;
+use bulkhead_linux::scm_rights::refuse_descriptors;
 use bulkhead_plane::lock::{self, LockError};
 
 /// Maximum number of connections in the backlog. The kernel reduces this to its own maximum.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use bulkhead_keeper::{Keeper, KeeperOrigin, sweep_after_keeper};
+use bulkhead_keeper::{Keeper, KeeperLauncher, reap_after_keeper};
 use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_policy::WorkerId;
 use mio::Waker;
@@ -30,10 +30,10 @@ enum Task {
     SweepKeeper {
         lost: Box<Keeper>,
     },
-    /// Starts the next keeper after a pause, from the lost keeper's `origin`.
+    /// Starts the next keeper after a pause, from the lost keeper's `launcher`.
     StartKeeper {
         pause: Duration,
-        origin: KeeperOrigin,
+        launcher: KeeperLauncher,
     },
     /// Records how long the threads of a worker have waited for a processor so far.
     Watch(Arc<Watch>),
@@ -97,9 +97,9 @@ impl Background {
     /// Ends all processes of a lost keeper and starts the next keeper. The results are [`Done::KeeperSwept`] and
     /// [`Done::Keeper`].
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
-        let origin = lost.origin();
+        let launcher = lost.launcher();
         self.send(Task::SweepKeeper { lost });
-        self.send(Task::StartKeeper { pause, origin });
+        self.send(Task::StartKeeper { pause, launcher });
     }
 
     /// Begins to watch a worker. Returns false if too many tasks are pending.
@@ -169,10 +169,10 @@ fn serve(
 
 fn perform(task: Task) -> Done {
     match task {
-        Task::SweepKeeper { lost } => Done::KeeperSwept(sweep_after_keeper(*lost)),
-        Task::StartKeeper { pause, origin } => {
+        Task::SweepKeeper { lost } => Done::KeeperSwept(reap_after_keeper(*lost)),
+        Task::StartKeeper { pause, launcher } => {
             std::thread::sleep(pause);
-            Done::Keeper(origin.start().map(Box::new))
+            Done::Keeper(launcher.start().map(Box::new))
         }
         Task::Watch(watch) => {
             watch.begin();

@@ -76,7 +76,7 @@ impl Bell {
     }
 
     /// Registers the waker of a client. A client that has already written, or closed the connection, signals at once.
-    pub(super) fn give_rope(&mut self, session: SessionId, end: &in_process::End) {
+    pub(super) fn give_rope(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(Rope { session, rung: self.rung.clone() })));
     }

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 
 use bulkhead_shared::connection::{BufferPool, Outbox};
 use bulkhead_shared::in_process;
-use bulkhead_shared::memory_files::{FILES, Named};
+use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef};
 use mio::unix::SourceFd;
 use mio::{Registry, Token};
 use rustix::io::Errno;
@@ -19,7 +19,7 @@ use super::{INTEREST, memory_files};
 pub(super) enum ClientEnd {
     Socket(UnixStream),
     /// Connection of a client in the supervisor's own process.
-    InProcess(in_process::End),
+    InProcess(in_process::Endpoint),
 }
 
 impl ClientEnd {
@@ -79,8 +79,8 @@ impl ClientEnd {
     pub(super) fn lend(
         &self,
         said: (u8, u64),
-        named: Named,
-        files: [BorrowedFd<'_>; FILES],
+        named: LeaseRef,
+        files: [BorrowedFd<'_>; FILES_PER_LEASE],
         (lends, receiver): (&mut Lends, &mut Unread),
     ) -> io::Result<()> {
         match self {

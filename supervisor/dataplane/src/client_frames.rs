@@ -6,7 +6,7 @@ use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, c
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, cut};
+use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, truncate};
 use bulkhead_shared::worker_protocol::Empty;
 
 use super::sessions::{Breach, Stage, UNREAD_BYTES_PAUSE};
@@ -31,7 +31,7 @@ pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String>
     if (version_min..=version_max).contains(&PROTOCOL_VERSION) {
         return Ok(());
     }
-    let (name, version) = (cut(hello.name, 64), cut(hello.version, 64));
+    let (name, version) = (truncate(hello.name, 64), truncate(hello.version, 64));
     Err(format!(
         "{name} {version} speaks the protocol versions {version_min} to {version_max}, this supervisor \
          speaks version {PROTOCOL_VERSION}: {help}"
@@ -48,7 +48,7 @@ impl DataPlane {
             return 0;
         }
         let most = most.max(session.inbox.missing_bytes());
-        let (growth, holder, frame_for) = (session.inbox.growth(), session.holder, session.frame_for);
+        let (growth, holder, frame_for) = (session.inbox.growth_bytes(), session.holder, session.frame_for);
         if growth > 0 && !self.may_hold(holder, frame_for, growth) {
             self.give_frame(holder);
         }

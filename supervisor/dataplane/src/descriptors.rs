@@ -20,7 +20,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags, SocketType,
 };
 
-use bulkhead_linux::rights::refuse_descriptors;
+use bulkhead_linux::scm_rights::refuse_descriptors;
 
 /// Maximum number of descriptors per message: the kernel's `SCM_MAX_FD`.
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;

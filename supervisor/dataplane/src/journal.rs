@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use bulkhead_linux::shared_words::SharedWords;
 use bulkhead_policy::Claims;
-use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
+use bulkhead_shared::journal::{
+    BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
+};
 
 use super::memory_files::sealed_file;
 
@@ -26,11 +28,11 @@ struct JournalClaims(Arc<SharedWords>);
 
 impl Claims for JournalClaims {
     fn begun(&self) -> u64 {
-        self.0.load(BEGUN_AT / WORD_BYTES)
+        self.0.load(BEGUN_OFFSET / WORD_BYTES)
     }
 
     fn take_back(&self, up_to: u64) -> u64 {
-        self.0.store_then_load((TAKEN_AT / WORD_BYTES, up_to), BEGUN_AT / WORD_BYTES)
+        self.0.store_then_load((RECALLED_OFFSET / WORD_BYTES, up_to), BEGUN_OFFSET / WORD_BYTES)
     }
 }
 
@@ -39,7 +41,7 @@ const WORD_BYTES: usize = size_of::<u64>();
 impl Journal {
     pub(super) fn make() -> io::Result<Self> {
         let file = sealed_file(c"journal", JOURNAL_BYTES as u64)?;
-        let words = Arc::new(SharedWords::map(&file, FRAMES_AT / WORD_BYTES)?);
+        let words = Arc::new(SharedWords::map(&file, FRAMES_OFFSET / WORD_BYTES)?);
         Ok(Self { file, words })
     }
 
@@ -50,7 +52,7 @@ impl Journal {
     /// Returns the time since the worker's last beat. Returns `None` if there was no beat, or if the time is in the
     /// future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
-        let beat = Some(self.words.load(BEAT_AT / WORD_BYTES)).filter(|beat| *beat > 0)?;
+        let beat = Some(self.words.load(HEARTBEAT_OFFSET / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
         now.checked_sub(Duration::from_nanos(beat))
@@ -58,16 +60,16 @@ impl Journal {
 
     /// Returns the number of jobs begun, and the frames. The contents are not trusted, so lengths are limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
-        let mut head = [0; FRAMES_AT];
+        let mut head = [0; FRAMES_OFFSET];
         let filled = self.fill(&mut head, 0);
         let number = |at: usize| head[at..].first_chunk().map_or(0, |number| u64::from_le_bytes(*number));
-        let (said, begun) = (number(0), number(BEGUN_AT));
+        let (said, begun) = (number(0), number(BEGUN_OFFSET));
         if filled < head.len() {
             return (begun, Vec::new());
         }
         let count = usize::try_from(said).unwrap_or(usize::MAX).min(FRAMES_BYTES_MAX);
         let mut frames = vec![0; count];
-        let filled = self.fill(&mut frames, FRAMES_AT);
+        let filled = self.fill(&mut frames, FRAMES_OFFSET);
         frames.truncate(filled);
         (begun, frames)
     }

@@ -177,7 +177,7 @@ impl KeeperLink {
     /// Ends the keeper with all workers, and waits for the end. If a keeper is being started, waits for that keeper
     /// first.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
-        self.keeper.map_or_else(|| background.last_keeper(), Ok)?.end()
+        self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
     }
 }
 

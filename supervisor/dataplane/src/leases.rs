@@ -19,8 +19,8 @@ use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::TENANT_BYTES_MAX;
-use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES};
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 use foldhash::quality::RandomState;
@@ -171,7 +171,7 @@ impl DataPlane {
     ) -> Result<(), Breach> {
         let invalid = |error: codec::CodecError| Breach(RejectReason::Invalid, error.to_string());
         if header.kind == kind::LEASE {
-            let (wanted, _) = codec::decode::<LeaseWanted<'_>>(metadata, &[]).map_err(invalid)?;
+            let (wanted, _) = codec::decode::<LeaseRequest<'_>>(metadata, &[]).map_err(invalid)?;
             if !self.begin_lease(index, header.number, wanted) {
                 self.sessions[index].standing.refuse();
                 self.send_to_client(index, kind::LEASE_REFUSED, header.number);
@@ -225,7 +225,7 @@ impl DataPlane {
     }
 
     /// Starts to make a lease. Returns false if the request must be refused.
-    fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseWanted<'_>) -> bool {
+    fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseRequest<'_>) -> bool {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let Some(&bulkhead) = self.bulkheads.by_name.get(wanted.bulkhead) else { return false };
@@ -378,7 +378,7 @@ impl DataPlane {
         let lends = &mut self.leases.lends;
         let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
         let is_sent = client.is_some_and(|client| {
-            let (named, unread) = (Named { lease: number, bytes: lease.bytes }, &mut client.unread);
+            let (named, unread) = (LeaseRef { lease: number, bytes: lease.bytes }, &mut client.unread);
             let said = (kind::LEASED, lease.asked_as);
             client.end.may_lend(lends, unread)
                 && client.end.lend(said, named, files.of_client(), (lends, unread)).is_ok()
@@ -540,8 +540,8 @@ impl DataPlane {
         &self,
         session: SessionId,
         submit: &Submit<'_>,
-        (named, payload): (Option<Named>, usize),
-    ) -> Result<Named, (RejectReason, String)> {
+        (named, payload): (Option<LeaseRef>, usize),
+    ) -> Result<LeaseRef, (RejectReason, String)> {
         let invalid = |message: &str| (RejectReason::Invalid, message.to_owned());
         let named = named.ok_or_else(|| invalid("the name of a lease must have 16 bytes"))?;
         let lease = match self.leases.by_number.get(&named.lease) {
@@ -570,14 +570,14 @@ impl DataPlane {
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
             return Err(invalid("this lease is for another bulkhead or tenant"));
         }
-        if payload > 0 || named.bytes > lease.bytes || named.bytes <= WORTH_A_FILE_BYTES as u64 {
+        if payload > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
             return Err(invalid("the payload is not in the file of the lease, or too small for a file"));
         }
         Ok(named)
     }
 
     /// Marks a lease as used by a job. The reference must have been checked.
-    pub(super) fn use_lease(&mut self, named: Named) -> Option<Box<Leased>> {
+    pub(super) fn use_lease(&mut self, named: LeaseRef) -> Option<Box<Leased>> {
         let lease = self.leases.by_number.get_mut(&named.lease)?;
         let files = lease.files.clone()?;
         lease.is_busy = true;
@@ -608,7 +608,7 @@ impl DataPlane {
         index: LinkIndex,
         compartment: CompartmentIndex,
         job: JobId,
-    ) -> (Option<Named>, Payload<'static>) {
+    ) -> (Option<LeaseRef>, Payload<'static>) {
         let Some(link) = self.links.get(index) else { return (None, Payload::NONE) };
         let spawn = link.spawn;
         let bulkhead = self.owner(compartment).name.clone();
@@ -622,7 +622,7 @@ impl DataPlane {
         match user.map(|lease| lease.user) {
             Some(User::Has(has)) if has == spawn => {
                 leased.given_to = Some(spawn);
-                (Some(Named { lease: number, bytes: bytes as u64 }), Payload::NONE)
+                (Some(LeaseRef { lease: number, bytes: bytes as u64 }), Payload::NONE)
             }
             Some(User::None) => {
                 let payload = Payload::File(leased.files.payload(), bytes);
@@ -656,7 +656,7 @@ impl DataPlane {
         if !lends.may_lend(&link.socket, &mut link.unread) {
             return;
         }
-        let named = Named { lease: number, bytes: lease.bytes };
+        let named = LeaseRef { lease: number, bytes: lease.bytes };
         match lend(&link.socket, (kind::FILES, number), &named, &files.of_worker()) {
             Ok(sent) => {
                 link.reading.written(sent);
@@ -708,7 +708,7 @@ impl DataPlane {
         (compartment, worker): (CompartmentIndex, WorkerId),
         spawn: u64,
         job: JobId,
-        named: Named,
+        named: LeaseRef,
     ) -> Result<(), String> {
         let policy = &mut self.compartments[compartment].policy;
         if !policy.holds(worker, job) {
@@ -726,7 +726,12 @@ impl DataPlane {
     }
 
     /// Ends a job's use of a lease. Returns the location of the result if the result is in the file.
-    pub(super) fn end_use(&mut self, leased: Leased, job: Option<JobId>, verdict: &Verdict) -> Option<Named> {
+    pub(super) fn end_use(
+        &mut self,
+        leased: Leased,
+        job: Option<JobId>,
+        verdict: &Verdict,
+    ) -> Option<LeaseRef> {
         let Leased { lease: number, files, at, result, .. } = leased;
         let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
         if let Some(lease) = self.leases.by_number.get_mut(&number) {
@@ -741,6 +746,6 @@ impl DataPlane {
             (Some(at), Some(job)) => self.leases.left.push((at, job, files)),
             _ => self.let_go(files),
         }
-        result.filter(|_| *verdict == Verdict::Ok).map(|bytes| Named { lease: number, bytes })
+        result.filter(|_| *verdict == Verdict::Ok).map(|bytes| LeaseRef { lease: number, bytes })
     }
 }

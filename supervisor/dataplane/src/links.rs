@@ -15,7 +15,7 @@ use bulkhead_policy::{Death, Event, Time, WorkerId};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::worker_protocol::Job;
 use bulkhead_shared::{HandlerFailure, JobId};
 use mio::unix::SourceFd;
@@ -395,7 +395,7 @@ impl DataPlane {
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
         let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
-        let named = named.map(Named::to_bytes);
+        let named = named.map(LeaseRef::to_bytes);
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let extensions: Vec<_> = trace.into_iter().chain(named).collect();
         let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
@@ -425,7 +425,7 @@ impl DataPlane {
         let before = link.outbox.waiting_bytes();
         // An error means that the worker has shut down its end. The next read reports this.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
-        link.outbox.rest(&mut self.buffers.pool);
+        link.outbox.release_buffer(&mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
         link.reading.written(before - waiting);
         let was = std::mem::replace(&mut link.counted_waiting, waiting);
@@ -524,7 +524,7 @@ impl Link {
 }
 
 fn is_zombie(pid: u32) -> bool {
-    let stat = bulkhead_linux::process_tree::read_small(&format!("/proc/{pid}/stat"));
+    let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
     // The state follows the name in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header};
-use bulkhead_shared::memory_files::FILES;
+use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -65,12 +65,12 @@ impl Files {
     }
 
     /// Returns the descriptors for the client.
-    pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES] {
+    pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.written.as_fd(), self.result.read.as_fd()]
     }
 
     /// Returns the descriptors for the worker.
-    pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES] {
+    pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
@@ -124,7 +124,7 @@ pub(super) fn lend(
     files: &[BorrowedFd<'_>],
 ) -> io::Result<usize> {
     let frame = lend_frame(said, message)?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_PER_LEASE))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(files));
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;

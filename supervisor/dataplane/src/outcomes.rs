@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use bulkhead_api::CrashId;
 use bulkhead_policy::Answer;
-use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, run_limit_bytes};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, encode_run_limit};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{BufferPool, Payload};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{JobId, Verdict};
 
@@ -37,7 +37,7 @@ pub(super) struct About {
     /// Id of the crash report.
     pub(super) report: Option<String>,
     /// Location of a result in a memory file.
-    pub(super) result: Option<Named>,
+    pub(super) result: Option<LeaseRef>,
 }
 
 impl DataPlane {
@@ -124,7 +124,7 @@ impl DataPlane {
                 retryable: answer.retryable.into(),
                 attempts: answer.attempts,
                 worker_pid: answer.worker_pid.unwrap_or(0),
-                ..OutcomeMessage::of_verdict(&answer.verdict, &owner.name)
+                ..OutcomeMessage::from_verdict(&answer.verdict, &owner.name)
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let message = message.with_status(Self::exit_status(&answer));
@@ -181,8 +181,8 @@ fn push_outcome(
     };
     // Every text in an outcome was limited on arrival, so the metadata fits.
     let number = job.map(JobId::to_bytes);
-    let run_limit = run_limit.map(run_limit_bytes);
-    let result = result.map(Named::to_bytes);
+    let run_limit = run_limit.map(encode_run_limit);
+    let result = result.map(LeaseRef::to_bytes);
     let given = [
         number.as_ref().map(|number| (tag::JOB, &number[..])),
         span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),

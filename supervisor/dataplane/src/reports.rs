@@ -79,12 +79,12 @@ impl DataPlane {
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
                     link.program.path_for_messages(),
-                    keeper::advice(&step, &error)
+                    keeper::spawn_failure_advice(&step, &error)
                 );
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
             }
-            Report::Template { worker, word } => self.template_says(worker, word),
+            Report::Template { worker, message } => self.template_says(worker, message),
             Report::Exited { worker, exit, .. } if self.template_ended(worker, Some(exit)) => {}
             Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
@@ -98,14 +98,14 @@ impl DataPlane {
                     None => self.process_gone(worker, Some((death, usage))),
                 }
             }
-            Report::Swept { worker } => {
+            Report::Reaped { worker } => {
                 if let Some(death) = self.untold_death(worker) {
                     self.process_gone(worker, Some(death));
                 }
                 self.swept(worker);
             }
             Report::Pong => {}
-            Report::Remains { count } => {
+            Report::Unkillable { count } => {
                 self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
             }
         }
@@ -131,7 +131,7 @@ impl DataPlane {
             Exit::Signal { number: libc::SIGKILL, .. } if self.is_overfull(spawn) => Death::Overfull,
             Exit::Code(code) => Death::Exit(code),
             Exit::Oom => Death::Oom,
-            Exit::Violation { call } => Death::Violation(keeper::call_name(call)),
+            Exit::Violation { call } => Death::Violation(keeper::syscall_name(call)),
             Exit::Signal { number: libc::SIGSYS, .. } if self.is_filtered(spawn) => Death::Violation(""),
             Exit::Signal { number, .. } => Death::Signal(number),
         }
@@ -153,7 +153,7 @@ impl DataPlane {
         }
         violations.push_back((process, call));
         let pid = *pid;
-        let name = keeper::call_name(call);
+        let name = keeper::syscall_name(call);
         let what = EventKind::SandboxViolation { pid, process, system_call: name.into() };
         self.event(Severity::Critical, Some(compartment), what);
     }
@@ -177,7 +177,7 @@ impl DataPlane {
         let call = link.running_mut().and_then(|running| {
             let violations = &mut running.violations;
             let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
-            violations.remove(at).map(|(_, call)| keeper::call_name(call))
+            violations.remove(at).map(|(_, call)| keeper::syscall_name(call))
         });
         match call {
             Some(call) => Death::Violation(call),

@@ -223,7 +223,7 @@ impl DataPlane {
     }
 
     /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
-    pub(super) fn welcome_embedded(&mut self, end: in_process::End) {
+    pub(super) fn welcome_embedded(&mut self, end: in_process::Endpoint) {
         let own = rustix::process::geteuid().as_raw();
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
         self.sessions.clients += 1;
@@ -409,7 +409,7 @@ impl DataPlane {
     pub(super) fn free_job(&mut self, cargo: &mut JobData) {
         self.memory.discharge(&mut cargo.charge);
         if let Some(payload) = cargo.held.payload.take() {
-            self.buffers.pool.give(payload);
+            self.buffers.pool.put(payload);
         }
     }
 

@@ -11,7 +11,7 @@ use bulkhead_plane::span::JobSpan;
 use bulkhead_plane::span::SpanSender;
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::Submit;
-use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, cut};
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Outcome, Priority, Verdict};
 
@@ -117,9 +117,9 @@ impl DataPlane {
         let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
         let mut record = JobData { trace, priority, payload_bytes, ..JobData::default() };
         let span = record.span()?;
-        record.operation = cut(submit.operation, OPERATION_BYTES_MAX).into();
-        record.tenant = cut(submit.tenant, TENANT_BYTES_MAX).into();
-        let name = cut(submit.bulkhead, BULKHEAD_NAME_BYTES_MAX);
+        record.operation = truncate(submit.operation, OPERATION_BYTES_MAX).into();
+        record.tenant = truncate(submit.tenant, TENANT_BYTES_MAX).into();
+        let name = truncate(submit.bulkhead, BULKHEAD_NAME_BYTES_MAX);
         let outcome = Outcome {
             verdict: verdict.clone(),
             job: None,

@@ -5,12 +5,12 @@ use std::time::Duration;
 use bulkhead_plane::access::{self, Grant};
 use bulkhead_plane::peer_check::{ClientRejection, SocketKind};
 use bulkhead_policy::{Event, Submission};
-use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, read_run_limit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, decode_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::Header;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
@@ -30,7 +30,7 @@ pub(super) struct Extras {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
     /// Location of a payload in a memory file.
-    pub(super) leased: Option<Named>,
+    pub(super) leased: Option<LeaseRef>,
 }
 
 /// Returns the trace context. An invalid context is ignored, as the W3C specification requires.
@@ -175,7 +175,7 @@ impl DataPlane {
             return Err((RejectReason::Forbidden, message));
         }
         let Some(bulkhead) = found else {
-            let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
+            let name = bulkhead_shared::limits::truncate(submit.bulkhead, 64);
             return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
         };
         let invalid = |message: String| Err((RejectReason::Invalid, message));
@@ -191,12 +191,12 @@ impl DataPlane {
         if Priority::from_code(submit.priority).is_none() {
             return invalid(format!("there is no priority {}", submit.priority));
         }
-        let run_limit = extensions.get(tag::RUN_LIMIT).map(read_run_limit);
+        let run_limit = extensions.get(tag::RUN_LIMIT).map(decode_run_limit);
         if run_limit == Some(None) {
             return invalid("the run limit must be 8 bytes that count microseconds, at least 1".into());
         }
         let mut size = header.payload_length() as u64;
-        let leased = match extensions.get(tag::LEASE).map(Named::from_bytes) {
+        let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
             None => None,
             Some(named) => {
                 let id = SessionId { index, epoch: session.epoch };
@@ -252,13 +252,13 @@ impl DataPlane {
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
-        let name = bulkhead_shared::limits::cut(name, 64);
+        let name = bulkhead_shared::limits::truncate(name, 64);
         let span = told.and_then(|(submit, extensions)| {
             self.span_of_refused(&submit, traceparent(&extensions), header.payload_length(), &verdict)
         });
         let message = OutcomeMessage {
             retryable: verdict.is_retryable(false).into(),
-            ..OutcomeMessage::of_verdict(&verdict, name)
+            ..OutcomeMessage::from_verdict(&verdict, name)
         };
         let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
         let about = About { span, ..About::default() };

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_keeper::{Exit, TemplateWord};
+use bulkhead_keeper::{Exit, TemplateReport};
 use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::notices::WorkerOutput;
 use bulkhead_plane::program::Program;
@@ -244,18 +244,18 @@ impl DataPlane {
         }
     }
 
-    pub(super) fn template_says(&mut self, spawn: u64, word: TemplateWord) {
+    pub(super) fn template_says(&mut self, spawn: u64, word: TemplateReport) {
         let now = self.now;
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let compartment = template.compartment;
         match word {
-            TemplateWord::Status(text) | TemplateWord::Refused(text) => template.words = Some(text),
-            TemplateWord::Extend(more) => {
+            TemplateReport::Status(text) | TemplateReport::Refused(text) => template.words = Some(text),
+            TemplateReport::Extend(more) => {
                 if let Stage::Starting { until } = &mut template.stage {
                     *until = (*until).max(now + more.min(template.ready));
                 }
             }
-            TemplateWord::Ready => {
+            TemplateReport::Ready => {
                 if matches!(template.stage, Stage::Starting { .. }) {
                     template.stage = Stage::Ready;
                     template.words = None;

@@ -12,9 +12,9 @@ use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{
-    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
+    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, truncate,
 };
-use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, ProgramCrashed, Progressed, Status, WorkerWelcome, capability, welcome_capability,
@@ -230,8 +230,8 @@ impl DataPlane {
                 let (failed, extensions) = decode_all::<Failed<'_>>(metadata, &[])?;
                 self.note_status((compartment, worker), JobId(number), extensions.get(tag::STATUS));
                 let failure = HandlerFailure {
-                    code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
-                    message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
+                    code: truncate(failed.code, CODE_BYTES_MAX).to_owned(),
+                    message: truncate(failed.message, MESSAGE_BYTES_MAX).to_owned(),
                     retryable: failed.retryable != 0,
                     fault: if failed.fault == Fault::Caller as u8 {
                         Fault::Caller
@@ -252,7 +252,7 @@ impl DataPlane {
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
                 let message = match death {
                     Death::Violation(_) => format!("the program {death}"),
-                    _ => cut(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
+                    _ => truncate(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
                 };
                 self.report_program(compartment, worker, JobId(number), death, &message);
                 let reply = Reply::ProgramCrashed { death, message };
@@ -291,7 +291,7 @@ impl DataPlane {
                 match header.kind {
                     kind::READY => {
                         // Frees the buffer, because the worker may not get a job for a long time.
-                        self.links[index].outbox.give_back();
+                        self.links[index].outbox.free_buffers();
                         Event::Ready { worker }
                     }
                     kind::STOPPING => Event::Stopping { worker },
@@ -304,7 +304,7 @@ impl DataPlane {
             }
             kind::STATUS => {
                 let status = decode::<Status<'_>>(metadata)?;
-                let text = cut(status.text, STATUS_BYTES_MAX).to_owned();
+                let text = truncate(status.text, STATUS_BYTES_MAX).to_owned();
                 link.status = Some(text.clone());
                 link.notices.say(text);
                 return Ok(());
@@ -348,7 +348,7 @@ impl DataPlane {
             return Err(message);
         }
         // The journal is sent before the welcome, so that the worker has the journal from the start.
-        let wants = capability::RESIZE | capability::CLAIMS;
+        let wants = capability::RESIZE | capability::PREFETCH;
         if hello.capabilities & wants == wants {
             self.lend_journal(index, compartment);
         }
@@ -357,7 +357,7 @@ impl DataPlane {
             &self.bulkheads[self.compartments[compartment].bulkhead],
             self.compartments[compartment].policy.limits().max_in_flight,
         );
-        link.has_beats = link.journal.is_some() && hello.capabilities & capability::JOURNAL_BEATS != 0;
+        link.has_beats = link.journal.is_some() && hello.capabilities & capability::JOURNAL_HEARTBEATS != 0;
         // Each beat wakes the worker. If beats are read from the journal, three per permitted silence are enough.
         let missed = self.compartments[compartment].policy.limits().health.missed;
         let can_be_rarer = link.has_beats && missed >= 5;
@@ -366,7 +366,7 @@ impl DataPlane {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
                 as u32,
-            capabilities: if link.has_beats { welcome_capability::JOURNAL_BEATS } else { 0 },
+            capabilities: if link.has_beats { welcome_capability::JOURNAL_HEARTBEATS } else { 0 },
             slot: link.slot,
             generation: worker.generation,
             max_in_flight,
@@ -465,7 +465,7 @@ impl DataPlane {
         let Some(record) = policy.cargo_mut(JobId(number)) else { return };
         record.given.has_begun = true;
         let (session, request) = (record.session, record.request);
-        let text = cut(progress.text, MESSAGE_BYTES_MAX);
+        let text = truncate(progress.text, MESSAGE_BYTES_MAX);
         let fraction = progress.fraction.clamp(0.0, 1.0);
         self.send_progress(session, request, Progressed { fraction, text });
     }
@@ -504,13 +504,13 @@ fn check_empty(metadata: &[u8]) -> Result<(), String> {
 
 /// Reads the metadata of a result: the place in a memory file, if the result is in one, and the exit status of a
 /// program.
-fn check_result(metadata: &[u8]) -> Result<(Option<Named>, Option<&[u8]>), String> {
+fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));
     }
     let (_, extensions) = decode_all::<Empty>(metadata, &[tag::LEASE])?;
     let named = extensions.get(tag::LEASE).map(|bytes| {
-        Named::from_bytes(bytes).ok_or_else(|| "the lease name does not have 16 bytes".to_owned())
+        LeaseRef::from_bytes(bytes).ok_or_else(|| "the lease name does not have 16 bytes".to_owned())
     });
     Ok((named.transpose()?, extensions.get(tag::STATUS)))
 }

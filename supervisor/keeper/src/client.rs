@@ -1,7 +1,9 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Starts and ends the keeper process, and waits for its end. Does not know which workers exist; the data
-//! plane does.
+//! Starts the keeper process, shuts it down, and waits for the exit. Does not know which workers exist, because
+//! the data plane keeps the list.
+
+pub(crate) mod detached;
 
 use std::collections::HashSet;
 use std::io;
@@ -12,248 +14,160 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_shared::codec;
 use rustix::process::Pid;
 
-use super::detached::{Detached, Found, IsFirst};
-use super::socket::{self, Outbox, Received};
-use super::{
-    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    Usage, WITHHELD, wait,
+use self::detached::{DetachedKeeper, ProbeMachine, ProbeResult};
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{
+    KEEPER_ARGUMENT, Order, REPORT_BYTES_MAX, Report, ReportMessage, SERVICE_MANAGER_VARIABLES, SpawnOrder,
 };
+use crate::{SubordinateIds, wait};
 
-/// Maximum number of waiting orders before no more workers can be ordered. The keeper takes each order within
-/// about a millisecond. Kills and pings are never refused. At most one kill per ordered worker and one ping
-/// can wait in addition.
-const ORDERS_WAITING_MAX: usize = 1024;
+/// Maximum number of pending orders. At this number, spawns and forks are rejected. Kills and pings are always
+/// accepted, so at most one kill per worker and one ping can be pending in addition. The keeper executes an
+/// order within about a millisecond.
+const PENDING_ORDERS_MAX: usize = 1024;
 
-/// Time for the keeper to exit before it is killed. The keeper kills everything first, and its own time limit
-/// is slightly shorter.
-const END_PATIENCE: Duration = Duration::from_secs(65);
+/// Time limit for the keeper to exit. Slightly longer than the keeper's own limit for killing all workers.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
-/// Time for the processes that a killed keeper left behind to die.
-const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
+/// Time limit for killing the processes that a killed keeper left behind.
+const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
-const ORPHANS_MAX: usize = 64;
+const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice about a start that failed at this step. The text is empty if nothing is known about the
-/// cause.
-pub fn advice(step: &str, error: &io::Error) -> &'static str {
+/// Returns advice for a start that failed at `step`, or an empty text if the cause is not known.
+pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
-        "exec" | "working directory" => UNREACHABLE,
-        _ if step.starts_with("mount namespace: show") => UNREACHABLE,
+        "exec" | "working directory" => INACCESSIBLE_PATH_ADVICE,
+        _ if step.starts_with("mount namespace: show") => INACCESSIBLE_PATH_ADVICE,
         _ if step.starts_with("rlimit") => " (a limit above the supervisor's own needs CAP_SYS_RESOURCE)",
         _ => "",
     }
 }
 
-const UNREACHABLE: &str = " (check that the worker's user can access the path and every folder above)";
-
-/// A report of the keeper.
-///
-/// The answer to each [`Keeper::spawn`] is either `Spawned`, `Exited` and `Swept`, in this order, or
-/// `SpawnFailed`.
-#[derive(Debug)]
-pub enum Report {
-    /// The keeper is running. This is the first report.
-    Started {
-        /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
-        /// all processes of the machine after each death.
-        scan_always: bool,
-    },
-    /// The worker's program is running.
-    Spawned {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Process id of the worker.
-        pid: u32,
-        /// Identifies the process even when the pid is reused, and becomes readable when the process has
-        /// ended.
-        pidfd: OwnedFd,
-        /// The worker's confinement as read back from the kernel.
-        observed: Observed,
-    },
-    /// A process of the worker made a system call that the filter forbids. The keeper kills the process.
-    Violation {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Process id as the worker sees it.
-        process: u32,
-        /// Number of the call; see [`super::call_name`].
-        call: u32,
-    },
-    /// The worker's program never ran.
-    SpawnFailed {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// The step that failed, such as `exec` or `rlimit as`.
-        step: String,
-        /// The error of the step.
-        error: io::Error,
-    },
-    /// The worker is dead. The keeper is killing the processes that the worker left behind.
-    Exited {
-        /// Spawn number of the worker.
-        worker: u64,
-        /// Cause of the end.
-        exit: Exit,
-        /// Resource usage.
-        usage: Usage,
-    },
-    /// Everything that a dead worker left behind is gone.
-    Swept {
-        /// Spawn number of the worker.
-        worker: u64,
-    },
-    /// A message from a template.
-    Template {
-        /// Spawn number of the template.
-        worker: u64,
-        /// The message.
-        word: TemplateWord,
-    },
-    /// The answer to [`Keeper::ping`].
-    Pong,
-    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
-    /// processes behind.
-    Remains {
-        /// Number of these processes.
-        count: u64,
-    },
-}
-
-/// A message that a template sends before it forks; see [`Keeper::fork`].
-#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
-pub enum TemplateWord {
-    /// The template can fork.
-    Ready,
-    /// Current status of the initialisation.
-    Status(String),
-    /// Reason why the template exits.
-    Refused(String),
-    /// Extends the start deadline to this time from now.
-    Extend(Duration),
-}
+const INACCESSIBLE_PATH_ADVICE: &str =
+    " (check that the worker's user can access the path and every folder above)";
 
 /// The supervisor's handle of a keeper.
 ///
-/// Dropping the handle orders the keeper to exit. [`Keeper::end`] also waits for the exit.
+/// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
 #[derive(Debug)]
 pub struct Keeper {
-    process: Process,
+    process: KeeperProcess,
     /// Program that was started as the keeper.
     program: PathBuf,
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers for which this process had no descriptor left. Reported as failed, and killed.
-    disowned: HashSet<u64>,
-    /// Source of worker ids, which the next keeper needs as well.
+    /// Workers whose pidfd this process could not receive because it had reached its limit of descriptors.
+    /// These workers are killed, and reported as failed.
+    without_pidfd: HashSet<u64>,
+    /// Ids for workers, which the next keeper needs as well.
     ids: Option<Arc<SubordinateIds>>,
 }
 
-/// The keeper's process.
 #[derive(Debug)]
-enum Process {
+enum KeeperProcess {
     /// A child of this process.
     Child(Child),
-    /// Not a child of this process, and started by a guard.
-    Detached(Detached),
+    /// A process that a guard has started, and that is not a child of this process.
+    Detached(DetachedKeeper),
 }
 
-/// Everything needed to start another keeper in place of a previous one.
+/// Starts a keeper with the program and the worker ids of a lost keeper.
 #[derive(Clone, Debug)]
-pub struct KeeperOrigin {
+pub struct KeeperLauncher {
     program: PathBuf,
     is_detached: bool,
     ids: Option<Arc<SubordinateIds>>,
 }
 
-impl KeeperOrigin {
-    /// Starts the keeper, and passes on the worker ids of the previous keeper.
+impl KeeperLauncher {
+    /// Starts the keeper, and sends it the worker ids.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
-            true => Keeper::start_detached(&self.program, IsFirst::No)?.0,
+            true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
             false => Keeper::start(&self.program)?,
         };
-        self.ids.map_or(Ok(()), |ids| keeper.give(ids))?;
+        self.ids.map_or(Ok(()), |ids| keeper.send_subordinate_ids(ids))?;
         Ok(keeper)
     }
 }
 
 impl Keeper {
-    /// Starts the keeper of an application that also does other work. The keeper is not a child of the
-    /// application. If the keeper is killed, the guard kills the processes left behind. The keeper ends when
-    /// this process ends, or when the handle is dropped.
+    /// Starts a keeper for an application that embeds the supervisor. The keeper is not a child of the
+    /// application. If the keeper is killed, its guard kills the processes left behind. The keeper exits when
+    /// this process exits, or when the handle is dropped.
     ///
-    /// `program` must be of this version. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`super::run_as_keeper`] first in `main`.
+    /// `program` must have the same version as this library. If its first argument is [`KEEPER_ARGUMENT`],
+    /// `program` must call [`crate::run_as_keeper`] first in `main`.
     ///
-    /// Waits some ten milliseconds until the keeper is running.
-    pub fn start_beside(program: &Path) -> io::Result<(Self, Found)> {
-        Self::start_detached(program, IsFirst::Yes)
+    /// Blocks until the keeper is running, usually for about ten milliseconds.
+    pub fn start_detached(program: &Path) -> io::Result<(Self, ProbeResult)> {
+        Self::launch_detached(program, ProbeMachine::Yes)
     }
 
-    fn start_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, Found)> {
+    fn launch_detached(program: &Path, probe: ProbeMachine) -> io::Result<(Self, ProbeResult)> {
         let (socket, theirs) = socket::pair()?;
-        let (process, found) = Detached::start(program, is_first, &socket, theirs)?;
-        Ok((Self::of(Process::Detached(process), program, socket), found))
+        let (process, found) = DetachedKeeper::start(program, probe, &socket, theirs)?;
+        Ok((Self::new(KeeperProcess::Detached(process), program, socket), found))
     }
 
     /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`super::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
+    /// [`crate::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
     pub fn start(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
         command.arg0("bulkhead-keeper").arg(KEEPER_ARGUMENT).stdin(theirs).stdout(Stdio::null());
-        for name in WITHHELD {
+        for name in SERVICE_MANAGER_VARIABLES {
             command.env_remove(name);
         }
-        Ok(Self::of(Process::Child(command.spawn()?), program, socket))
+        Ok(Self::new(KeeperProcess::Child(command.spawn()?), program, socket))
     }
 
-    fn of(process: Process, program: &Path, socket: OwnedFd) -> Self {
+    fn new(process: KeeperProcess, program: &Path, socket: OwnedFd) -> Self {
         Self {
             process,
             program: program.to_owned(),
             socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
-            disowned: HashSet::new(),
+            without_pidfd: HashSet::new(),
             ids: None,
         }
     }
 
-    /// Sends the keeper the user namespace that workers with [`super::Terms::subordinate`] enter.
-    pub fn give(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
-        self.order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
+    /// Sends the keeper the user namespace that workers with [`crate::Layers::subordinate_ids`] enter.
+    pub fn send_subordinate_ids(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
+        self.send_order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
 
-    /// Returns the data for starting the next keeper.
-    pub fn origin(&self) -> KeeperOrigin {
-        let is_detached = matches!(self.process, Process::Detached(_));
-        KeeperOrigin { program: self.program.clone(), is_detached, ids: self.ids.clone() }
+    /// Returns a launcher for the next keeper, which is needed when this keeper is lost.
+    pub fn launcher(&self) -> KeeperLauncher {
+        let is_detached = matches!(self.process, KeeperProcess::Detached(_));
+        KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
-    /// Returns the keeper's process id.
+    /// Returns the pid of the keeper.
     pub fn pid(&self) -> u32 {
         match &self.process {
-            Process::Child(process) => process.id(),
-            Process::Detached(process) => process.keeper_pid(),
+            KeeperProcess::Child(process) => process.id(),
+            KeeperProcess::Detached(process) => process.keeper_pid(),
         }
     }
 
-    /// Orders a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
+    /// Orders the keeper to start a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
     ///
     /// If an error is returned, nothing has been ordered. Errors:
     ///
     /// - The order is too long or contains a NUL.
-    /// - Too many orders are waiting ([`io::ErrorKind::WouldBlock`]).
+    /// - Too many orders are pending ([`io::ErrorKind::WouldBlock`]).
     /// - The keeper is gone ([`io::ErrorKind::BrokenPipe`]).
     pub fn spawn(
         &mut self,
@@ -262,10 +176,10 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        self.order_start(order.encode()?, [link, stdout, stderr])
+        self.send_spawn_order(order.encode()?, [link, stdout, stderr])
     }
 
-    /// Orders a template. [`SpawnOrder::is_template`] must be set.
+    /// Orders the keeper to start a template. [`SpawnOrder::is_template`] must be set.
     pub fn spawn_template(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -273,10 +187,10 @@ impl Keeper {
         stderr: OwnedFd,
     ) -> io::Result<()> {
         debug_assert!(order.is_template);
-        self.order(order.encode()?, vec![stdout, stderr])
+        self.send_order(order.encode()?, vec![stdout, stderr])
     }
 
-    /// Makes a template fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
+    /// Orders a template to fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
     /// [`Report::SpawnFailed`] follows. Errors are those of [`Keeper::spawn`].
     pub fn fork(
         &mut self,
@@ -285,37 +199,36 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        self.order_start(Order::Fork { worker, template }.encode()?, [link, stdout, stderr])
+        self.send_spawn_order(Order::Fork { worker, template }.encode()?, [link, stdout, stderr])
     }
 
-    fn order_start(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
-        if self.outbox.len() >= ORDERS_WAITING_MAX {
+    fn send_spawn_order(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
+        if self.outbox.len() >= PENDING_ORDERS_MAX {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
         }
-        self.order(message, descriptors.into())
+        self.send_order(message, descriptors.into())
     }
 
-    /// Orders the keeper to kill a worker at once, with everything the worker leaves behind. Call this once
-    /// per worker. [`Report::Exited`] follows, unless the worker has ended before. An error means that the
-    /// keeper is gone.
+    /// Orders the keeper to kill a worker and all its descendants at once. Call this once per worker.
+    /// [`Report::Exited`] follows, unless the worker has already exited. An error means that the keeper is
+    /// gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
-        self.order(Order::Kill { worker }.encode()?, Vec::new())
+        self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
 
-    /// Checks that the keeper is responsive. [`Report::Pong`] follows within milliseconds, unless something
-    /// is wrong.
+    /// Checks that the keeper is responsive. A responsive keeper sends [`Report::Pong`] within milliseconds.
     pub fn ping(&mut self) -> io::Result<()> {
-        self.order(Order::Ping.encode()?, Vec::new())
+        self.send_order(Order::Ping.encode()?, Vec::new())
     }
 
-    /// Reaps children that have ended and are not this keeper. A supervisor that is process 1 of a container,
-    /// or a child subreaper, inherits such orphans. Returns true if there may be more. Does nothing in an
+    /// Reaps ended children other than the keeper. A supervisor that is process 1 of a container, or a child
+    /// subreaper, inherits orphans. Returns true if more ended children may be left. Does nothing in an
     /// application, which reaps its own children.
     pub fn reap_orphans(&self) -> bool {
-        let Process::Child(keeper) = &self.process else { return false };
-        for _ in 0..ORPHANS_MAX {
-            match bulkhead_linux::wait::peek() {
-                Some(pid) if pid != keeper.id() => drop(wait::take(pid)),
+        let KeeperProcess::Child(keeper) = &self.process else { return false };
+        for _ in 0..ORPHANS_PER_CALL_MAX {
+            match bulkhead_linux::wait::peek_ended() {
+                Some(pid) if pid != keeper.id() => drop(wait::try_reap(pid)),
                 _ => return false,
             }
         }
@@ -327,25 +240,25 @@ impl Keeper {
         self.process.kill()
     }
 
-    fn order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn send_order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         self.outbox.push(message, descriptors);
         self.flush()
     }
 
-    /// Sends waiting orders until the socket is full. Call this when the socket is writable.
+    /// Sends pending orders until the socket is full. Call this when the socket is writable.
     pub fn flush(&mut self) -> io::Result<()> {
         self.outbox.flush(&self.socket).map(drop)
     }
 
     /// True if orders wait for the socket to become writable.
-    pub fn has_waiting(&self) -> bool {
+    pub fn has_pending_orders(&self) -> bool {
         self.outbox.len() > 0
     }
 
-    /// Returns the next report, or `None` if no report is available at present.
+    /// Returns the next report, or `None` if no report has arrived.
     ///
-    /// Any error means that this keeper is lost, and that its workers die. [`io::ErrorKind::UnexpectedEof`]
-    /// means that the keeper has exited. See [`sweep_after_keeper`].
+    /// After any error the keeper is lost, and its workers die; see [`reap_after_keeper`].
+    /// [`io::ErrorKind::UnexpectedEof`] means that the keeper has exited.
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
             match socket::receive(&self.socket, &mut self.buffer)? {
@@ -354,7 +267,7 @@ impl Keeper {
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
                 }
                 Received::Message(length, descriptors) => {
-                    if let Some(report) = self.understand(length, descriptors)? {
+                    if let Some(report) = self.decode_report(length, descriptors)? {
                         return Ok(Some(report));
                     }
                 }
@@ -362,14 +275,14 @@ impl Keeper {
         }
     }
 
-    fn understand(&mut self, length: usize, descriptors: Vec<OwnedFd>) -> io::Result<Option<Report>> {
+    fn decode_report(&mut self, length: usize, descriptors: Vec<OwnedFd>) -> io::Result<Option<Report>> {
         let (message, _) = codec::decode::<ReportMessage<'_>>(&self.buffer[..length], &[])
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         Ok(match message {
             ReportMessage::Started { scan_always } => Some(Report::Started { scan_always }),
             ReportMessage::Spawned { worker, pid, observed } => match descriptors.into_iter().next() {
                 Some(pidfd) => Some(Report::Spawned { worker, pid, pidfd, observed }),
-                None => Some(self.disown(worker)?),
+                None => Some(self.kill_without_pidfd(worker)?),
             },
             ReportMessage::Violation { worker, process, call } => {
                 Some(Report::Violation { worker, process, call })
@@ -378,37 +291,40 @@ impl Keeper {
                 let (step, error) = (step.to_owned(), io::Error::from_raw_os_error(errno));
                 Some(Report::SpawnFailed { worker, step, error })
             }
-            ReportMessage::Exited { worker, .. } if self.disowned.contains(&worker) => None,
+            ReportMessage::Exited { worker, .. } if self.without_pidfd.contains(&worker) => None,
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
-            ReportMessage::Swept { worker } if self.disowned.remove(&worker) => None,
-            ReportMessage::Swept { worker } => Some(Report::Swept { worker }),
-            ReportMessage::Template { worker, word } => Some(Report::Template { worker, word }),
+            ReportMessage::Reaped { worker } if self.without_pidfd.remove(&worker) => None,
+            ReportMessage::Reaped { worker } => Some(Report::Reaped { worker }),
+            ReportMessage::Template { worker, message } => Some(Report::Template { worker, message }),
             ReportMessage::Pong => Some(Report::Pong),
-            ReportMessage::Remains { count } => Some(Report::Remains { count }),
+            ReportMessage::Unkillable { count } => Some(Report::Unkillable { count }),
         })
     }
 
-    /// Kills a worker for which there is no pidfd, because this process has reached its limit of descriptors.
-    /// A worker that cannot be watched must not run.
-    fn disown(&mut self, worker: u64) -> io::Result<Report> {
-        self.disowned.insert(worker);
+    /// Kills a worker whose pidfd is missing, because a worker that cannot be watched must not run.
+    fn kill_without_pidfd(&mut self, worker: u64) -> io::Result<Report> {
+        self.without_pidfd.insert(worker);
         self.kill(worker)?;
         let error = rustix::io::Errno::MFILE.into();
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Orders the keeper to exit, with all workers and their descendants, and waits for the exit. This
+    /// Orders the keeper to kill all workers with their descendants and to exit, and waits for the exit. This
     /// usually takes some milliseconds, but up to a minute if processes cannot be killed.
-    pub fn end(self) -> io::Result<()> {
+    pub fn shut_down(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
         drop(socket);
         let mut process = match process {
-            Process::Child(process) => process,
-            Process::Detached(process) => {
-                return if process.wait(END_PATIENCE)? { Ok(()) } else { process.sweep(SWEEP_PATIENCE) };
+            KeeperProcess::Child(process) => process,
+            KeeperProcess::Detached(process) => {
+                return if process.wait(EXIT_TIMEOUT)? {
+                    Ok(())
+                } else {
+                    process.kill_and_wait(KILL_TIMEOUT)
+                };
             }
         };
-        if wait::ends_within(&process, END_PATIENCE)? {
+        if wait::exits_within(&process, EXIT_TIMEOUT)? {
             let status = process.wait()?;
             return if status.success() {
                 Ok(())
@@ -418,7 +334,7 @@ impl Keeper {
         }
         process.kill()?;
         process.wait()?;
-        wait::end_all(SWEEP_PATIENCE)?;
+        wait::kill_all_descendants(KILL_TIMEOUT)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not kill the workers"))
     }
 }
@@ -435,33 +351,33 @@ impl AsRawFd for Keeper {
     }
 }
 
-/// Makes this process inherit the descendants of a killed keeper, for [`sweep_after_keeper`]. The
-/// supervisor's own program calls this when it starts.
+/// Makes this process inherit the descendants of a killed keeper, for [`reap_after_keeper`]. The supervisor
+/// program calls this when it starts.
 pub fn become_subreaper() -> io::Result<()> {
-    // The kernel takes any number except zero as true.
+    // Any value except zero enables the flag.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-/// Kills a lost keeper and **all other descendants of this process**, until nothing is left. Another keeper
-/// must not be started before this returns, because it would be killed as well.
+/// Kills a lost keeper and **all other descendants of this process**, until no process is left. The next keeper
+/// must be started only after this call, because it would be killed as well.
 ///
-/// Only for a program that called [`become_subreaper`]. The program must have no other children, because this
-/// function kills and reaps all children. Blocks, usually for some milliseconds.
+/// For a program that has called [`become_subreaper`] and has no other children, because this function kills
+/// and reaps all children. Blocks, usually for some milliseconds.
 ///
-/// For a keeper from [`Keeper::start_beside`], the guard does the work, and spares processes that do not
-/// belong to the keeper.
-pub fn sweep_after_keeper(old: Keeper) -> io::Result<()> {
-    match old.process {
-        Process::Child(mut process) => {
+/// For a keeper from [`Keeper::start_detached`], the guard kills the processes, and spares processes that do
+/// not belong to the keeper.
+pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
+    match lost.process {
+        KeeperProcess::Child(mut process) => {
             process.kill()?;
             process.wait()?;
-            wait::end_all(SWEEP_PATIENCE)
+            wait::kill_all_descendants(KILL_TIMEOUT)
         }
-        Process::Detached(process) => process.sweep(SWEEP_PATIENCE),
+        KeeperProcess::Detached(process) => process.kill_and_wait(KILL_TIMEOUT),
     }
 }
 
-impl Process {
+impl KeeperProcess {
     fn kill(&mut self) -> io::Result<()> {
         match self {
             Self::Child(process) => process.kill(),

@@ -11,92 +11,68 @@ mod namespaces;
 
 use std::io;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno::check;
 use nix::sys::socket::{getsockopt, sockopt::PeerPidfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use rustix::thread::{CapabilitySet, capabilities};
-use serde::Serialize;
 
-use self::child::Refused;
-use super::confine::seccomp::{self, Ending};
+use self::child::TrialError;
+use crate::confine::seccomp::{self, FatalAction};
+use crate::protocol::LayerSupport;
 
-/// A layer of confinement, and whether it is available.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
-pub struct Ability {
-    /// Name of the layer.
-    pub layer: String,
-    /// True if the layer is available.
-    #[serde(rename = "available")]
-    pub is_available: bool,
-    /// Details such as a version or a path, if there are any.
-    pub found: Option<String>,
-    /// Error of the kernel, if the layer is not available.
-    pub why_not: Option<String>,
-    /// Advice for an administrator, if the layer is not available.
-    pub what_to_do: Option<String>,
-}
-
-impl Ability {
-    /// Converts the result of a trial.
-    pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
-        let is_available = tried.is_ok();
-        let what_to_do = (!is_available).then(|| what_to_do.into());
-        let (found, why_not) = match tried {
-            Ok(found) => (found, None),
-            Err(why_not) => (None, Some(why_not)),
-        };
-        Self { layer: layer.into(), is_available, found, why_not, what_to_do }
-    }
-
+impl LayerSupport {
     /// Converts the result of a trial without details.
-    fn plain(layer: &str, tried: Result<(), impl Into<Refused>>, what_to_do: &str) -> Self {
-        Self::of(layer, tried.map(|()| None).map_err(|why| why.into().explain()), what_to_do)
+    fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
+        Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
     }
 }
 
 /// Tries all layers. Takes some milliseconds, or some seconds if something is stuck.
-pub fn probe() -> Vec<Ability> {
+pub fn probe() -> Vec<LayerSupport> {
     let mut abilities = landlock::probe();
-    abilities.extend(filters());
+    abilities.extend(probe_seccomp());
     abilities.extend(namespaces::probe());
     abilities.extend(cgroup::probe());
-    abilities.extend(descriptors());
-    abilities.extend(own_capabilities());
-    abilities.push(yama());
-    abilities.push(Ability::plain("no_new_privs", child::tried(no_new_privs), NEWER_KERNEL));
-    withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
+    abilities.extend(probe_descriptors());
+    abilities.extend(probe_capabilities());
+    abilities.push(probe_yama());
+    abilities.push(LayerSupport::without_details(
+        "no_new_privs",
+        child::run_trial(no_new_privs),
+        KERNEL_ADVICE,
+    ));
+    disable(&mut abilities, &std::env::var(DISABLED_LAYERS).unwrap_or_default());
     abilities.push(tree_end(&abilities));
-    abilities.push(forked(&abilities));
+    abilities.push(forked_workers(&abilities));
     abilities
 }
 
 /// Name of the ability to fork workers from a template in a sandbox (`start.mode = "fork"`).
-pub const FORKED: &str = "forked workers";
+pub const FORKED_WORKERS: &str = "forked workers";
 
 /// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
 /// by which the keeper finds processes that workers leave behind.
-fn forked(abilities: &[Ability]) -> Ability {
+fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match layers.into_iter().find(|layer| !has(layer)) {
         Some(layer) => Err(format!("{layer} is missing")),
-        None => super::spawn::first_process_sees_children()
+        None => crate::spawn::can_list_children()
             .map(|()| None)
-            .map_err(|errno| format!("/proc does not list the children of a thread: {}", explain(errno))),
+            .map_err(|errno| format!("/proc does not list the children of a thread: {}", error_text(errno))),
     };
     let what_to_do = "`start.mode = \"fork\"` works only with `profile = \"none\"`: fix the missing layer, or run \
                       a kernel built with CONFIG_PROC_CHILDREN";
-    Ability::of(FORKED, tried, what_to_do)
+    LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
 /// Name of the ability of the kernel to kill all descendants of a worker, under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
 /// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
-fn tree_end(abilities: &[Ability]) -> Ability {
+fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
     let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
     let lacking = namespaces.into_iter().find(|layer| !has(layer));
@@ -109,7 +85,7 @@ fn tree_end(abilities: &[Ability]) -> Ability {
              survive"
         )),
     };
-    Ability::of(
+    LayerSupport::of(
         TREE_END,
         tried,
         "set `KillMode=control-group` (or `mixed`) in the unit, or fix the missing layer",
@@ -118,57 +94,61 @@ fn tree_end(abilities: &[Ability]) -> Ability {
 
 /// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
 /// in this way how a configuration works on a machine with fewer layers.
-pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
+pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
-fn withhold(abilities: &mut [Ability], layers: &str) {
-    let named = |ability: &Ability| match ability.layer.as_str() {
+fn disable(abilities: &mut [LayerSupport], layers: &str) {
+    let named = |ability: &LayerSupport| match ability.layer.as_str() {
         "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
-    let is_withheld = |ability: &Ability| layers.split(',').any(|layer| layer.trim() == named(ability));
-    for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
+    let is_disabled = |ability: &LayerSupport| layers.split(',').any(|layer| layer.trim() == named(ability));
+    for ability in abilities.iter_mut().filter(|ability| is_disabled(ability)) {
         let what_to_do = Some("remove the layer from this variable".into());
-        let why_not = Some(format!("{WITHOUT} disables the layer"));
-        *ability = Ability { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
+        let why_not = Some(format!("{DISABLED_LAYERS} disables the layer"));
+        *ability = LayerSupport { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
     }
 }
 
-fn no_new_privs() -> Result<(), Refused> {
-    child::bound();
+fn no_new_privs() -> Result<(), TrialError> {
+    child::limit_run_time();
     rustix::thread::set_no_new_privs(true)?;
-    if rustix::thread::no_new_privs()? { Ok(()) } else { Err(Refused::Untrue) }
+    if rustix::thread::no_new_privs()? { Ok(()) } else { Err(TrialError::NotEnforced) }
 }
 
 /// Returns the kernel's text for an error.
-fn explain(errno: Errno) -> String {
+fn error_text(errno: Errno) -> String {
     io::Error::from(errno).to_string()
 }
 
-const NEWER_KERNEL: &str = "run a newer kernel";
+const KERNEL_ADVICE: &str = "run a newer kernel";
 
-fn filters() -> [Ability; 3] {
-    let action = |action| seccomp_action(action).map_err(Refused::from);
-    let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| filter(Ending::Kill));
-    let named = filtered.and_then(|()| filter(Ending::Notify));
+fn probe_seccomp() -> [LayerSupport; 3] {
+    let action = |action| seccomp_action(action).map_err(TrialError::from);
+    let filtered = action(libc::SECCOMP_RET_KILL_PROCESS).and_then(|()| try_filter(FatalAction::Kill));
+    let named = filtered.and_then(|()| try_filter(FatalAction::Notify));
     [
-        Ability::plain("seccomp", filtered, "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
-        Ability::plain(
+        LayerSupport::without_details(
+            "seccomp",
+            filtered,
+            "run a kernel that was built with CONFIG_SECCOMP_FILTER",
+        ),
+        LayerSupport::without_details(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
             "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
         ),
-        Ability::plain("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
+        LayerSupport::without_details("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
     ]
 }
 
-fn filter(ending: Ending) -> Result<(), Refused> {
-    let filter = seccomp::trial(ending);
-    child::tried(|| {
-        child::bound();
+fn try_filter(fatal_action: FatalAction) -> Result<(), TrialError> {
+    let filter = seccomp::test_filter(fatal_action);
+    child::run_trial(|| {
+        child::limit_run_time();
         rustix::thread::set_no_new_privs(true)?;
         filter.install()?;
-        if seccomp::is_on_trial() { Ok(()) } else { Err(Refused::Untrue) }
+        if seccomp::is_test_filter_active() { Ok(()) } else { Err(TrialError::NotEnforced) }
     })
 }
 
@@ -177,11 +157,15 @@ fn seccomp_action(action: u32) -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) })
 }
 
-fn descriptors() -> [Ability; 3] {
+fn probe_descriptors() -> [LayerSupport; 3] {
     [
-        Ability::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
-        Ability::plain("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
-        Ability::plain("close_range", close_range(), NEWER_KERNEL),
+        LayerSupport::without_details(
+            "pidfd",
+            pidfd_open(getpid(), PidfdFlags::empty()).map(drop),
+            KERNEL_ADVICE,
+        ),
+        LayerSupport::without_details("peer pidfd", peer_pidfd(), "run kernel 6.5 or later"),
+        LayerSupport::without_details("close_range", close_range(), KERNEL_ADVICE),
     ]
 }
 
@@ -198,21 +182,21 @@ fn close_range() -> Result<(), Errno> {
     check(unsafe { libc::syscall(libc::SYS_close_range, NONE, NONE, 0) })
 }
 
-fn own_capabilities() -> [Ability; 3] {
+fn probe_capabilities() -> [LayerSupport; 3] {
     let own = capabilities(None).map(|sets| sets.effective);
     let tried = |wanted| match own {
         Ok(own) if own.contains(wanted) => Ok(None),
         Ok(_) => Err("this user lacks the capability".to_owned()),
-        Err(errno) => Err(explain(errno)),
+        Err(errno) => Err(error_text(errno)),
     };
     [
-        Ability::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
-        Ability::of(
+        LayerSupport::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
+        LayerSupport::of(
             "CAP_SYS_ADMIN",
             tried(CapabilitySet::SYS_ADMIN),
             "not needed if user namespaces are available",
         ),
-        Ability::of(
+        LayerSupport::of(
             "CAP_SYS_RESOURCE",
             tried(CapabilitySet::SYS_RESOURCE),
             "needed only for limits above the supervisor's own: raise the supervisor's (ulimit -H, LimitNOFILE=)",
@@ -231,14 +215,14 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
         ("CAP_DAC_OVERRIDE", CapabilitySet::DAC_OVERRIDE),
         ("CAP_SYS_PTRACE", CapabilitySet::SYS_PTRACE),
     ];
-    let own = own.map_err(explain)?;
+    let own = own.map_err(error_text)?;
     let missing: Vec<&str> =
         needed.iter().filter(|(_, one)| !own.contains(*one)).map(|(name, _)| *name).collect();
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
 /// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
-fn yama() -> Ability {
+fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
         Ok("0") => (
@@ -251,7 +235,7 @@ fn yama() -> Ability {
             "boot with `yama` in `lsm=`; Landlock and separate users are used instead",
         ),
     };
-    Ability::of("yama", tried, what_to_do)
+    LayerSupport::of("yama", tried, what_to_do)
 }
 
 #[cfg(test)]
@@ -265,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn every_layer_is_told_once_with_a_reason_or_without() {
+    fn reports_each_layer_once() {
         let start = Instant::now();
         let abilities = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
@@ -283,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probing_process_is_not_confined() {
+    fn probe_does_not_confine_this_process() {
         probe();
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let of_ours = |line: &&str| line.starts_with("NoNewPrivs:") || line.starts_with("Seccomp:");
@@ -292,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_behind() {
+    fn probe_leaves_nothing_behind() {
         let namespaces = || {
             let names = ["user", "net", "ipc", "uts", "pid_for_children", "mnt"];
             names.map(|name| std::fs::read_link(format!("/proc/thread-self/ns/{name}")).unwrap())

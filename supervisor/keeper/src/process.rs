@@ -3,14 +3,16 @@
 //! Kills and reaps every worker. Never blocks on the supervisor, on a program's file system, or on a process
 //! that does not die. Restarts nothing.
 
-mod becoming;
-pub(crate) mod guard;
-mod inherited;
-mod nests;
-mod precedence;
+mod cgroups;
+mod guard;
+mod id_maps;
+mod observe;
+mod priority;
+mod reaping;
+mod setup;
 mod starts;
-mod sweeping;
 mod templates;
+pub(crate) mod temporary;
 mod violations;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -21,33 +23,41 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec;
-use bulkhead_shared::limits::cut;
+use bulkhead_shared::limits::truncate;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token};
 use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-use self::becoming::{Owners, prepare};
-use self::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, guard};
-use self::nests::{Home, Nest};
-use self::precedence::Precedence;
-use self::sweeping::Sweep;
-use self::templates::{Held, Template};
-use super::confine::cgroup::Leaf;
-use super::confinement::{Observed, Terms};
-use super::groups::Groups;
-use super::socket::{self, Outbox, Received};
-use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
-use super::temporary::Folders;
-use super::wait;
-use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, observe};
+use self::cgroups::WorkerGroups;
+use self::guard::become_guard;
+use self::priority::PriorityBoost;
+use self::reaping::DescendantReaper;
+use self::setup::{WatchedProcesses, set_up};
+use self::templates::namespaces::{NamespaceMember, TemplateNamespace};
+use self::templates::{DeferredFork, Template};
+use self::temporary::TemporaryFolders;
+use crate::confine::cgroup::Leaf;
+use crate::protocol::confinement::{Layers, Observed};
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{
+    Exit, GUARDED_ARGUMENT, ORDER_BYTES_MAX, Order, PROBE_ARGUMENT, REPORT_BYTES_MAX, ReportMessage, Rlimit,
+    STEP_BYTES_MAX,
+};
+use crate::spawn::{
+    ChildConnections, FilterCache, Forker, OriginalSettings, SpawnError, distinguishes_orphans,
+};
+use crate::wait;
 
 /// Maximum number of waiting reports before orders are no longer accepted. After that, only the last three
 /// reports of each worker can follow.
-const REPORTS_WAITING_MAX: usize = 1024;
+const PENDING_REPORTS_MAX: usize = 1024;
+
+/// Maximum number of deferred forks before orders are no longer accepted. Each holds three descriptors.
+const DEFERRED_FORKS_MAX: usize = 256;
 
 /// Time limit for killing all processes. When it has passed, the keeper gives up and exits.
-const END_PATIENCE: Duration = Duration::from_secs(60);
+const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum number of events in one iteration of the loop. The others follow in the next iteration.
 const EVENTS_MAX: usize = 64;
@@ -56,37 +66,37 @@ const EVENTS_MAX: usize = 64;
 /// Bit for the listener.
 const LISTENER: usize = 1 << 32;
 /// Bit for the pidfd.
-const END: usize = 1 << 33;
+const EXIT: usize = 1 << 33;
 /// Bit for the status pipe of the first process in a pid namespace.
 const STATUS: usize = 1 << 34;
 /// Bit for the socket of a template.
-const FORKS: usize = 1 << 35;
+const TEMPLATE: usize = 1 << 35;
 /// Bit for the socket of the first process in a nest.
-const NEST: usize = 1 << 36;
-const NUMBER: usize = LISTENER - 1;
+const NAMESPACE: usize = 1 << 36;
+const PID_MASK: usize = LISTENER - 1;
 
 /// Token of the guard and the application, if there are any. Readable when one of them has ended.
-const OWNERS: usize = 1 << 37;
+const WATCHED: usize = 1 << 37;
 
 // The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
 const ORDERS: usize = 0;
-const DEATHS: usize = 1;
+const SIGCHLD: usize = 1;
 
 /// Runs the keeper. All its descendants end with it.
 ///
-/// For a program that starts its own executable as a [`super::Keeper`]. If the first argument is
-/// [`super::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
+/// For a program that starts its own executable as a [`crate::Keeper`]. If the first argument is
+/// [`crate::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
 pub fn run_as_keeper() -> ! {
     let mut arguments = std::env::args().skip(2);
     let guard = match arguments.next().as_deref() {
         Some(GUARDED_ARGUMENT) => {
             let version = arguments.next();
-            let is_first = arguments.next().as_deref() == Some(FIRST_ARGUMENT);
-            guard(version.as_deref(), is_first).map(Some)
+            let probe = arguments.next().as_deref() == Some(PROBE_ARGUMENT);
+            become_guard(version.as_deref(), probe).map(Some)
         }
         _ => Ok(None),
     };
-    let result = guard.and_then(prepare).and_then(Process::start).and_then(Process::run);
+    let result = guard.and_then(set_up).and_then(EventLoop::start).and_then(EventLoop::run);
     if let Err(error) = &result {
         // Standard error is the supervisor's. If that is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
@@ -98,6 +108,12 @@ pub fn run_as_keeper() -> ! {
 fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<()> {
     let mut source = SourceFd(&descriptor.as_raw_fd());
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
+}
+
+/// Registers the descriptors of a child that exist. `pid` and the bit of each make up the token.
+fn register_each(poll: &Poll, pid: u32, all: [(Option<&OwnedFd>, usize); 3]) -> io::Result<()> {
+    let existing = all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)));
+    existing.into_iter().try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
 /// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
@@ -118,7 +134,7 @@ struct Child {
     worker: u64,
     pidfd: OwnedFd,
     stage: Stage,
-    terms: Terms,
+    layers: Layers,
     rlimits: Vec<Rlimit>,
     /// True if the child was allowed to execute its program.
     is_confined: bool,
@@ -138,14 +154,14 @@ struct Child {
     /// Set if this child is a template.
     template: Option<Template>,
     /// Set if this child is a template in a pid namespace, which its workers share.
-    nest: Option<Nest>,
+    namespace: Option<TemplateNamespace>,
     /// Set if this child is a worker in such a namespace.
-    home: Option<Home>,
+    member: Option<NamespaceMember>,
 }
 
 impl Child {
     /// Determines how the worker ended, from the exit status and other information.
-    fn cause(&self, exit: Exit) -> Exit {
+    fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
         match (exit, self.violation) {
             (_, Some(call)) => Exit::Violation { call },
@@ -158,10 +174,22 @@ impl Child {
         }
     }
 
-    fn forget_descriptors(&mut self, poll: &Poll) {
+    /// Registers the descriptors on which a template and the first process of a pid namespace report. Without
+    /// these reports, the keeper would miss deaths.
+    fn register_reports(&self, poll: &Poll, pid: u32) -> io::Result<()> {
+        let template = self.template.as_ref().map(Template::socket);
+        let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
+        register_each(
+            poll,
+            pid,
+            [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)],
+        )
+    }
+
+    fn deregister_all(&mut self, poll: &Poll) {
         let forks = self.template.as_ref().map(Template::socket);
-        let nest = self.nest.as_ref().map(Nest::socket);
-        let all = [self.listener.as_ref(), self.status.as_ref(), forks, nest, Some(&self.pidfd)];
+        let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
+        let all = [self.listener.as_ref(), self.status.as_ref(), forks, namespace, Some(&self.pidfd)];
         for descriptor in all.into_iter().flatten() {
             deregister(poll, descriptor);
         }
@@ -170,22 +198,22 @@ impl Child {
     /// Reads the worker's status back once its program runs, because executing a program could have given
     /// privileges. Returns the name of a value that is not as ordered. Returns `None` if the process has
     /// already ended.
-    fn look_again(&mut self) -> Option<&'static str> {
+    fn recheck_confinement(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
-        observe::status(self.process, &mut observed).ok()?;
+        observe::read_status(self.process, &mut observed).ok()?;
         self.observed = observed;
-        if self.terms == Terms::default() {
+        if self.layers == Layers::default() {
             return None;
         }
         // The worker can have lowered its limits already.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
-        observed.mismatch(&self.terms).or_else(limit)
+        observed.mismatch(&self.layers).or_else(limit)
     }
 }
 
 enum Stage {
     /// On the way to `execve`.
-    Starting(Ends),
+    Starting(ChildConnections),
     /// Reported as spawned.
     Running,
     /// Reported as failed. Only has to be waited for.
@@ -194,89 +222,94 @@ enum Stage {
     Ended,
 }
 
-struct Process {
+struct EventLoop {
     poll: Poll,
     socket: OwnedFd,
     /// The guard and the application. The keeper exits when one of them ends.
-    owners: Option<Owners>,
-    deaths: SignalFd,
+    watched: Option<WatchedProcesses>,
+    sigchld: SignalFd,
     forker: Forker,
     /// User namespace of subordinate ids, if there is one.
-    namespace: Option<Arc<OwnedFd>>,
+    subordinate_namespace: Option<Arc<OwnedFd>>,
     children: HashMap<u32, Child>,
     /// Pids by spawn number.
     by_worker: HashMap<u64, u32>,
     /// Pids of templates.
     templates: BTreeSet<u32>,
-    own: observe::Own,
-    filters: Filters,
-    folders: Folders,
-    groups: Groups,
-    sweep: Sweep,
+    own_status: observe::KeeperStatus,
+    filters: FilterCache,
+    folders: TemporaryFolders,
+    groups: WorkerGroups,
+    reaper: DescendantReaper,
     /// Fork orders that wait for the end of a hunt.
-    held: VecDeque<Held>,
-    precedence: Precedence,
+    deferred_forks: VecDeque<DeferredFork>,
+    priority: PriorityBoost,
     outbox: Outbox,
     /// True if the socket may have more orders.
     has_orders: bool,
     /// True if the outbox waits for the socket to become writable.
     is_blocked: bool,
-    order: Vec<u8>,
+    order_buffer: Vec<u8>,
 }
 
-impl Process {
-    fn start((socket, owners, standing): (OwnedFd, Option<Owners>, Standing)) -> io::Result<Self> {
-        let forker = Forker::start(standing)?;
-        let always = !wait::tells_orphans_apart(&forker)?;
+impl EventLoop {
+    fn start(
+        (socket, watched, original): (OwnedFd, Option<WatchedProcesses>, OriginalSettings),
+    ) -> io::Result<Self> {
+        let forker = Forker::start(original)?;
+        let scan_always = !distinguishes_orphans(&forker)?;
         let mut blocked = SigSet::empty();
         blocked.add(nix::sys::signal::SIGCHLD);
-        let deaths = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+        let sigchld = SignalFd::with_flags(&blocked, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let poll = Poll::new()?;
-        register(&poll, &deaths, DEATHS)?;
+        register(&poll, &sigchld, SIGCHLD)?;
         register(&poll, &socket, ORDERS)?;
-        owners.iter().flat_map(Owners::each).try_for_each(|owner| register(&poll, owner, OWNERS))?;
-        let mut process = Self {
+        watched
+            .iter()
+            .flat_map(WatchedProcesses::all)
+            .try_for_each(|owner| register(&poll, owner, WATCHED))?;
+        let mut event_loop = Self {
             poll,
             socket,
-            owners,
-            deaths,
+            watched,
+            sigchld,
             forker,
-            namespace: None,
+            subordinate_namespace: None,
             children: HashMap::new(),
             by_worker: HashMap::new(),
             templates: BTreeSet::new(),
-            own: observe::Own::read(),
-            filters: Filters::default(),
-            folders: Folders::default(),
-            groups: Groups::default(),
-            sweep: Sweep::new(always),
-            held: VecDeque::new(),
-            precedence: Precedence::new(standing.nice),
+            own_status: observe::KeeperStatus::read(),
+            filters: FilterCache::default(),
+            folders: TemporaryFolders::default(),
+            groups: WorkerGroups::default(),
+            reaper: DescendantReaper::new(scan_always),
+            deferred_forks: VecDeque::new(),
+            priority: PriorityBoost::new(original.nice),
             outbox: Outbox::default(),
             has_orders: true,
             is_blocked: false,
-            order: vec![0; ORDER_BYTES_MAX],
+            order_buffer: vec![0; ORDER_BYTES_MAX],
         };
-        process.report(&ReportMessage::Started { scan_always: always }, None);
-        Ok(process)
+        event_loop.report(&ReportMessage::Started { scan_always }, None);
+        Ok(event_loop)
     }
 
     /// Serves orders until the supervisor is gone or sends an invalid order, and then kills everything.
     fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS_MAX);
         let served = loop {
-            match self.turn(&mut events) {
+            match self.run_iteration(&mut events) {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
                 Err(error) => break Err(error),
             }
         };
-        self.precedence.take();
+        self.priority.raise();
         // The processes of a nest die with its first process.
-        for (&pid, _) in self.children.iter().filter(|(_, child)| child.home.is_none()) {
+        for (&pid, _) in self.children.iter().filter(|(_, child)| child.member.is_none()) {
             wait::kill_group(pid);
         }
-        wait::end_all(END_PATIENCE)?;
+        wait::kill_all_descendants(KILL_ALL_TIMEOUT)?;
         match served {
             // The supervisor exited while the keeper was writing to it. This is a normal end.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -285,7 +318,7 @@ impl Process {
     }
 
     /// Performs one iteration of the loop. Returns `false` if the keeper must exit.
-    fn turn(&mut self, events: &mut Events) -> io::Result<bool> {
+    fn run_iteration(&mut self, events: &mut Events) -> io::Result<bool> {
         self.flush()?;
         match self.poll.poll(events, self.timeout(Instant::now())) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(true),
@@ -295,17 +328,17 @@ impl Process {
             match event.token().0 {
                 // The socket can also be closed or writable. Then the attempt to receive finds nothing.
                 ORDERS => self.has_orders = true,
-                OWNERS if self.owners.is_some() => return Ok(false),
-                DEATHS => while self.deaths.read_signal()?.is_some() {},
+                WATCHED if self.watched.is_some() => return Ok(false),
+                SIGCHLD => while self.sigchld.read_signal()?.is_some() {},
                 token => {
-                    let pid = (token & NUMBER) as u32;
-                    match token & !NUMBER {
-                        LISTENER => self.look_at_violation(pid),
-                        STATUS => self.hear_end(pid),
-                        FORKS => self.hear_template(pid),
-                        NEST => self.hear_nest(pid),
-                        END => self.reap_worker(pid, Instant::now()),
-                        _ => self.look_at_start(pid),
+                    let pid = (token & PID_MASK) as u32;
+                    match token & !PID_MASK {
+                        LISTENER => self.handle_violation(pid),
+                        STATUS => self.handle_init_status(pid),
+                        TEMPLATE => self.handle_template_messages(pid),
+                        NAMESPACE => self.handle_namespace_messages(pid),
+                        EXIT => self.reap_worker(pid, Instant::now()),
+                        _ => self.advance_start(pid),
                     }
                 }
             }
@@ -313,74 +346,80 @@ impl Process {
         // Reports deaths before a spawn or a step of a scan, which take time.
         self.flush()?;
         // Takes one order per iteration, so that deaths do not wait for a hundred spawns.
-        if self.can_take_order() && !self.take_order()? {
+        if self.can_receive_order() && !self.receive_order()? {
             return Ok(false);
         }
         let now = Instant::now();
         self.reap(now);
         self.flush()?;
-        self.sweep(now);
-        self.end_hung_templates(now);
-        self.tidy_nests(now);
-        self.fork_held();
+        self.reap_descendants(now);
+        self.kill_hung_templates(now);
+        self.clean_namespaces(now);
+        self.run_deferred_forks();
         Ok(true)
     }
 
     fn timeout(&self, now: Instant) -> Option<Duration> {
-        if self.can_take_order() {
+        if self.can_receive_order() {
             return Some(Duration::ZERO);
         }
-        let due = self.sweep.due(now).into_iter().chain(self.forks_due()).chain(self.nests_due()).min();
+        let due = self
+            .reaper
+            .next_due(now)
+            .into_iter()
+            .chain(self.next_fork_timeout())
+            .chain(self.next_namespace_kill())
+            .min();
         due.map(|due| due.saturating_duration_since(now))
     }
 
-    fn can_take_order(&self) -> bool {
-        self.has_orders && self.outbox.len() < REPORTS_WAITING_MAX
+    fn can_receive_order(&self) -> bool {
+        self.has_orders && has_room(self.outbox.len(), self.deferred_forks.len())
     }
 
-    fn take_order(&mut self) -> io::Result<bool> {
-        let mut buffer = std::mem::take(&mut self.order);
+    fn receive_order(&mut self) -> io::Result<bool> {
+        let mut buffer = std::mem::take(&mut self.order_buffer);
         let received = socket::receive(&self.socket, &mut buffer);
-        let goes_on = match received {
+        let result = match received {
             Ok(Received::Closed) => Ok(false),
             Ok(Received::Nothing) => {
                 self.has_orders = false;
                 Ok(true)
             }
             Ok(Received::Message(length, descriptors)) => {
-                self.obey(&buffer[..length], descriptors).map(|()| true)
+                self.execute_order(&buffer[..length], descriptors).map(|()| true)
             }
             Err(error) => Err(error),
         };
-        self.order = buffer;
-        goes_on
+        self.order_buffer = buffer;
+        result
     }
 
-    fn obey(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn execute_order(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<()> {
         let refused = || io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version");
         match Order::decode(message).ok_or_else(refused)? {
             Order::Spawn(order) => {
-                if let Err(refusal) = self.spawn(&order, descriptors) {
-                    self.report_failure(order.worker, &refusal);
+                if let Err(error) = self.spawn(&order, descriptors) {
+                    self.report_failure(order.worker, &error);
                 }
             }
             Order::Fork { worker, template } => {
-                if let Err(refusal) = self.fork(Held { worker, template, descriptors }) {
-                    self.report_failure(worker, &refusal);
+                if let Err(error) = self.fork(DeferredFork { worker, template, descriptors }) {
+                    self.report_failure(worker, &error);
                 }
             }
-            Order::Namespace => self.namespace = descriptors.into_iter().next().map(Arc::new),
+            Order::Namespace => self.subordinate_namespace = descriptors.into_iter().next().map(Arc::new),
             Order::Kill { worker } => {
                 // A child in the table has not been waited for, so the pid is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {
-                    let is_in_nest = |child: &Child| child.nest.is_some() || child.home.is_some();
-                    if !self.children.get(&pid).is_some_and(is_in_nest) {
+                    let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
+                    if !self.children.get(&pid).is_some_and(is_in_namespace) {
                         // Given back when nothing is left of the worker.
-                        self.precedence.take();
+                        self.priority.raise();
                     }
                     self.kill(pid);
                 } else {
-                    self.doom(worker);
+                    self.cancel_fork(worker);
                 }
             }
             Order::Ping => self.report(&ReportMessage::Pong, None),
@@ -403,9 +442,9 @@ impl Process {
         Some(child)
     }
 
-    fn report_failure(&mut self, worker: u64, refusal: &Refusal) {
-        let step = cut(&refusal.step, STEP_BYTES_MAX);
-        let errno = refusal.errno.raw_os_error();
+    fn report_failure(&mut self, worker: u64, error: &SpawnError) {
+        let step = truncate(&error.step, STEP_BYTES_MAX);
+        let errno = error.errno.raw_os_error();
         self.report(&ReportMessage::SpawnFailed { worker, step, errno }, None);
     }
 
@@ -413,7 +452,7 @@ impl Process {
         let mut bytes = Vec::new();
         // Fails only beyond 64 KiB.
         let encoded = codec::encode(message, &[], &mut bytes);
-        debug_assert!(encoded.is_ok() && bytes.len() <= super::REPORT_BYTES_MAX);
+        debug_assert!(encoded.is_ok() && bytes.len() <= REPORT_BYTES_MAX);
         self.outbox.push(bytes, pidfd.into_iter().collect());
     }
 
@@ -430,5 +469,35 @@ impl Process {
             register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())
+    }
+}
+
+/// True if another order can be accepted.
+fn has_room(pending_reports: usize, deferred_forks: usize) -> bool {
+    pending_reports < PENDING_REPORTS_MAX && deferred_forks < DEFERRED_FORKS_MAX
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_registration_is_an_error() {
+        let poll = Poll::new().unwrap();
+        let (readable, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(
+            register_each(&poll, 2, [(Some(&readable), STATUS), (None, TEMPLATE), (None, NAMESPACE)]).is_ok()
+        );
+        // A regular file cannot be polled.
+        let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap().into();
+        let error = register_each(&poll, 2, [(None, STATUS), (None, TEMPLATE), (Some(&file), NAMESPACE)]);
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn reports_and_deferred_forks_bound_accepted_orders() {
+        assert!(has_room(PENDING_REPORTS_MAX - 1, DEFERRED_FORKS_MAX - 1));
+        assert!(!has_room(PENDING_REPORTS_MAX, 0));
+        assert!(!has_room(0, DEFERRED_FORKS_MAX));
     }
 }

@@ -5,443 +5,71 @@
 //! and cannot panic. A table, [`steps`], lists its steps. If a step fails, the supervisor gets the step's
 //! name, and the worker does not start.
 //!
-//! - `barriers`: the confinement, prepared before the fork.
+//! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
+//! - `forker`: the thread that forks.
+//! - `child`: the child, which executes the steps.
 //! - `progress`: messages between the child and the keeper.
-//! - `programs`: the rules that a host of programs receives about its own confinement.
-//! - `root`: a private root folder.
-//! - `machine`: hides the machine's entries in a private `/proc`.
-//! - `mounts`: a single mount.
-//! - `shown`: mounts for paths that the worker's user cannot reach.
-//! - `entered`: the fork into an existing user namespace.
-//! - `ended`: the first process of a pid namespace, which is the worker's parent.
-//! - `nest`: the first process of a pid namespace with a template, which forks workers as its siblings.
+//! - `program_rules`: the rules that a host of programs receives about its own confinement.
+//! - `mounts`: a private root folder, a private `/proc`, and paths that the worker's user cannot reach.
+//! - `user_namespace`: the fork into an existing user namespace.
+//! - `init`: the first process of a pid namespace, which is the parent of the worker or of a template.
 #![expect(unsafe_code, reason = "fork, execve and the calls in a forked child have no safe wrapper")]
 
-mod barriers;
-mod ended;
-mod entered;
-mod machine;
+mod child;
+mod confinement;
+mod forker;
+mod init;
 mod mounts;
-mod nest;
-mod programs;
+mod prepared;
+mod program_rules;
 mod progress;
-mod root;
-mod shown;
 mod steps;
+mod user_namespace;
 
-use std::ffi::{CString, c_char};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::os::fd::RawFd;
 
-use bulkhead_linux::{errno, vfork};
-use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
+use bulkhead_linux::errno;
 use rustix::io::Errno;
-use rustix::pipe::PipeFlags;
-use rustix::process::Pid;
 
-use self::progress::{Failure, Stop};
-use self::root::Root;
-use self::shown::Shown;
-use self::steps::{INNER, OUTER};
-use super::confine::cgroup;
-use super::confinement::{Identity, Namespaces, Temporary};
-use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
-
-pub(super) use self::barriers::{Barriers, Filters};
-pub(super) use self::ended::read as read_status;
-pub(super) use self::nest::{END_BYTES_MAX, End, NAMED_MAX, Order as NestOrder};
-pub(super) use self::progress::{Progress, go_on, read as read_progress};
-pub(super) use self::steps::put_at;
+pub(crate) use self::confinement::{FilterCache, PreparedConfinement};
+pub(crate) use self::forker::{Forker, Job, OomSettings, OriginalSettings, distinguishes_orphans, fork_step};
+pub(crate) use self::init::template::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
+pub(crate) use self::init::worker::read_status;
+pub(crate) use self::prepared::{ChildConnections, Prepared, Program};
+pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
+pub(crate) use self::steps::duplicate_to;
 
 /// Descriptor of the worker's link. In the keeper, this number belongs to the order socket. So no other
 /// descriptor of the keeper has one of the numbers that a child needs.
-pub(super) const LINK_FD: RawFd = 3;
-
-/// Variable that names the folder for temporary files.
-const TEMPORARY: &str = "TMPDIR=";
-
-/// Variable that names the user's home folder. A worker's only home is the folder for temporary files.
-const HOME: &str = "HOME=";
-
-/// Folder for temporary files in a private root folder.
-const OWN_TMP: &str = "/tmp";
+pub(crate) const LINK_FD: RawFd = 3;
 
 /// Exit code of a child that failed before `execve`. The code is never shown.
-const FAILED: i32 = 127;
-
-/// A child of the forking thread.
-pub(super) enum Job {
-    /// A worker.
-    Worker(Box<Prepared>),
-    /// Exits immediately.
-    Child,
-    /// Exits immediately and leaves a child that does the same.
-    Grandchild,
-}
-
-/// Everything that a worker's child needs, prepared before the fork.
-pub(super) struct Prepared {
-    program: CString,
-    directory: CString,
-    arguments: Vec<CString>,
-    environment: Vec<CString>,
-    rlimits: Vec<Rlimit>,
-    link: OwnedFd,
-    stdout: OwnedFd,
-    stderr: OwnedFd,
-    progress: OwnedFd,
-    /// The keeper's end of `progress`, of which the child has a copy.
-    other_end: RawFd,
-    /// Control group in which the child starts.
-    cgroup: Option<OwnedFd>,
-    /// Pipe on which the first process of a pid namespace reports how the worker ended.
-    status: Option<OwnedFd>,
-    /// Socket on which the first process of a template's namespace reports exits and receives orders to kill.
-    nest: Option<OwnedFd>,
-    barriers: Barriers,
-}
-
-/// The program of a worker, as ordered.
-pub(super) struct Program {
-    pub(super) program: CString,
-    pub(super) directory: CString,
-    pub(super) arguments: Vec<CString>,
-    pub(super) environment: Vec<CString>,
-    pub(super) rlimits: Vec<Rlimit>,
-}
-
-impl Program {
-    /// Converts an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
-    pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
-        let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
-        let mut environment = texts(&order.environment)?;
-        let own_tmp = matches!(order.confinement.terms.temporary, Temporary::FileSystem(_));
-        let home = temporary.or(own_tmp.then_some(Path::new(OWN_TMP)));
-        for (variable, folder) in [(TEMPORARY, temporary), (HOME, home)] {
-            let has_own = order.environment.iter().any(|one| one.starts_with(variable));
-            if let Some(folder) = folder.filter(|_| !has_own) {
-                environment.push(text(&format!("{variable}{}", folder.display()))?);
-            }
-        }
-        Ok(Self {
-            program: text(order.program)?,
-            directory: text(order.directory)?,
-            arguments: texts(&order.arguments)?,
-            environment,
-            rlimits: order.rlimits.clone(),
-        })
-    }
-}
-
-fn text(text: &str) -> Result<CString, Refusal> {
-    CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL))
-}
+const FAILED_EXIT_CODE: i32 = 127;
 
 /// Reason why a worker does not start: the failed step and the error number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
-    pub(super) step: String,
-    pub(super) errno: Errno,
+pub(crate) struct SpawnError {
+    pub(crate) step: String,
+    pub(crate) errno: Errno,
 }
 
-impl Refusal {
-    pub(super) fn new(step: &str, errno: Errno) -> Self {
+impl SpawnError {
+    pub(crate) fn new(step: &str, errno: Errno) -> Self {
         Self { step: step.to_owned(), errno }
     }
 
-    pub(super) fn of(step: &str, error: &io::Error) -> Self {
-        Self::new(step, errno::of(error, Errno::IO))
-    }
-}
-
-/// The keeper's ends of the connections to a child.
-pub(super) struct Ends {
-    /// Progress of the child: see [`Progress`].
-    pub(super) progress: OwnedFd,
-    /// See [`read_status`].
-    pub(super) status: Option<OwnedFd>,
-    /// See [`NestOrder`].
-    pub(super) nest: Option<OwnedFd>,
-    /// Describe failed steps.
-    root: Option<Arc<Root>>,
-    shown: Option<Arc<Shown>>,
-    /// Number of the child's descriptors in addition to those of every worker and the progress socket.
-    pub(super) beside: u32,
-}
-
-impl Ends {
-    /// Describes the failure of a child.
-    pub(super) fn refusal(&self, failure: &Failure) -> Refusal {
-        let step = steps::describe(failure, self.root.as_deref(), self.shown.as_deref());
-        Refusal { step, errno: Errno::from_raw_os_error(failure.errno) }
-    }
-}
-
-impl Prepared {
-    /// Combines everything that the child needs.
-    pub(super) fn new(
-        program: Program,
-        descriptors: Vec<OwnedFd>,
-        barriers: Barriers,
-        cgroup: Option<OwnedFd>,
-        is_template: bool,
-    ) -> Result<(Box<Self>, Ends), Refusal> {
-        let in_the_way = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
-        let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
-            descriptors.try_into().map_err(|_| Refusal::new("descriptors", Errno::MFILE))?;
-        if in_the_way {
-            return Err(Refusal::new("descriptors", Errno::BADF));
-        }
-        let [link, stdout, stderr] = descriptors;
-        let (ours, progress) = progress::pair().map_err(|errno| Refusal::new("fork", errno))?;
-        let has_first = barriers.terms.namespaces.pid;
-        let nest = (has_first && is_template).then(crate::socket::pair).transpose();
-        let (nest_ours, nest) = nest.map_err(|error| Refusal::of("fork", &error))?.unzip();
-        let status = (has_first && !is_template).then(|| {
-            rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
-                .map_err(|errno| Refusal::new("fork", errno))
-        });
-        let (status_ours, status) = status.transpose()?.unzip();
-        let (root, shown) = (barriers.root(), barriers.shown());
-        let expected = [barriers.executable.is_some(), barriers.hosted.is_some()];
-        let beside = expected.into_iter().map(u32::from).sum();
-        let Program { program, directory, arguments, mut environment, rlimits } = program;
-        if let Some(hosted) = &barriers.hosted {
-            environment.push(text(&format!("{PROGRAM_VARIABLE}={}", hosted.as_raw_fd()))?);
-        }
-        let prepared = Self {
-            program,
-            directory,
-            arguments,
-            environment,
-            rlimits,
-            link,
-            stdout,
-            stderr,
-            progress,
-            other_end: ours.as_raw_fd(),
-            cgroup,
-            status,
-            nest,
-            barriers,
-        };
-        let ends = Ends { progress: ours, status: status_ours, nest: nest_ours, root, shown, beside };
-        Ok((Box::new(prepared), ends))
-    }
-}
-
-/// Scheduling and memory settings of the keeper before it takes precedence.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Standing {
-    /// Nice value, which workers get too.
-    pub(super) nice: i32,
-    /// Preference of the kernel when memory runs out.
-    pub(super) oom: Oom,
-    /// Soft and hard limit of open files.
-    pub(super) open_files: (u64, u64),
-}
-
-/// Preference of the kernel when memory runs out.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Oom {
-    /// True if the supervisor is protected by a negative score, which workers must not inherit.
-    pub(super) is_spared: bool,
-    /// `oom_score_adj` of workers.
-    pub(super) workers: i32,
-}
-
-/// The second thread of the keeper, which is the parent of all workers. It lives as long as the process,
-/// because the kernel sends the parent-death signal when the parent thread ends.
-pub(super) struct Forker {
-    jobs: SyncSender<Job>,
-    results: Receiver<io::Result<u32>>,
-}
-
-impl Forker {
-    /// Starts the thread. `standing` has the settings that the keeper was started with, so that workers do
-    /// not get the keeper's raised settings.
-    pub(super) fn start(standing: Standing) -> io::Result<Self> {
-        let (jobs, todo) = sync_channel::<Job>(0);
-        let (done, results) = sync_channel(1);
-        std::thread::Builder::new().name("forker".into()).spawn(move || {
-            for job in todo {
-                let result = fork(&job, standing);
-                drop(job); // Closes copies of the child's descriptors before the keeper reports the child.
-                if done.send(result).is_err() {
-                    return;
-                }
-            }
-        })?;
-        Ok(Self { jobs, results })
-    }
-
-    /// Forks and returns the child's pid. Blocks until the fork is done.
-    pub(super) fn fork(&self, job: Job) -> io::Result<u32> {
-        let gone = || io::Error::other("the forking thread has ended");
-        self.jobs.send(job).map_err(|_| gone())?;
-        self.results.recv().map_err(|_| gone())?
-    }
-}
-
-fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
-    let plan = match job {
-        Job::Worker(prepared) => Some(Plan {
-            prepared,
-            arguments: vfork::pointers(&prepared.arguments),
-            environment: vfork::pointers(&prepared.environment),
-            keeper: rustix::process::getpid(),
-            own: Identity {
-                uid: rustix::process::geteuid().as_raw(),
-                gid: rustix::process::getegid().as_raw(),
-            },
-            standing,
-        }),
-        Job::Child | Job::Grandchild => None,
-    };
-    let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::forked_into);
-    let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
-    let entered = plan.as_ref().and_then(|plan| plan.prepared.barriers.entered.as_deref());
-    let forked = match entered {
-        None => clone(namespaces, cgroup)?,
-        Some(entered) => entered::clone(entered, namespaces, cgroup)?,
-    };
-    match forked {
-        0 => match plan {
-            Some(plan) => plan.run(),
-            None => {
-                if matches!(job, Job::Grandchild) {
-                    // Both processes only exit.
-                    let _ = clone(Namespaces::default(), None);
-                }
-                exit(0)
-            }
-        },
-        pid => Ok(pid),
-    }
-}
-
-/// Forks, and returns 0 in the child, which is in new namespaces and in the given control group.
-///
-/// This is the bare system call, without the C library's preparations for a child that continues to run. The
-/// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
-fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
-    clone_as(namespaces, cgroup, 0)
-}
-
-/// Forks like `clone`, with an additional flag.
-fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int) -> Result<u32, Errno> {
-    let rows = [
-        (namespaces.user, libc::CLONE_NEWUSER),
-        (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
-        (namespaces.mount || namespaces.proc, libc::CLONE_NEWNS),
-        (namespaces.network, libc::CLONE_NEWNET),
-    ];
-    let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
-    let flags = wanted.fold(flag, |flags, (_, flag)| flags | flag);
-    if let Some(cgroup) = cgroup {
-        // SAFETY: see `clone` for the child.
-        return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);
-    }
-    let flags = flags | libc::SIGCHLD;
-    const NONE: usize = 0;
-    // SAFETY: without a stack and without shared memory this is a fork; see `clone` for the child.
-    match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
-        -1 => Err(errno::last()),
-        pid => Ok(pid as u32),
+    pub(crate) fn from_io(step: &str, error: &io::Error) -> Self {
+        Self::new(step, errno::from_io(error, Errno::IO))
     }
 }
 
 /// Checks that the first process of a nest can list its children.
-pub(super) fn first_process_sees_children() -> Result<(), Errno> {
-    nest::children().map(drop)
-}
-
-/// Returns the name of the step for a failed fork.
-pub(super) fn fork_step(namespaces: Namespaces) -> &'static str {
-    if namespaces.any() { "fork into new namespaces" } else { "fork" }
+pub(crate) fn can_list_children() -> Result<(), Errno> {
+    init::template::open_children().map(drop)
 }
 
 fn exit(code: i32) -> ! {
     // SAFETY: ends the process without running anything that the parent registered.
     unsafe { libc::_exit(code) }
-}
-
-/// Input of the steps. Borrows from the data prepared before the fork, which outlives it.
-struct Plan<'p> {
-    prepared: &'p Prepared,
-    arguments: Vec<*const c_char>,
-    environment: Vec<*const c_char>,
-    keeper: Pid,
-    /// User and group of the keeper.
-    own: Identity,
-    standing: Standing,
-}
-
-impl Plan<'_> {
-    fn terms(&self) -> &super::confinement::Terms {
-        &self.prepared.barriers.terms
-    }
-
-    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
-    fn forked_into(&self) -> Namespaces {
-        let wanted = self.terms().namespaces;
-        Namespaces { user: wanted.user && !self.prepared.barriers.root_comes_first(), ..wanted }
-    }
-
-    fn run(&self) -> ! {
-        // Otherwise this process would wait forever for a keeper that died before the parent-death signal was
-        // set.
-        // SAFETY: the keeper's copy stays open, and nothing in this process uses this one.
-        unsafe { libc::close(self.prepared.other_end) };
-        let namespaces = self.terms().namespaces;
-        if namespaces.any() {
-            self.take(0, &OUTER);
-        }
-        if namespaces.pid {
-            self.become_two();
-        }
-        self.take(OUTER.len(), &INNER);
-        exit(FAILED)
-    }
-
-    /// Executes the steps of a table. `first` is the number of the first step.
-    fn take(&self, first: usize, table: &[(&str, steps::Step)]) {
-        for (number, (_, step)) in table.iter().enumerate() {
-            if let Err(stop) = step(self) {
-                self.stop((first + number) as u32, stop);
-            }
-        }
-    }
-
-    fn stop(&self, step: u32, Stop { errno, detail }: Stop) -> ! {
-        progress::fail(
-            self.prepared.progress.as_fd(),
-            &Failure { step, detail, errno: errno.raw_os_error() },
-        );
-        exit(FAILED)
-    }
-
-    /// Forks the worker. This process stays as the first process of the pid namespace, and is the worker's
-    /// parent.
-    fn become_two(&self) {
-        let failed = |step, errno: Errno| -> ! { self.stop(step, errno.into()) };
-        let fork =
-            || clone(Namespaces::default(), None).unwrap_or_else(|errno| failed(steps::PID_NAMESPACE, errno));
-        if let Some(nest) = &self.prepared.nest {
-            let children = nest::children().unwrap_or_else(|errno| failed(steps::NEST, errno));
-            match fork() {
-                0 => drop(children),
-                template => nest::keep(template, nest, children),
-            }
-            return;
-        }
-        match (fork(), &self.prepared.status) {
-            (0, _) => {}
-            (worker, Some(status)) => ended::keep(worker, status),
-            (_, None) => exit(FAILED),
-        }
-    }
 }

@@ -7,26 +7,25 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::kill_descendants;
-use bulkhead_linux::wait::{is_readable, thread_has_children, wait4};
+use bulkhead_linux::wait::{wait_until_readable, wait4};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::spawn::{Forker, Job};
-use super::{Exit, Usage};
+use crate::protocol::{Exit, Usage};
 
 /// Interval between scans of all processes of the machine while all descendants are being killed.
-const RESCAN: Duration = Duration::from_millis(10);
+const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Pause between two checks for processes that have died.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Result of a wait.
 #[derive(Debug)]
-pub(super) enum Waited {
+pub(crate) enum Waited {
     /// There is no such child.
     NoChild,
     /// There are children, but no change of state.
-    Nothing,
+    NoChange,
     /// A child has ended, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
     /// A child has stopped because it asked to be traced by its parent. Honest processes do not do that.
@@ -34,14 +33,14 @@ pub(super) enum Waited {
 }
 
 /// Waits for this child without blocking.
-pub(super) fn take(pid: u32) -> Waited {
+pub(crate) fn try_reap(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
 }
 
-fn wait(pid: i32, flags: i32) -> Waited {
+pub(crate) fn wait(pid: i32, flags: i32) -> Waited {
     loop {
         match wait4(pid, flags) {
-            Ok((0, ..)) => return Waited::Nothing,
+            Ok((0, ..)) => return Waited::NoChange,
             Err(Errno::INTR) => {}
             Err(_) => return Waited::NoChild,
             Ok((pid, status, rusage)) => {
@@ -55,7 +54,7 @@ fn wait(pid: i32, flags: i32) -> Waited {
 }
 
 /// Returns how a process ended, or `None` if it has not ended.
-pub(super) fn exit(status: i32) -> Option<Exit> {
+pub(crate) fn exit(status: i32) -> Option<Exit> {
     if libc::WIFEXITED(status) {
         Some(Exit::Code(libc::WEXITSTATUS(status)))
     } else if libc::WIFSIGNALED(status) {
@@ -66,7 +65,7 @@ pub(super) fn exit(status: i32) -> Option<Exit> {
 }
 
 /// Converts the usage of a process into the units of [`Usage`].
-pub(super) fn usage(rusage: &libc::rusage) -> Usage {
+pub(crate) fn usage(rusage: &libc::rusage) -> Usage {
     let us = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
     Usage {
         user_us: us(rusage.ru_utime),
@@ -75,28 +74,14 @@ pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     }
 }
 
-/// Tests whether this kernel distinguishes workers from processes that workers leave behind. The keeper
-/// relies on this. Called on the first thread, before there is any worker.
-pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
-    let child = forker.fork(Job::Child)?;
-    let sees_workers = thread_has_children();
-    wait(child as i32, 0);
-    let child = forker.fork(Job::Grandchild)?;
-    wait(child as i32, 0);
-    // Now the grandchild is an orphan, and dead or about to be.
-    let sees_orphans = matches!(wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
-    while !matches!(wait(-1, 0), Waited::NoChild) {}
-    Ok(!sees_workers && sees_orphans)
-}
-
-/// Returns true if the process ends within `patience`.
-pub(super) fn ends_within(process: &Child, patience: Duration) -> io::Result<bool> {
+/// Returns true if the process ends within `timeout`.
+pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
-    is_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, patience)
+    wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
 }
 
 /// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.
-pub(super) fn kill_child(pid: u32) {
+pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         // Fails only if the child is dead already, or has changed its identity. Then nothing helps.
         let _ = rustix::process::kill_process(pid, Signal::KILL);
@@ -108,7 +93,7 @@ pub(super) fn kill_child(pid: u32) {
 ///
 /// The kernel signals the whole group at once, and nothing in the group can fork meanwhile. So most fork
 /// bombs end before the keeper has to compete with them for the processors in order to scan.
-pub(super) fn kill_group(pid: u32) {
+pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // Fails if the worker does not lead a group yet. Then the worker is alone.
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
@@ -117,22 +102,22 @@ pub(super) fn kill_group(pid: u32) {
 }
 
 /// Kills and reaps all descendants of this process until nothing is left.
-pub(super) fn end_all(patience: Duration) -> io::Result<()> {
+pub(crate) fn kill_all_descendants(timeout: Duration) -> io::Result<()> {
     let start = Instant::now();
     loop {
         let scan = kill_descendants(|_| false);
         let scanned = Instant::now();
-        while scanned.elapsed() < RESCAN {
+        while scanned.elapsed() < SCAN_INTERVAL {
             match wait(-1, libc::WNOHANG) {
                 Waited::NoChild => return Ok(()),
                 Waited::Ended { .. } => {}
                 Waited::Stopped { pid } => kill_child(pid),
-                Waited::Nothing => std::thread::sleep(PAUSE),
+                Waited::NoChange => std::thread::sleep(POLL_INTERVAL),
             }
         }
-        if start.elapsed() > patience {
+        if start.elapsed() > timeout {
             let left = scan?;
-            let text = format!("{left} processes are still alive {patience:?} after SIGKILL");
+            let text = format!("{left} processes are still alive {timeout:?} after SIGKILL");
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
     }

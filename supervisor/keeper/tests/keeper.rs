@@ -22,7 +22,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 19] = [
+const CASES: [(&str, fn()); 20] = [
     ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
     ("what_fails_before_the_program_runs_is_named", failures),
     ("limits_are_set", limits),
@@ -38,6 +38,7 @@ const CASES: [(&str, fn()); 19] = [
     ("a_program_that_is_no_keeper_is_told", no_keeper),
     ("a_death_is_reported_before_what_others_left_behind_is_swept", told_at_once),
     ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
+    ("traced_worker_in_a_pid_namespace_is_killed", traced_worker),
     ("a_kill_is_never_refused", kills_have_room),
     ("a_fork_bomb_is_ended", fork_bomb),
     ("unread_reports_wait", unread_reports),
@@ -92,8 +93,8 @@ impl Fixture {
         this
     }
 
-    fn start_beside() -> Self {
-        let (keeper, found) = Keeper::start_beside(Path::new("/proc/self/exe")).unwrap();
+    fn start_detached() -> Self {
+        let (keeper, found) = Keeper::start_detached(Path::new("/proc/self/exe")).unwrap();
         assert!(found.abilities.iter().any(|ability| ability.layer == "pidfd" && ability.is_available));
         let mut this = Self { keeper, workers: 0 };
         assert!(matches!(this.next(), Report::Started { .. }));
@@ -110,7 +111,7 @@ impl Fixture {
             }
             assert!(Instant::now() < until, "no report within {PATIENCE:?}");
             let flags =
-                if self.keeper.has_waiting() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+                if self.keeper.has_pending_orders() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
             rustix::event::poll(&mut [PollFd::new(&self.keeper, flags)], Some(&limit)).unwrap();
         }
@@ -147,7 +148,7 @@ impl Fixture {
 
     fn swept(&mut self, worker: &Worker) {
         match self.next() {
-            Report::Swept { worker: number } if number == worker.number => {}
+            Report::Reaped { worker: number } if number == worker.number => {}
             other => panic!("{other:?}"),
         }
     }
@@ -248,7 +249,7 @@ fn exit_status() {
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
     assert!(!is_there(pid));
     fixture.keeper.kill(worker.number).unwrap(); // The worker is gone, so nothing happens.
-    fixture.keeper.end().unwrap();
+    fixture.keeper.shut_down().unwrap();
 }
 
 fn failures() {
@@ -401,7 +402,7 @@ fn dropped() {
 fn ended() {
     let mut fixture = Fixture::start();
     let (_workers, pids) = populate(&mut fixture, 20);
-    fixture.keeper.end().unwrap();
+    fixture.keeper.shut_down().unwrap();
     assert_eq!(pids.iter().filter(|&&pid| is_there(pid)).count(), 0);
 }
 
@@ -420,31 +421,31 @@ fn killed() {
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     let workers = || pids.iter().step_by(2);
     wait_until("the workers are dead", PATIENCE, || !workers().any(|&pid| is_there(pid)));
-    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_there(pid)));
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
-    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
 fn killed_beside() {
     let mut other = std::process::Command::new("sleep").arg("100").spawn().unwrap();
-    let mut fixture = Fixture::start_beside();
+    let mut fixture = Fixture::start_detached();
     let (_workers, pids) = populate(&mut fixture, 20);
     fixture.signal_keeper(Signal::KILL);
     wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
-    let origin = fixture.keeper.origin();
-    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    let launcher = fixture.keeper.launcher();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_there(pid)));
     assert!(is_there(other.id()), "a process that is not the keeper's");
-    let mut fixture = Fixture { keeper: origin.start().unwrap(), workers: 0 };
+    let mut fixture = Fixture { keeper: launcher.start().unwrap(), workers: 0 };
     assert!(matches!(fixture.next(), Report::Started { .. }));
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
     let (_workers, pids) = populate(&mut fixture, 3);
-    fixture.keeper.end().unwrap();
+    fixture.keeper.shut_down().unwrap();
     assert!(!pids.iter().any(|&pid| is_there(pid)));
     assert_eq!(descendants_of(std::process::id()).unwrap(), [other.id()]);
     other.kill().unwrap();
@@ -452,25 +453,25 @@ fn killed_beside() {
 }
 
 fn guard_killed() {
-    let mut fixture = Fixture::start_beside();
+    let mut fixture = Fixture::start_detached();
     let (_workers, pids) = populate(&mut fixture, 3);
     let stat = fs::read_to_string(format!("/proc/{}/stat", fixture.keeper.pid())).unwrap();
     let guard = stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap();
     send(guard, Signal::KILL);
     wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
-    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_there(pid)));
 }
 
 fn no_keeper() {
     for program in ["/bin/true", "/bin/cat"] {
-        let error = Keeper::start_beside(Path::new(program)).unwrap_err().to_string();
+        let error = Keeper::start_detached(Path::new(program)).unwrap_err().to_string();
         assert!(error.contains("did not become a keeper"), "{error}");
     }
-    let error = Keeper::start_beside(Path::new("/no/such/program")).unwrap_err();
+    let error = Keeper::start_detached(Path::new("/no/such/program")).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
     wait_until("nothing is left", PATIENCE, || {
-        while bulkhead_linux::wait::peek()
+        while bulkhead_linux::wait::peek_ended()
             .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
         {}
         descendants_of(std::process::id()).unwrap().is_empty()
@@ -500,7 +501,7 @@ fn told_at_once() {
         .collect();
     assert_eq!(dead.len(), all.len());
     for _ in &all {
-        let Report::Swept { worker } = fixture.next() else { panic!("not swept") };
+        let Report::Reaped { worker } = fixture.next() else { panic!("not swept") };
         assert!(dead.contains(&worker));
     }
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
@@ -515,7 +516,7 @@ fn told_in_namespace() {
     }
     let mut fixture = Fixture::start();
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
-    order.confinement.terms.namespaces.pid = true;
+    order.confinement.layers.namespaces.pid = true;
     let worker = fixture.order(order);
     let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
     let mut sleeper = 0;
@@ -537,6 +538,23 @@ fn told_in_namespace() {
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
     assert_eq!(waited, sleeper as libc::pid_t);
     fixture.swept(&worker);
+}
+
+/// A worker that asks to be traced and stops has not ended.
+fn traced_worker() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
+    }
+    let mut fixture = Fixture::start();
+    let script =
+        "exec python3 -c 'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)'";
+    let mut order = shell(script);
+    order.confinement.layers.namespaces.pid = true;
+    // The first process has no capabilities either, and can only trace such a worker.
+    order.confinement.layers.no_capabilities = true;
+    let worker = fixture.order(order);
+    assert!(matches!(fixture.next(), Report::Spawned { .. }));
+    assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
 /// Kills and pings are accepted, however many orders wait.
@@ -564,7 +582,7 @@ fn kills_have_room() {
             Report::SpawnFailed { .. } => failed += 1,
             Report::Exited { worker: dead, .. } => is_dead = dead == worker.number,
             Report::Pong => is_there = true,
-            Report::Swept { .. } => {}
+            Report::Reaped { .. } => {}
             other => panic!("{other:?}"),
         }
     }
@@ -606,7 +624,7 @@ fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
 
     let _worker = light(&mut fixture);
     let start = Instant::now();
-    fixture.keeper.end().unwrap();
+    fixture.keeper.shut_down().unwrap();
     print!(", with the keeper after {:?}] ", start.elapsed());
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
@@ -620,7 +638,7 @@ fn unread_reports() {
         expected.insert(worker.number);
         wait_until("the keeper takes orders", PATIENCE, || {
             fixture.keeper.flush().unwrap();
-            !fixture.keeper.has_waiting()
+            !fixture.keeper.has_pending_orders()
         });
     }
     while !expected.is_empty() {

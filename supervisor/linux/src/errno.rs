@@ -19,6 +19,6 @@ pub fn check(result: impl Into<i64>) -> rustix::io::Result<()> {
 }
 
 /// Returns the error's number, or `otherwise` if the error has no number.
-pub fn of(error: &io::Error, otherwise: Errno) -> Errno {
+pub fn from_io(error: &io::Error, otherwise: Errno) -> Errno {
     error.raw_os_error().map_or(otherwise, Errno::from_raw_os_error)
 }

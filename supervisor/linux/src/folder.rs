@@ -10,7 +10,7 @@ use rustix::path::Arg;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 /// Flags for opening a folder. The last component of the path must not be a symbolic link.
-pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// Maximum number of a folder's entries whose names are held in memory at a time.
 const NAMES_MAX: usize = 16 * 1024;
@@ -26,7 +26,7 @@ fn open_by(
     rights: Mode,
     resolve: ResolveFlags,
 ) -> Result<OwnedFd> {
-    let flags = FOLDER | OFlags::RDONLY;
+    let flags = FOLDER_FLAGS | OFlags::RDONLY;
     // A worker's seccomp filter has no `openat2`. The fallback is safe because nothing can be mounted in the
     // worker's folder.
     let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
@@ -35,7 +35,7 @@ fn open_by(
     };
     let folder = open().or_else(|errno| match errno {
         Errno::XDEV => Err(errno),
-        _ => unlock(parent, path).and_then(|()| open()),
+        _ => make_accessible(parent, path).and_then(|()| open()),
     })?;
     if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(rights) {
         let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
@@ -43,14 +43,14 @@ fn open_by(
     Ok(folder)
 }
 
-fn unlock(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
+fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
     // Goes through a descriptor, so that the mode of an entry that has since taken the folder's name never
     // changes.
-    give_to_owner(&rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?)
+    restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
 /// Sets the mode of a folder to 0700. Also works for a descriptor opened with `O_PATH`.
-pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
+pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     let link = format!("/proc/self/fd/{}", folder.as_raw_fd());
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
@@ -66,7 +66,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {
         let mut is_empty = true;
-        for (name, kind) in names(top)? {
+        for (name, kind) in list_names(top)? {
             is_empty = false;
             seen += 1;
             if seen > entries_max {
@@ -79,13 +79,13 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
                 Err(Errno::NOENT) => continue,
                 opened => opened?,
             };
-            for (inner, kind) in names(&folder)? {
+            for (inner, kind) in list_names(&folder)? {
                 seen += 1;
                 if seen > entries_max {
                     return Ok(false);
                 }
                 if !remove_file(folder.as_fd(), &inner, kind)? {
-                    bring_up(&folder, &inner, top)?;
+                    move_to_top(&folder, &inner, top)?;
                 }
             }
             match rustix::fs::unlinkat(top, name.as_c_str(), AtFlags::REMOVEDIR) {
@@ -101,18 +101,18 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
 
 /// Moves a folder to the top under a random name. With a predictable name, the untrusted process could create
 /// that name first, and the move would fail.
-fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
-    let mut drawn = [0; 16];
-    getrandom(&mut drawn, GetRandomFlags::empty())?;
-    let free = format!(".bulkhead-{:032x}", u128::from_ne_bytes(drawn));
-    let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
-    let brought = bring().or_else(|errno| match errno {
+fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
+    let mut random = [0; 16];
+    getrandom(&mut random, GetRandomFlags::empty())?;
+    let name = format!(".bulkhead-{:032x}", u128::from_ne_bytes(random));
+    let rename = || rustix::fs::renameat_with(folder, inner, top, name.as_str(), RenameFlags::NOREPLACE);
+    let moved = rename().or_else(|errno| match errno {
         // Moving a folder to another parent requires the right to write to the folder, because its `..` entry
         // changes.
-        Errno::ACCESS => unlock(folder.as_fd(), inner).and_then(|()| bring()),
+        Errno::ACCESS => make_accessible(folder.as_fd(), inner).and_then(|()| rename()),
         errno => Err(errno),
     });
-    match brought {
+    match moved {
         Err(Errno::NOENT) => Ok(()),
         result => result,
     }
@@ -120,7 +120,7 @@ fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
 
 /// Returns the names of the first `NAMES_MAX` entries. Later entries follow in the next call, when these are
 /// removed.
-fn names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
+fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
     let named = entries

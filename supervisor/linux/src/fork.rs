@@ -17,7 +17,7 @@ use crate::errno;
 /// # Safety
 /// The child has only a copy of the calling thread, and the C library does not know of the fork. Until
 /// `execve` or `_exit`, the child must make only raw system calls.
-pub unsafe fn fork_unheard() -> Result<libc::pid_t, Errno> {
+pub unsafe fn fork_without_sigchld() -> Result<libc::pid_t, Errno> {
     const NONE: libc::c_long = 0;
     // SAFETY: without a stack and without shared memory this is a fork. The caller guarantees the rest.
     match unsafe { libc::syscall(libc::SYS_clone, NONE, NONE, NONE, NONE, NONE) } {
@@ -31,9 +31,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_waited_for_by_its_number_alone() {
+    fn only_wall_waits_for_the_child() {
         // SAFETY: the child only exits.
-        let pid = unsafe { fork_unheard() }.unwrap();
+        let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {
             // SAFETY: ends the process without running anything that the parent registered.
             unsafe { libc::_exit(7) };
@@ -41,8 +41,8 @@ mod tests {
         let mut status = 0;
         // SAFETY: the pointer is to a local. The pid is given because other tests of this process can have
         // ordinary children.
-        let any = unsafe { libc::waitpid(pid, &mut status, 0) };
-        assert_eq!((any, errno::last()), (-1, Errno::CHILD));
+        let reaped = unsafe { libc::waitpid(pid, &mut status, 0) };
+        assert_eq!((reaped, errno::last()), (-1, Errno::CHILD));
         // SAFETY: as above.
         assert_eq!(unsafe { libc::waitpid(pid, &mut status, libc::__WALL) }, pid);
         assert_eq!(libc::WEXITSTATUS(status), 7);

@@ -12,7 +12,7 @@ use crate::errno;
 /// kernel knows fewer fields, and accepts unknown fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Withheld {
+pub struct HandledAccess {
     /// Rights for files.
     pub files: u64,
     /// Rights for TCP.
@@ -23,7 +23,7 @@ pub struct Withheld {
 
 /// Returns the kernel's version of Landlock. Fails with `NOSYS` if the kernel was built without Landlock, and
 /// with `OPNOTSUPP` if Landlock is switched off.
-pub fn kernel_abi() -> Result<u32> {
+pub fn abi_version() -> Result<u32> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();
     // SAFETY: with this flag the call uses no memory and creates no descriptor.
@@ -33,12 +33,12 @@ pub fn kernel_abi() -> Result<u32> {
 
 const NO_FLAGS: libc::c_uint = 0;
 
-/// Creates a ruleset that denies all rights in `withheld`.
-pub fn create_ruleset(withheld: Withheld) -> Result<OwnedFd> {
-    let size = size_of::<Withheld>();
+/// Creates a ruleset that denies all rights in `handled`.
+pub fn create_ruleset(handled: HandledAccess) -> Result<OwnedFd> {
+    let size = size_of::<HandledAccess>();
     // SAFETY: the pointer is to a local of the given size.
     let result =
-        unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const withheld, size, NO_FLAGS) };
+        unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const handled, size, NO_FLAGS) };
     errno::check(result)?;
     // SAFETY: the call has just created this descriptor, and nothing else knows of it.
     Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
@@ -46,7 +46,7 @@ pub fn create_ruleset(withheld: Withheld) -> Result<OwnedFd> {
 
 /// Grants rights for a file or folder, and for everything below it. Fails with `INVAL` if `rights` contains
 /// rights for folders and `place` is not a folder.
-pub fn give(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64) -> Result<()> {
+pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64) -> Result<()> {
     /// `struct landlock_path_beneath_attr`.
     #[repr(C, packed)]
     struct PathBeneathAttr {

@@ -6,14 +6,14 @@
 //! - [`process_tree`]: finds and kills the descendants of this process.
 //! - [`peer`]: identifies the process at the other end of a socket.
 //! - [`descriptors`]: closes descriptors by number.
-//! - [`rights`]: sockets that refuse passed descriptors.
+//! - [`scm_rights`]: sockets that refuse passed descriptors.
 //! - [`listener`]: closes a TCP listener without connection resets.
 //! - [`fork`]: a fork that only the caller can notice.
 //! - [`folder`]: empties a folder with untrusted content.
-//! - [`lifeline`]: a descriptor that reports the end of another program.
+//! - [`liveness`]: a descriptor that reports the end of another program.
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`standard_output`]: detects whether standard output was closed at the start.
-//! - [`schedule`]: the scheduler's time slice of a thread.
+//! - [`scheduler`]: the scheduler's time slice of a thread.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.
@@ -26,13 +26,13 @@ pub mod errno;
 pub mod folder;
 pub mod fork;
 pub mod landlock;
-pub mod lifeline;
 pub mod listener;
+pub mod liveness;
 pub mod peer;
 pub mod process_tree;
-pub mod rights;
 pub mod rlimits;
-pub mod schedule;
+pub mod scheduler;
+pub mod scm_rights;
 pub mod shared_words;
 pub mod signals;
 pub mod standard_output;

@@ -9,7 +9,7 @@ use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BP
 use socket2::{SockFilter, SockRef};
 
 /// Offset of the flags in a TCP header. A segment that opens a connection has `SYN` without `ACK`.
-const FLAGS: u32 = 13;
+const TCP_FLAGS_OFFSET: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;
 
@@ -19,10 +19,10 @@ const ACK: u32 = 0x10;
 /// or is refused. Proxies are restarted without lost connections in this way, but with a packet filter of the
 /// whole machine. This function attaches a filter to the socket instead. Errors are those of `setsockopt(2)`
 /// with `SO_ATTACH_FILTER`.
-pub fn begin_no_more(listener: &impl AsFd) -> io::Result<()> {
+pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
     let filter = [
-        instruction(BPF_LD | BPF_B | BPF_ABS, FLAGS, 0),
+        instruction(BPF_LD | BPF_B | BPF_ABS, TCP_FLAGS_OFFSET, 0),
         instruction(BPF_ALU | BPF_AND | BPF_K, SYN | ACK, 0),
         instruction(BPF_JMP | BPF_JEQ | BPF_K, SYN, 1),
         instruction(BPF_RET | BPF_K, 0, 0),
@@ -39,10 +39,10 @@ mod tests {
 
     use super::*;
 
-    const WITHIN: Duration = Duration::from_millis(100);
+    const CONNECT_TIMEOUT: Duration = Duration::from_millis(100);
 
     #[test]
-    fn none_begins_and_those_that_have_are_there() {
+    fn stopped_listener_accepts_only_earlier_connections() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(address) else {
                 eprintln!("NOT RUN: this machine does not have the address {address}");
@@ -50,8 +50,8 @@ mod tests {
             };
             let address = listener.local_addr().unwrap();
             let _before = TcpStream::connect(address).unwrap();
-            begin_no_more(&listener).unwrap();
-            let error = TcpStream::connect_timeout(&address, WITHIN).unwrap_err();
+            stop_new_connections(&listener).unwrap();
+            let error = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{address}");
             assert!(listener.accept().is_ok(), "{address}");
             listener.set_nonblocking(true).unwrap();
@@ -68,9 +68,9 @@ mod tests {
             listener.set_nonblocking(true).unwrap();
             // Connects until a connection is no longer accepted.
             let client = move || {
-                while let Ok(mut socket) = TcpStream::connect_timeout(&address, WITHIN) {
-                    let heard = socket.read_exact(&mut [0]).map_err(|error| error.kind());
-                    assert_eq!(heard, Ok(()), "round {round}");
+                while let Ok(mut socket) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+                    let answered = socket.read_exact(&mut [0]).map_err(|error| error.kind());
+                    assert_eq!(answered, Ok(()), "round {round}");
                 }
             };
             let clients: Vec<_> = (0..4).map(|_| std::thread::spawn(client)).collect();
@@ -80,9 +80,9 @@ mod tests {
                     listener.accept().into_iter().for_each(|(mut socket, _)| socket.write_all(b"x").unwrap());
                 }
             };
-            answer(WITHIN / 20, &|| false);
-            begin_no_more(&listener).unwrap();
-            answer(20 * WITHIN, &|| clients.iter().all(std::thread::JoinHandle::is_finished));
+            answer(CONNECT_TIMEOUT / 20, &|| false);
+            stop_new_connections(&listener).unwrap();
+            answer(20 * CONNECT_TIMEOUT, &|| clients.iter().all(std::thread::JoinHandle::is_finished));
             drop(listener);
             clients.into_iter().for_each(|client| client.join().unwrap());
         }

@@ -11,21 +11,21 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::errno;
-use crate::process_tree::{lineage, started};
-use crate::wait::is_readable;
+use crate::process_tree::{ancestors, start_time};
+use crate::wait::wait_until_readable;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Initial space for supplementary groups. Most processes have fewer.
-const GROUPS_FIRST: usize = 64;
+const GROUPS_INITIAL: usize = 64;
 
 /// Maximum number of groups of a Linux process.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes remembered as outsiders. The latest ones are kept.
-const OUTSIDERS_MAX: usize = 16;
+/// Maximum number of processes remembered as unrelated. The latest ones are kept.
+const UNRELATED_MAX: usize = 16;
 
 /// The process that connected, with the credentials it had then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,9 +42,9 @@ pub struct Peer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
     /// The process does not descend from this one.
-    Outside,
+    Unrelated,
     /// The process descends from this one. Contains the process, its ancestors, and this process at the end.
-    Ours(Vec<u32>),
+    Descendant(Vec<u32>),
     /// The process has ended, so its origin cannot be found out.
     Ended,
 }
@@ -66,30 +66,30 @@ impl Peer {
     /// and sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from
     /// here.
     ///
-    /// A process in `outsiders` is not looked up again. Errors: the ancestors cannot be read; this process
+    /// A process in `unrelated` is not looked up again. Errors: the ancestors cannot be read; this process
     /// has reached its limit of descriptors.
-    pub fn descent_beside(&self, socket: &impl AsFd, outsiders: &Outsiders) -> io::Result<Descent> {
-        let Some(pid) = self.pid else { return Ok(Descent::Outside) };
+    pub fn descent(&self, socket: &impl AsFd, unrelated: &UnrelatedProcesses) -> io::Result<Descent> {
+        let Some(pid) = self.pid else { return Ok(Descent::Unrelated) };
         let own = std::process::id();
         if pid == own {
-            return Ok(Descent::Outside);
+            return Ok(Descent::Unrelated);
         }
-        let Some(pidfd) = pin(socket, pid)? else { return Ok(Descent::Ended) };
-        let process = started(pid).map(|started| (pid, started));
-        let is_known = process.is_some_and(|process| outsiders.know(process));
-        let line = if is_known { Ok(vec![pid]) } else { lineage(pid, own) };
+        let Some(pidfd) = open_pidfd(socket, pid)? else { return Ok(Descent::Ended) };
+        let process = start_time(pid).map(|started| (pid, started));
+        let is_known = process.is_some_and(|process| unrelated.contains(process));
+        let chain = if is_known { Ok(vec![pid]) } else { ancestors(pid, own) };
         // The process is still alive, so the pid belonged to it during the whole lookup.
-        if is_readable(&pidfd, Duration::ZERO)? {
+        if wait_until_readable(&pidfd, Duration::ZERO)? {
             return Ok(Descent::Ended);
         }
-        let line = line?;
-        if line.last() == Some(&own) {
-            return Ok(Descent::Ours(line));
+        let chain = chain?;
+        if chain.last() == Some(&own) {
+            return Ok(Descent::Descendant(chain));
         }
         if let Some(process) = process.filter(|_| !is_known) {
-            outsiders.remember(process);
+            unrelated.remember(process);
         }
-        Ok(Descent::Outside)
+        Ok(Descent::Unrelated)
     }
 }
 
@@ -97,26 +97,26 @@ impl Peer {
 /// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
 /// once.
 #[derive(Debug, Default)]
-pub struct Outsiders(Mutex<VecDeque<(u32, u64)>>);
+pub struct UnrelatedProcesses(Mutex<VecDeque<(u32, u64)>>);
 
-impl Outsiders {
+impl UnrelatedProcesses {
     fn lock(&self) -> MutexGuard<'_, VecDeque<(u32, u64)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn know(&self, process: (u32, u64)) -> bool {
+    fn contains(&self, process: (u32, u64)) -> bool {
         self.lock().contains(&process)
     }
 
     fn remember(&self, process: (u32, u64)) {
         let mut known = self.lock();
-        known.truncate(OUTSIDERS_MAX - 1);
+        known.truncate(UNRELATED_MAX - 1);
         known.push_front(process);
     }
 }
 
 /// Opens a descriptor of the process that connected. Returns `None` if the process is gone.
-fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
+fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     use nix::errno::Errno::{EINVAL, ENODATA, ENOPROTOOPT, ESRCH};
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
@@ -138,7 +138,7 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
 /// `getsockopt(2)`.
 #[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe wrapper")]
 pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
-    let mut groups = vec![0u32; GROUPS_FIRST];
+    let mut groups = vec![0u32; GROUPS_INITIAL];
     loop {
         let mut bytes = size_of_val(&groups[..]) as libc::socklen_t;
         let (fd, into) = (socket.as_fd().as_raw_fd(), groups.as_mut_ptr().cast());
@@ -158,16 +158,16 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Checks that [`Peer::descent_beside`] can work here: `/proc` must belong to this PID namespace, and must
+/// Checks that [`Peer::descent`] can work here: `/proc` must belong to this PID namespace, and must
 /// not hide processes.
-pub fn check_sight() -> io::Result<()> {
+pub fn check_proc_visibility() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("/proc belongs to another PID namespace"));
     }
     // No process has the pid 0, so this reads all ancestors.
-    lineage(own, 0).map(drop)
+    ancestors(own, 0).map(drop)
 }
 
 #[cfg(test)]
@@ -179,7 +179,7 @@ mod tests {
 
     /// Starts another process that connects. The process then runs until it is killed, unless `then` does
     /// something else.
-    fn caller(path: &std::path::Path, then: &str) -> Child {
+    fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
             path.display()
@@ -188,56 +188,57 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_told_by_descent() {
+    fn descent_of_connecting_process_is_found() {
         if Command::new("python3").arg("--version").output().is_err() {
             eprintln!("NOT RUN: python3 is not installed");
             return;
         }
-        check_sight().unwrap();
+        check_proc_visibility().unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
 
-        let mut child = caller(&path, "time.sleep(100)");
+        let mut child = connecting_process(&path, "time.sleep(100)");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
         let own = std::process::id();
         assert_eq!((peer.uid, peer.pid), (rustix::process::getuid().as_raw(), Some(child.id())));
-        let ours = Descent::Ours(vec![child.id(), own]);
-        let outsiders = Outsiders::default();
+        let ours = Descent::Descendant(vec![child.id(), own]);
+        let unrelated = UnrelatedProcesses::default();
         for _ in 0..2 {
-            assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
+            assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
         }
         // An outsider is identified by the start time too, so another process with the same pid does not
         // match.
-        let began = started(child.id()).unwrap();
-        outsiders.remember((child.id(), began + 1));
-        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
-        for other in 0..OUTSIDERS_MAX as u32 {
-            outsiders.remember((other, 0));
+        let began = start_time(child.id()).unwrap();
+        unrelated.remember((child.id(), began + 1));
+        assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
+        for other in 0..UNRELATED_MAX as u32 {
+            unrelated.remember((other, 0));
         }
-        assert_eq!(outsiders.lock().len(), OUTSIDERS_MAX);
-        outsiders.remember((child.id(), began));
-        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), Descent::Outside);
+        assert_eq!(unrelated.lock().len(), UNRELATED_MAX);
+        unrelated.remember((child.id(), began));
+        assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Unrelated);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), Descent::Ended);
+        assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
         // The process is dead, but its pid is still taken.
-        let mut child = caller(&path, "0");
+        let mut child = connecting_process(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
-        while !is_readable(pin(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap() {
+        while !wait_until_readable(open_pidfd(&socket, child.id()).unwrap().unwrap(), Duration::ZERO).unwrap()
+        {
             std::thread::yield_now();
         }
-        assert_eq!(peer.descent_beside(&socket, &Outsiders::default()).unwrap(), Descent::Ended);
+        assert_eq!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         child.wait().unwrap();
 
         let _ourselves = UnixStream::connect(&path).unwrap();
         let (socket, _) = listener.accept().unwrap();
         assert_eq!(
-            Peer::of(&socket).unwrap().descent_beside(&socket, &Outsiders::default()).unwrap(),
-            Descent::Outside
+            Peer::of(&socket).unwrap().descent(&socket, &UnrelatedProcesses::default()).unwrap(),
+            Descent::Unrelated
         );
         let own = nix::unistd::getgroups().unwrap().into_iter().map(nix::unistd::Gid::as_raw);
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
@@ -247,25 +248,25 @@ mod tests {
     /// cost`.
     #[test]
     #[ignore = "a measurement"]
-    fn the_cost_of_a_look() {
+    fn lookup_cost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
-        let mut child = caller(&path, "time.sleep(100)");
+        let mut child = connecting_process(&path, "time.sleep(100)");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
-        const LOOKS: u32 = 20_000;
+        const LOOKUPS: u32 = 20_000;
         let began = std::time::Instant::now();
-        for _ in 0..LOOKS {
-            assert_ne!(peer.descent_beside(&socket, &Outsiders::default()).unwrap(), Descent::Ended);
+        for _ in 0..LOOKUPS {
+            assert_ne!(peer.descent(&socket, &UnrelatedProcesses::default()).unwrap(), Descent::Ended);
         }
-        println!("a child of ours: {:?}", began.elapsed() / LOOKS);
+        println!("a child of ours: {:?}", began.elapsed() / LOOKUPS);
         let began = std::time::Instant::now();
         let mut length = 0;
-        for _ in 0..LOOKS {
-            length = lineage(child.id(), 0).unwrap().len();
+        for _ in 0..LOOKUPS {
+            length = ancestors(child.id(), 0).unwrap().len();
         }
-        println!("a line of {length}: {:?}", began.elapsed() / LOOKS);
+        println!("a chain of {length}: {:?}", began.elapsed() / LOOKUPS);
         child.kill().unwrap();
         child.wait().unwrap();
     }

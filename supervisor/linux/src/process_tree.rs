@@ -12,19 +12,19 @@ use std::io::{self, Read};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
-mod hunt;
+mod killer;
 
-pub use hunt::{Hunt, Progress};
+pub use killer::{DescendantKiller, Progress};
 
 /// Maximum number of ancestors that are looked up for one process. The deepest ordinary sessions have about
 /// twenty.
 const ANCESTORS_MAX: usize = 64;
 
 /// Maximum number of attempts to read the ancestors of a process while some of them die.
-const LOOKS_MAX: usize = 8;
+const READ_ATTEMPTS_MAX: usize = 8;
 
 /// Usual maximum size of a process's file in `/proc`, in bytes. A file up to this size is read with one call.
-const USUAL_BYTES: usize = 4 * 1024;
+const INITIAL_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes read from such a file.
 const FILE_BYTES_MAX: u64 = 16 * 1024;
@@ -39,8 +39,8 @@ struct Process {
 }
 
 impl Process {
-    fn identity(&self, pid: u32) -> Identity {
-        Identity { pid, session: self.session, started: self.started }
+    fn identity(&self, pid: u32) -> ProcessIdentity {
+        ProcessIdentity { pid, session: self.session, started: self.started }
     }
 }
 
@@ -48,13 +48,13 @@ impl Process {
 /// descendants. Returns the number of processes killed. Call this until it returns 0, because the children of
 /// a killed process move up to a surviving ancestor.
 ///
-/// Reads every process of the machine, at some microseconds each. [`Hunt`] does the same work in small steps.
+/// Reads every process of the machine, at some microseconds each. [`DescendantKiller`] does the same work in small steps.
 /// Errors: `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
-    let mut hunt = Hunt::default();
-    hunt.begin()?;
+    let mut killer = DescendantKiller::default();
+    killer.begin()?;
     loop {
-        if let Progress::Over(count) = hunt.step(usize::MAX, &mut is_spared)? {
+        if let Progress::Finished(count) = killer.step(usize::MAX, &mut is_spared)? {
             return Ok(count);
         }
     }
@@ -62,13 +62,13 @@ pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<us
 
 /// Returns the pids of all descendants of `root`, parents before children. Zombies are left out.
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
-    let found = descendants(&processes()?, root, |_| false);
+    let found = descendants(&read_all_processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
 /// Identity of a process that stays unique when the pid is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct ProcessIdentity {
     /// Process id.
     pub pid: u32,
     /// Session id.
@@ -79,11 +79,11 @@ pub struct Identity {
 
 /// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the
 /// child of this process at the top of its branch. Errors: `/proc` cannot be read.
-pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
-    let (table, own) = (processes()?, std::process::id());
+pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
+    let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
-        let line = std::iter::successors(Some(pid), |pid| Some(table.get(pid)?.parent));
-        line.take(ANCESTORS_MAX).find(|pid| table.get(pid).is_some_and(|process| process.parent == own))
+        let chain = std::iter::successors(Some(pid), |pid| Some(table.get(pid)?.parent));
+        chain.take(ANCESTORS_MAX).find(|pid| table.get(pid).is_some_and(|process| process.parent == own))
     };
     let descendant = |(&pid, found): (&u32, &Process)| Some((found.identity(pid), child_above(pid)?));
     Ok(table.iter().filter_map(descendant).collect())
@@ -91,17 +91,17 @@ pub fn list_descendants() -> io::Result<Vec<(Identity, u32)>> {
 
 /// Returns the identity of a process, or `None` if there is no such process or this user cannot see the
 /// process.
-pub fn identity_of(pid: u32) -> Option<Identity> {
+pub fn identity_of(pid: u32) -> Option<ProcessIdentity> {
     read_process(pid).map(|process| process.identity(pid))
 }
 
 /// Returns the start time of a process, in the kernel's ticks. The pid and the start time together identify a
 /// process uniquely. Returns `None` if there is no such process or this user cannot see the process.
-pub fn started(pid: u32) -> Option<u64> {
+pub fn start_time(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// True if the process with this pid and this start time ([`started`]) is still running. A zombie is not
+/// True if the process with this pid and this start time ([`start_time`]) is still running. A zombie is not
 /// running. A process that this user cannot see counts as running.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
@@ -117,35 +117,35 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
 /// if `root` is not among them. All of these relations held at one moment, provided that the process itself
 /// was alive during the call. The caller has to ensure that.
 ///
-/// Takes some microseconds per process. Errors: a process of the line cannot be read in `/proc`, there are
+/// Takes some microseconds per process. Errors: a process of the chain cannot be read in `/proc`, there are
 /// more than 64 ancestors, or the ancestors kept changing.
-pub fn lineage(pid: u32, root: u32) -> io::Result<Vec<u32>> {
-    let mut trouble = None;
-    for _ in 0..LOOKS_MAX {
-        match look_up(pid, root) {
-            Ok(line) if is_still(&line) => return Ok(line),
-            Ok(_) => trouble = None,
+pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
+    let mut last_error = None;
+    for _ in 0..READ_ATTEMPTS_MAX {
+        match read_ancestors(pid, root) {
+            Ok(chain) if is_unchanged(&chain) => return Ok(chain),
+            Ok(_) => last_error = None,
             // An ancestor can have died just before it was read.
-            Err(error) => trouble = Some(error),
+            Err(error) => last_error = Some(error),
         }
     }
-    Err(trouble.unwrap_or_else(|| io::Error::other("the ancestors of the process kept changing")))
+    Err(last_error.unwrap_or_else(|| io::Error::other("the ancestors of the process kept changing")))
 }
 
-fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
-    let mut line = vec![pid];
+fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
+    let mut chain = vec![pid];
     let mut last = pid;
     while last != root {
         match parent_of(last)? {
             0 => break,
-            _ if line.len() > ANCESTORS_MAX => {
+            _ if chain.len() > ANCESTORS_MAX => {
                 return Err(io::Error::other(format!("the process has more than {ANCESTORS_MAX} ancestors")));
             }
             parent => last = parent,
         }
-        line.push(last);
+        chain.push(last);
     }
-    Ok(line)
+    Ok(chain)
 }
 
 /// True if each process is still the child of the next, checked from the outermost ancestor to the process.
@@ -154,17 +154,17 @@ fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
 /// parent's pid still belonged to the parent when the parent's own parent was read. The same pid cannot
 /// belong to a new parent. An orphan is reparented to an ancestor, which was alive at the same time as the
 /// dead parent.
-fn is_still(line: &[u32]) -> bool {
-    line.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
+fn is_unchanged(chain: &[u32]) -> bool {
+    chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
 /// Returns the parent's pid. Reads the file of the first thread because its cost does not depend on the
 /// number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
-    let stat = read_small(&path)
+    let stat = read_proc_file(&path)
         .map_err(|error| io::Error::new(error.kind(), format!("{path} cannot be read: {error}")))?;
-    let process = parse(&stat);
+    let process = parse_stat(&stat);
     process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} is malformed")))
 }
 
@@ -178,8 +178,8 @@ fn descendants(
         children.entry(process.parent).or_default().push(pid);
     }
     let mut found = Vec::new();
-    let mut open = vec![root];
-    while let Some(parent) = open.pop() {
+    let mut pending = vec![root];
+    while let Some(parent) = pending.pop() {
         for &pid in children.get(&parent).into_iter().flatten() {
             if parent == root && is_spared(pid) {
                 continue;
@@ -188,13 +188,13 @@ fn descendants(
             if !process.is_zombie {
                 found.push((pid, process.started));
             }
-            open.push(pid);
+            pending.push(pid);
         }
     }
     found
 }
 
-fn processes() -> io::Result<HashMap<u32, Process>> {
+fn read_all_processes() -> io::Result<HashMap<u32, Process>> {
     let mut table = HashMap::new();
     for entry in std::fs::read_dir("/proc")? {
         let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
@@ -209,25 +209,25 @@ fn processes() -> io::Result<HashMap<u32, Process>> {
 
 /// Reads `/proc/PID/stat`. Returns `None` if there is no such process (any more).
 fn read_process(pid: u32) -> Option<Process> {
-    parse(&read_small(&format!("/proc/{pid}/stat")).ok()?)
+    parse_stat(&read_proc_file(&format!("/proc/{pid}/stat")).ok()?)
 }
 
 /// Reads a small file of `/proc`, at most the first 16 KiB, in half as many system calls as
 /// [`std::fs::read_to_string`]. Bytes that are not UTF-8, as in the name of a program, are replaced.
 ///
 /// ```
-/// let stat = bulkhead_linux::process_tree::read_small("/proc/self/stat")?;
+/// let stat = bulkhead_linux::process_tree::read_proc_file("/proc/self/stat")?;
 /// assert!(stat.starts_with(&format!("{} (", std::process::id())));
 /// # Ok::<(), std::io::Error>(())
 /// ```
-pub fn read_small(path: &str) -> io::Result<String> {
-    let mut bytes = Vec::with_capacity(USUAL_BYTES);
+pub fn read_proc_file(path: &str) -> io::Result<String> {
+    let mut bytes = Vec::with_capacity(INITIAL_BYTES);
     File::open(path)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
     Ok(String::from_utf8(bytes)
         .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
 }
 
-fn parse(stat: &str) -> Option<Process> {
+fn parse_stat(stat: &str) -> Option<Process> {
     // The second field is the program's name in parentheses. The name itself can contain parentheses and
     // spaces.
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
@@ -248,13 +248,13 @@ mod tests {
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
-        if super::started(pid) == Some(started) {
+        if super::start_time(pid) == Some(started) {
             let _ = pidfd_send_signal(&descriptor, signal);
         }
     }
 
     #[test]
-    fn finds_grandchildren_and_only_those() {
+    fn finds_descendants_and_no_other_process() {
         let mut child = Command::new("sh").args(["-c", "sleep 100 & sleep 100 & wait"]).spawn().unwrap();
         let found = loop {
             let found = descendants_of(child.id()).unwrap();
@@ -263,7 +263,7 @@ mod tests {
             }
             std::thread::yield_now();
         };
-        let table = processes().unwrap();
+        let table = read_all_processes().unwrap();
         for pid in found {
             assert_eq!(table[&pid].parent, child.id());
             signal(pid, table[&pid].started + 1, Signal::KILL);
@@ -273,7 +273,7 @@ mod tests {
         child.wait().unwrap();
     }
     #[test]
-    fn a_line_goes_up_to_its_root_or_to_the_outermost() {
+    fn ancestors_end_at_root_or_outermost_process() {
         let own = std::process::id();
         let mut child = Command::new("sh").args(["-c", "(sleep 100 & wait) & wait"]).spawn().unwrap();
         let deepest = loop {
@@ -282,21 +282,21 @@ mod tests {
                 _ => std::thread::yield_now(),
             }
         };
-        let line = lineage(deepest, own).unwrap();
-        assert_eq!((line.len(), line[0], line[2], line[3]), (4, deepest, child.id(), own));
-        // No process has the pid 0, so the line goes up to the outermost process.
-        let whole = lineage(deepest, 0).unwrap();
-        assert!(whole.len() >= 4 && whole[..4] == line[..], "{whole:?} {line:?}");
+        let chain = ancestors(deepest, own).unwrap();
+        assert_eq!((chain.len(), chain[0], chain[2], chain[3]), (4, deepest, child.id(), own));
+        // No process has the pid 0, so the chain goes up to the outermost process.
+        let whole = ancestors(deepest, 0).unwrap();
+        assert!(whole.len() >= 4 && whole[..4] == chain[..], "{whole:?} {chain:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);
-        for pid in line[..3].iter().rev() {
+        for pid in chain[..3].iter().rev() {
             signal(*pid, read_process(*pid).unwrap().started, Signal::KILL);
         }
         child.wait().unwrap();
-        assert!(lineage(child.id(), own).unwrap_err().to_string().contains("cannot be read"));
+        assert!(ancestors(child.id(), own).unwrap_err().to_string().contains("cannot be read"));
     }
 
     #[test]
-    fn a_line_that_is_too_long_is_no_line() {
+    fn too_many_ancestors_are_an_error() {
         let script = "[ $0 = 0 ] && exec sleep 100; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
         let mut child = Command::new("sh").args(["-c", script, "70", script]).spawn().unwrap();
         let deepest = loop {
@@ -305,9 +305,9 @@ mod tests {
                 _ => std::thread::yield_now(),
             }
         };
-        let error = lineage(deepest, std::process::id()).unwrap_err().to_string();
+        let error = ancestors(deepest, std::process::id()).unwrap_err().to_string();
         assert!(error.contains("more than 64 ancestors"), "{error}");
-        for (pid, started) in descendants(&processes().unwrap(), child.id(), |_| false) {
+        for (pid, started) in descendants(&read_all_processes().unwrap(), child.id(), |_| false) {
             signal(pid, started, Signal::KILL);
         }
         child.kill().unwrap();

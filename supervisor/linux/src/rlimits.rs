@@ -30,7 +30,7 @@ macro_rules! resources {
             }
 
             /// Returns the value for getrlimit(2) and setrlimit(2).
-            pub const fn kernel(self) -> process::Resource {
+            pub const fn to_rustix(self) -> process::Resource {
                 match self {
                     $(Self::$resource => process::Resource::$resource,)+
                 }
@@ -61,16 +61,16 @@ resources! {
 impl Resource {
     /// Returns the kernel's number.
     pub const fn number(self) -> u32 {
-        self.kernel() as u32
+        self.to_rustix() as u32
     }
 
     /// Returns the resource with this name.
-    pub fn named(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|resource| resource.name() == name)
     }
 
     /// Returns the resource with this number.
-    pub fn numbered(number: u32) -> Option<Self> {
+    pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|resource| resource.number() == number)
     }
 }
@@ -83,13 +83,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_resource_is_found_and_the_kernel_calls_it_so() {
+    fn names_and_labels_match_the_kernel() {
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
         for resource in Resource::ALL {
-            assert_eq!(Resource::named(resource.name()), Some(resource));
-            assert_eq!(Resource::numbered(resource.number()), Some(resource));
+            assert_eq!(Resource::from_name(resource.name()), Some(resource));
+            assert_eq!(Resource::from_number(resource.number()), Some(resource));
             assert!(limits.lines().any(|line| line.starts_with(resource.label())), "{resource:?}: {limits}");
         }
-        assert_eq!(Resource::named("files"), None);
+        assert_eq!(Resource::from_name("files"), None);
     }
 }

@@ -13,9 +13,9 @@ static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 // SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other.
 // This function makes a system call and stores a flag, and needs nothing of the runtime.
 #[unsafe(link_section = ".init_array")]
-static LOOK: extern "C" fn() = look;
+static CHECK_BEFORE_MAIN: extern "C" fn() = check_descriptor;
 
-extern "C" fn look() {
+extern "C" fn check_descriptor() {
     let is_closed = rustix::io::fcntl_getfd(rustix::stdio::stdout()).is_err();
     WAS_CLOSED.store(is_closed, Ordering::Relaxed);
 }

@@ -17,8 +17,8 @@ macro_rules! rows {
         numbered { $($name:literal: $x86_64:literal, $aarch64:literal;)* }
     ) => {
         &[
-            $((bare(stringify!($both)), Some(libc::$both as u32)),)*
-            $((bare(stringify!($old)), on_x86_64!($old)),)*
+            $((without_prefix(stringify!($both)), Some(libc::$both as u32)),)*
+            $((without_prefix(stringify!($old)), on_x86_64!($old)),)*
             $(($name, Some(if cfg!(target_arch = "x86_64") { $x86_64 } else { $aarch64 })),)*
         ]
     };
@@ -39,7 +39,7 @@ macro_rules! on_x86_64 {
 }
 
 /// Strips the prefix of the C library's constants: `SYS_read` becomes `read`.
-const fn bare(constant: &'static str) -> &'static str {
+const fn without_prefix(constant: &'static str) -> &'static str {
     constant.split_at("SYS_".len()).1
 }
 
@@ -133,9 +133,9 @@ const TABLE: &[Row] = rows! {
 };
 
 /// Highest number in the table.
-pub const LAST: u32 = last();
+pub const NUMBER_MAX: u32 = number_max();
 
-const fn last() -> u32 {
+const fn number_max() -> u32 {
     let (mut row, mut last) = (0, 0);
     while row < TABLE.len() {
         if let Some(number) = TABLE[row].1
@@ -170,22 +170,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_numbers_are_unique_and_lead_to_each_other() {
+    fn names_and_numbers_map_one_to_one() {
         let names: HashSet<_> = TABLE.iter().map(|(name, _)| name).collect();
         let numbers: Vec<_> = TABLE.iter().filter_map(|(_, number)| *number).collect();
         assert_eq!(names.len(), TABLE.len());
         assert_eq!(numbers.iter().collect::<HashSet<_>>().len(), numbers.len());
         for known in numbers {
             assert_eq!(number(name(known).unwrap()), Some(known));
-            assert!(known <= LAST);
+            assert!(known <= NUMBER_MAX);
         }
     }
 
     #[test]
-    fn what_one_architecture_lacks_is_known_there() {
+    fn names_of_the_other_architecture_are_known() {
         assert_eq!(number("read"), Some(libc::SYS_read as u32));
         assert!(is_known("open") && is_known("clone3") && !is_known("opne"));
         assert_eq!(number("open").is_some(), cfg!(target_arch = "x86_64"));
-        assert_eq!(name(LAST + 1), None);
+        assert_eq!(name(NUMBER_MAX + 1), None);
     }
 }

@@ -24,7 +24,7 @@ use crate::errno;
 pub fn bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut unread: libc::c_int = 0;
     // SAFETY: the kernel writes one int to `unread`, which outlives the call.
-    let told = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut unread) };
-    errno::check(told)?;
+    let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut unread) };
+    errno::check(result)?;
     Ok(usize::try_from(unread).unwrap_or(0))
 }

@@ -42,16 +42,17 @@ pub struct Child {
 /// that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs to be
 /// dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
-    let mut call = Call { execute, caught: caught(), error: None };
-    let mut stack = stack();
+    let mut call = Call { execute, caught: caught_signals(), error: None };
+    let mut stack = child_stack();
     let top = stack.spare_capacity_mut().as_mut_ptr_range().end;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let mut pidfd: RawFd = -1;
-    let blocked = Blocked::all();
+    let blocked = BlockedSignals::all();
     // SAFETY: the child has exclusive use of `call` and of the stack, whose upper end is aligned as required.
     // This thread continues only when the child has executed another program or is gone.
-    let pid =
-        unsafe { libc::clone(run::<F>, top.cast(), flags, (&raw mut call).cast::<c_void>(), &raw mut pidfd) };
+    let pid = unsafe {
+        libc::clone(run_child::<F>, top.cast(), flags, (&raw mut call).cast::<c_void>(), &raw mut pidfd)
+    };
     let failed = errno::check(pid);
     drop(blocked);
     failed?;
@@ -61,7 +62,8 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     match call.error {
         None => Ok(Child { pid, pidfd }),
         Some(error) => {
-            wait::wait4(pid.as_raw_pid(), 0)?;
+            // Retries if a signal interrupts the wait, so that no zombie is left.
+            wait::wait_for_exit_code(pid.as_raw_pid())?;
             Err(error)
         }
     }
@@ -77,9 +79,9 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
 /// # Safety
 /// As for [`spawn`].
 pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
-    let caught = look_up_caught();
-    let (mut inner, mut outer) = (stack(), stack());
-    let mut between = Between {
+    let caught = query_caught_signals();
+    let (mut inner, mut outer) = (child_stack(), child_stack());
+    let mut intermediate = Intermediate {
         call: Call { execute, caught: &caught, error: None },
         top: inner.spare_capacity_mut().as_mut_ptr_range().end.cast(),
         pid: -1,
@@ -89,18 +91,19 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     // The child shares the descriptors, so that the orphan's pidfd is created in this process. The child has
     // no exit signal.
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
-    let blocked = Blocked::all();
-    // SAFETY: as in `spawn`: the child has exclusive use of `outer` and `between` until it is gone.
-    let pid =
-        unsafe { libc::clone(leave_orphan::<F>, top.cast(), flags, (&raw mut between).cast::<c_void>()) };
+    let blocked = BlockedSignals::all();
+    // SAFETY: as in `spawn`: the child has exclusive use of `outer` and `intermediate` until it is gone.
+    let pid = unsafe {
+        libc::clone(leave_orphan::<F>, top.cast(), flags, (&raw mut intermediate).cast::<c_void>())
+    };
     let failed = errno::check(pid);
     drop(blocked);
     failed?;
     // The child has ended, or is about to.
-    let _ = wait::exit_code(pid);
+    let _ = wait::wait_for_exit_code(pid);
     // SAFETY: a number that is not negative is a new descriptor that the call has stored.
-    let pidfd = (between.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(between.pidfd) });
-    match (between.call.error, Pid::from_raw(between.pid.max(0)), pidfd) {
+    let pidfd = (intermediate.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(intermediate.pidfd) });
+    match (intermediate.call.error, Pid::from_raw(intermediate.pid.max(0)), pidfd) {
         (None, Some(pid), Some(pidfd)) => Ok(Child { pid, pidfd }),
         (error, ..) => Err(error.unwrap_or(Errno::CHILD)),
     }
@@ -108,7 +111,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
 
 /// Returns a list in the form that `execve` takes: pointers to the texts, and a null pointer. The texts must
 /// outlive the list.
-pub fn pointers(texts: &[CString]) -> Vec<*const c_char> {
+pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
 
@@ -118,7 +121,7 @@ struct Call<'c, F> {
     error: Option<Errno>,
 }
 
-struct Between<'c, F> {
+struct Intermediate<'c, F> {
     call: Call<'c, F>,
     /// Upper end of the orphan's stack.
     top: *mut c_void,
@@ -126,28 +129,29 @@ struct Between<'c, F> {
     pidfd: RawFd,
 }
 
-fn stack() -> Vec<MaybeUninit<u128>> {
+fn child_stack() -> Vec<MaybeUninit<u128>> {
     Vec::with_capacity(STACK_BYTES / size_of::<u128>())
 }
 
 /// Runs in the intermediate child, which leaves the orphan.
-extern "C" fn leave_orphan<F: FnMut() -> Errno>(between: *mut c_void) -> c_int {
-    // SAFETY: `between` belongs to the caller, which is suspended. This child is suspended too while the
+extern "C" fn leave_orphan<F: FnMut() -> Errno>(intermediate: *mut c_void) -> c_int {
+    // SAFETY: `intermediate` belongs to the caller, which is suspended. This child is suspended too while the
     // orphan executes the program. The child exits without unwinding.
     unsafe {
-        let between = &mut *between.cast::<Between<'_, F>>();
+        let intermediate = &mut *intermediate.cast::<Intermediate<'_, F>>();
         let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-        let call = (&raw mut between.call).cast::<c_void>();
-        between.pid = libc::clone(run::<F>, between.top, flags, call, &raw mut between.pidfd);
-        if between.pid < 0 {
-            between.call.error = Some(errno::last());
+        let call = (&raw mut intermediate.call).cast::<c_void>();
+        intermediate.pid =
+            libc::clone(run_child::<F>, intermediate.top, flags, call, &raw mut intermediate.pidfd);
+        if intermediate.pid < 0 {
+            intermediate.call.error = Some(errno::last());
         }
         libc::_exit(0)
     }
 }
 
 /// Runs in the child.
-extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
+extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
         let call = &mut *call.cast::<Call<'_, F>>();
@@ -166,12 +170,12 @@ extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
 
 /// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. They are looked up
 /// only once, because all handlers are installed before the first child is started.
-fn caught() -> &'static [c_int] {
+fn caught_signals() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
-    CAUGHT.get_or_init(look_up_caught)
+    CAUGHT.get_or_init(query_caught_signals)
 }
 
-fn look_up_caught() -> Vec<c_int> {
+fn query_caught_signals() -> Vec<c_int> {
     let is_caught = |&signal: &c_int| {
         // SAFETY: all zeros is a valid `sigaction`, which the call fills.
         let (result, action) = unsafe {
@@ -185,9 +189,9 @@ fn look_up_caught() -> Vec<c_int> {
 }
 
 /// Blocks all signals of the calling thread until dropped.
-struct Blocked(libc::sigset_t);
+struct BlockedSignals(libc::sigset_t);
 
-impl Blocked {
+impl BlockedSignals {
     fn all() -> Self {
         // SAFETY: all zeros is a valid set. The calls fill the sets, and cannot fail with these arguments.
         unsafe {
@@ -199,7 +203,7 @@ impl Blocked {
     }
 }
 
-impl Drop for Blocked {
+impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: the set is the previous signal mask.
         unsafe {
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn it_becomes_a_program_or_says_why_not() {
+    fn executes_program_or_returns_error() {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
@@ -242,7 +246,7 @@ mod tests {
 
     /// The end of the orphan is visible only by its pidfd. No child is left to wait for.
     #[test]
-    fn an_orphan_is_no_child_of_ours() {
+    fn orphan_is_not_a_child() {
         use rustix::event::{PollFd, PollFlags, poll};
         let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
         let environment = [ptr::null()];
@@ -262,14 +266,14 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_each_have_their_own() {
+    fn concurrent_spawns_do_not_interfere() {
         std::thread::scope(|scope| {
-            for lane in 1..5 {
+            for code in 1..5 {
                 scope.spawn(move || {
-                    let script = std::ffi::CString::new(format!("exit {lane}")).unwrap();
+                    let script = std::ffi::CString::new(format!("exit {code}")).unwrap();
                     for _ in 0..50 {
                         let child = execute(c"/bin/sh", &script).unwrap();
-                        assert_eq!(status(&child), lane << 8);
+                        assert_eq!(status(&child), code << 8);
                     }
                 });
             }
@@ -278,8 +282,8 @@ mod tests {
 
     /// SIGPIPE is ignored in this process, and a thread can have blocked any signal.
     #[test]
-    fn its_signals_are_those_of_a_new_program() {
-        let _blocked = Blocked::all();
+    fn child_has_default_signals() {
+        let _blocked = BlockedSignals::all();
         for (name, signal) in [("PIPE", libc::SIGPIPE), ("USR1", libc::SIGUSR1), ("TERM", libc::SIGTERM)] {
             let script = std::ffi::CString::new(format!("kill -{name} $$; exit 1")).unwrap();
             let child = execute(c"/bin/sh", &script).unwrap();

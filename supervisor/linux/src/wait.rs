@@ -13,7 +13,7 @@ use crate::errno;
 
 /// Calls `waitid` without reaping the child. Returns the pid of a child that has ended, or 0 if none has.
 /// Fails if there is no such child.
-fn look(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
+fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     // SAFETY: all zeros is a valid `siginfo_t`, which the call at most fills. If the call succeeds, the pid
     // is that of a child, or still zero.
@@ -26,23 +26,23 @@ fn look(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
 
 /// Returns the pid of a child that has ended, without reaping the child. So the pid stays valid and cannot be
 /// reused.
-pub fn peek() -> Option<u32> {
-    look(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
+pub fn peek_ended() -> Option<u32> {
+    peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
 
 /// True if this child has ended and has not been waited for.
 pub fn has_ended(pid: u32) -> bool {
-    look(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
+    peek_child(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
 /// True if this process has such a child, dead or alive, that has not been waited for.
 pub fn is_child(pid: u32) -> bool {
-    look(libc::P_PID, pid, 0).is_ok()
+    peek_child(libc::P_PID, pid, 0).is_ok()
 }
 
 /// True if the calling thread itself has children, dead or alive.
 pub fn thread_has_children() -> bool {
-    look(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
+    peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
 /// Calls `wait4` for children of every kind. Returns the child's pid (0 if no child has changed its state
@@ -58,14 +58,14 @@ pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
 }
 
 /// Waits for a child to end. Returns its exit code, or `None` if a signal ended the child.
-pub fn exit_code(pid: i32) -> Result<Option<i32>, Errno> {
+pub fn wait_for_exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     let (_, status, _) = retry_on_intr(|| wait4(pid, 0))?;
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }
 
-/// Waits for up to `patience` until the descriptor is readable. A pidfd is readable once its process has ended.
-pub fn is_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
-    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
+/// Waits for up to `timeout` until the descriptor is readable. A pidfd is readable once its process has ended.
+pub fn wait_until_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
+    let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
     Ok(retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)
 }

@@ -6,11 +6,11 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 
 use crate::peer_check::{self, ClientRejection};
 use bulkhead_config::{AccessConfig, Config, Who};
-use bulkhead_linux::peer::{self, Outsiders, Peer};
+use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 
 /// Permissions of all clients.
 pub struct Access {
@@ -21,7 +21,7 @@ pub struct Access {
     rules: Vec<Arc<AccessRule>>,
     /// Processes that connected before. Caches the identity check, which is the main cost of a new
     /// connection.
-    outsiders: Outsiders,
+    unrelated: UnrelatedProcesses,
 }
 
 /// A rule of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
@@ -52,7 +52,11 @@ impl Access {
             let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
             Arc::new(AccessRule { who: *who, bulkheads, tenants })
         };
-        Self { own_uid, rules: config.access.iter().map(rule).collect(), outsiders: Outsiders::default() }
+        Self {
+            own_uid,
+            rules: config.access.iter().map(rule).collect(),
+            unrelated: UnrelatedProcesses::default(),
+        }
     }
 
     pub fn has_rules(&self) -> bool {
@@ -66,7 +70,7 @@ impl Access {
 
     /// Rejects workers and their descendants.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), ClientRejection> {
-        peer_check::check_descent(socket, peer, &self.outsiders)
+        peer_check::check_descent(socket, peer, &self.unrelated)
     }
 
     /// Returns the permissions of the client that connected this socket.
@@ -126,7 +130,7 @@ pub fn rejection_message(
     tenant: &str,
 ) -> Option<String> {
     let mut allowing = rules.iter().filter(|rule| rule.allows_bulkhead(name, exists)).peekable();
-    let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
+    let name = truncate(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if allowing.peek().is_none() {
         return Some(format!("you cannot use a bulkhead '{name}'"));
     }
@@ -134,7 +138,7 @@ pub fn rejection_message(
     if !exists || allowing.any(|rule| rule.allows_tenant(tenant)) {
         return None;
     }
-    Some(match cut(tenant, TENANT_BYTES_MAX) {
+    Some(match truncate(tenant, TENANT_BYTES_MAX) {
         "" => format!("each of your jobs for bulkhead '{name}' must name a permitted tenant"),
         tenant => {
             let tenant = tenant.escape_debug();

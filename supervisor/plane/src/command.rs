@@ -137,7 +137,7 @@ pub enum Command {
     /// Serve a client in the application that embeds this supervisor.
     AddInProcessClient {
         /// The data plane's end of the connection.
-        end: bulkhead_shared::in_process::End,
+        end: bulkhead_shared::in_process::Endpoint,
     },
     /// Report a client that was rejected at the admin socket.
     ReportRejection {

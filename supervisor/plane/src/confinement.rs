@@ -12,13 +12,13 @@ use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
 use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, StartMode, SupervisorConfig};
 use bulkhead_keeper::{
-    self as keeper, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds,
-    Temporary, Terms,
+    self as keeper, CgroupLimits, Confinement, Identity, LayerSupport, Layers, Namespaces, Observed, Seccomp,
+    SubordinateIds, TemporaryFiles,
 };
 
 /// Confinement abilities of this machine, and the paths that workers must not access.
 pub struct SandboxSupport {
-    abilities: BTreeMap<String, Ability>,
+    abilities: BTreeMap<String, LayerSupport>,
     withheld: Vec<String>,
     config: PathBuf,
     ids: IdSource,
@@ -51,7 +51,7 @@ impl IdSource {
 impl SandboxSupport {
     /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
     /// because a probe forks.
-    pub fn from_probe(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
+    pub fn from_probe(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
         Self::of(config, IdUse::Run, found.abilities, move || found.ids)
     }
 
@@ -64,7 +64,7 @@ impl SandboxSupport {
     fn of(
         config: &bulkhead_config::Config,
         id_use: IdUse,
-        abilities: Vec<Ability>,
+        abilities: Vec<LayerSupport>,
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
@@ -171,7 +171,7 @@ pub enum WorkerIdentity {
 /// Confinement of the workers of one bulkhead.
 pub struct Sandbox {
     profile: Profile,
-    terms: Terms,
+    layers: Layers,
     identity: WorkerIdentity,
     programs: Vec<String>,
     read: Vec<String>,
@@ -207,30 +207,31 @@ impl Sandbox {
         };
         let identity = resolver.identity(bulkhead);
         let why_single_program = resolver.program_scopes(bulkhead);
-        let terms = Terms { cgroup: resolver.cgroup(bulkhead), ..resolver.terms(bulkhead, identity) };
-        resolver.require_signal_isolation(&terms, identity);
+        let layers = Layers { cgroup: resolver.cgroup(bulkhead), ..resolver.layers(bulkhead, identity) };
+        resolver.require_signal_isolation(&layers, identity);
         let is_forked = bulkhead.start.mode == StartMode::Fork;
         if is_forked {
-            resolver.require_fork_isolation(sandbox.profile, &terms);
+            resolver.require_fork_isolation(sandbox.profile, &layers);
         }
         let obstacle = resolver.refused.take().or_else(|| resolver.obstacle(sandbox.profile));
         let mut missing: Vec<&'static str> = resolver.missing.iter().map(|layer| layer.name()).collect();
-        if terms.landlock {
+        if layers.landlock {
             let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !support.has(part)).map(|(_, name)| *name);
             let unnamed: Vec<_> = absent.filter(|name| !missing.contains(name)).collect();
             missing.extend(unnamed);
         }
         let warnings = warnings(bulkhead, &missing, identity, support);
-        if bulkhead.sandbox.profile != Profile::None && !limits_process_count(identity, &terms) {
+        if bulkhead.sandbox.profile != Profile::None && !limits_process_count(identity, &layers) {
             missing.push(PROCESS_COUNT);
         }
-        let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
+        let is_sealed =
+            layers.seccomp == Seccomp::AllowList && !matches!(bulkhead.program, Program::Exec { .. });
         let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
         let seal = keeper::Seal { is_strict: is_sealed, network: sandbox.network, allow: &allow, is_forked };
-        let seal = (is_sealed || is_forked && terms.seccomp != Seccomp::Off).then(|| keeper::seal(&seal));
+        let seal = (is_sealed || is_forked && layers.seccomp != Seccomp::Off).then(|| keeper::seal(&seal));
         Self {
             profile: sandbox.profile,
-            terms,
+            layers,
             identity,
             programs: texts(&programs),
             read: sandbox
@@ -283,19 +284,19 @@ impl Sandbox {
 
     /// Returns the maximum size of the temporary folder in bytes, unless it is a separate file system.
     pub fn temporary_bytes(&self) -> Option<u64> {
-        let is_bounded = self.terms.temporary == Temporary::Folder && self.profile != Profile::None;
+        let is_bounded = self.layers.temporary == TemporaryFiles::Folder && self.profile != Profile::None;
         is_bounded.then_some(self.temporary_bytes)
     }
 
     /// True if system calls are filtered. SIGSYS then comes from the sandbox.
     pub fn filters_calls(&self) -> bool {
-        self.terms.seccomp != Seccomp::Off
+        self.layers.seccomp != Seccomp::Off
     }
 
     /// Returns the order for one worker. `id` is the user id of the worker if each has a separate one.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
-            return Confinement { terms: self.terms, ..Confinement::default() };
+            return Confinement { layers: self.layers, ..Confinement::default() };
         }
         let identity = match self.identity {
             WorkerIdentity::Own => None,
@@ -303,7 +304,7 @@ impl Sandbox {
             WorkerIdentity::Each => id.map(|id| Identity { uid: id, gid: id }),
         };
         Confinement {
-            terms: Terms { identity, ..self.terms },
+            layers: Layers { identity, ..self.layers },
             programs: list(&self.programs),
             read: list(&self.read),
             write: list(&self.write),
@@ -340,14 +341,14 @@ const PROCESS_COUNT: &str = "nproc";
 
 /// True if RLIMIT_NPROC or a cgroup limits a single worker. RLIMIT_NPROC counts per user and user namespace,
 /// and does not apply to root.
-fn limits_process_count(identity: WorkerIdentity, terms: &Terms) -> bool {
+fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     let is_root = match identity {
         WorkerIdentity::Own => rustix::process::geteuid().is_root(),
         WorkerIdentity::One(identity) => identity.uid == 0,
         WorkerIdentity::Each => false,
     };
-    let has_group = terms.cgroup.is_some_and(|cgroup| cgroup.pids.is_some());
-    has_group || identity == WorkerIdentity::Each || terms.namespaces.user && !is_root
+    let has_group = layers.cgroup.is_some_and(|cgroup| cgroup.pids.is_some());
+    has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
 /// Newer parts of Landlock, and their names in `missing`.
@@ -462,8 +463,8 @@ impl LayerResolver<'_> {
 
     /// Requires Landlock scopes unless a separate user id or pid namespace already keeps the worker from
     /// sending signals to other processes. Does nothing if Landlock itself is missing.
-    fn require_signal_isolation(&mut self, terms: &Terms, identity: WorkerIdentity) {
-        if terms.landlock && identity != WorkerIdentity::Each && !terms.namespaces.pid {
+    fn require_signal_isolation(&mut self, layers: &Layers, identity: WorkerIdentity) {
+        if layers.landlock && identity != WorkerIdentity::Each && !layers.namespaces.pid {
             self.require(Layer::LandlockScopes);
         }
     }
@@ -471,16 +472,16 @@ impl LayerResolver<'_> {
     /// Requires the layers that separate forked workers, which share a user and a pid namespace, and that
     /// keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
     /// required, because its first process ends the descendants of a worker.
-    fn require_fork_isolation(&mut self, profile: Profile, terms: &Terms) {
+    fn require_fork_isolation(&mut self, profile: Profile, layers: &Layers) {
         if profile == Profile::None || self.refused.is_some() {
             return;
         }
         let rows = [
-            (terms.no_new_privs, Layer::NoNewPrivs),
-            (terms.seccomp != Seccomp::Off, Layer::Seccomp),
-            (terms.landlock, Layer::Landlock),
+            (layers.no_new_privs, Layer::NoNewPrivs),
+            (layers.seccomp != Seccomp::Off, Layer::Seccomp),
+            (layers.landlock, Layer::Landlock),
             (self.support.has("landlock scopes"), Layer::LandlockScopes),
-            (terms.namespaces.pid, Layer::PidNamespace),
+            (layers.namespaces.pid, Layer::PidNamespace),
         ];
         let absent = rows.iter().find(|(is_available, _)| !is_available).map(|(_, layer)| *layer);
         let why = match absent {
@@ -488,7 +489,7 @@ impl LayerResolver<'_> {
                 let why = self.support.why_missing(layer).or_else(|| self.support.why_not(keeper::TREE_END));
                 Some(format!("{} ({})", layer.name(), why.unwrap_or_default()))
             }
-            None => self.support.why_not(keeper::FORKED),
+            None => self.support.why_not(keeper::FORKED_WORKERS),
         };
         self.refused = why.map(|why| {
             format!(
@@ -555,36 +556,36 @@ impl LayerResolver<'_> {
         if self.require(Layer::Identity) { WorkerIdentity::One(identity) } else { WorkerIdentity::Own }
     }
 
-    fn terms(&mut self, bulkhead: &BulkheadConfig, identity: WorkerIdentity) -> Terms {
+    fn layers(&mut self, bulkhead: &BulkheadConfig, identity: WorkerIdentity) -> Layers {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
             // `files` needs a private temporary folder.
             let has_files = bulkhead.files.is_some();
-            let temporary = if has_files { Temporary::Folder } else { Temporary::None };
-            return Terms { temporary, programs_apart: has_files, ..Terms::default() };
+            let temporary = if has_files { TemporaryFiles::Folder } else { TemporaryFiles::None };
+            return Layers { temporary, program_rules: has_files, ..Layers::default() };
         }
         let namespaces = match profile {
             Profile::Strict => self.strict_namespaces(sandbox.network),
             Profile::Default | Profile::None => self.default_namespaces(),
         };
         // Such a worker joins the user namespace that maps these ids, and gets no other.
-        let subordinate = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
-        let namespaces = Namespaces { user: namespaces.user && !subordinate, ..namespaces };
+        let subordinate_ids = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
+        let namespaces = Namespaces { user: namespaces.user && !subordinate_ids, ..namespaces };
         let no_new_privs = self.require(Layer::NoNewPrivs);
         let seccomp = match (self.require(Layer::Seccomp), profile) {
             (false, _) => Seccomp::Off,
-            (true, Profile::Strict) => Seccomp::Allow,
-            (true, _) => Seccomp::Deny,
+            (true, Profile::Strict) => Seccomp::AllowList,
+            (true, _) => Seccomp::DenyList,
         };
         let temporary = match sandbox.tmp_bytes {
-            0 => Temporary::None,
-            bytes if namespaces.mount => Temporary::FileSystem(bytes),
+            0 => TemporaryFiles::None,
+            bytes if namespaces.mount => TemporaryFiles::PrivateTmp(bytes),
             // The supervisor's user could neither inspect nor remove files of these ids on disk.
-            bytes if subordinate => Temporary::Mounted(bytes),
-            _ => Temporary::Folder,
+            bytes if subordinate_ids => TemporaryFiles::MountedTmpfs(bytes),
+            _ => TemporaryFiles::Folder,
         };
-        Terms {
+        Layers {
             no_new_privs,
             no_capabilities: true,
             landlock: self.require(Layer::Landlock),
@@ -592,10 +593,10 @@ impl LayerResolver<'_> {
             seccomp_names: self.support.has("seccomp notify"),
             namespaces,
             identity: None,
-            subordinate,
+            subordinate_ids,
             network: sandbox.network,
             temporary,
-            programs_apart: matches!(bulkhead.program, Program::Exec { .. }),
+            program_rules: matches!(bulkhead.program, Program::Exec { .. }),
             cgroup: None,
         }
     }
@@ -618,19 +619,19 @@ impl LayerResolver<'_> {
     }
 
     /// Returns the cgroup limits, which are independent of the profile.
-    fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<Cgroup> {
+    fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<CgroupLimits> {
         let limits = bulkhead.cgroup.as_ref()?;
         if !self.require(Layer::Cgroup) {
             return None;
         }
         // If a controller is missing, the group still kills whole process trees and applies the other limits.
-        let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
-        Some(Cgroup {
+        let millicores = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
+        Some(CgroupLimits {
             memory_bytes: self.limit_if_available("cgroup memory", limits.memory),
             pids: self
                 .limit_if_available("cgroup pids", limits.pids)
                 .or_else(|| self.default_processes(bulkhead)),
-            cpu_thousandths: self.limit_if_available("cgroup cpu", limits.cpu.map(thousandths)),
+            cpu_millicores: self.limit_if_available("cgroup cpu", limits.cpu.map(millicores)),
         })
     }
 

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use bulkhead_shared::{RejectReason, vocabulary};
 use rustix::io::Errno;
 
-use bulkhead_linux::peer::{Descent, Outsiders, Peer};
+use bulkhead_linux::peer::{Descent, Peer, UnrelatedProcesses};
 
 vocabulary! {
     /// A socket of the supervisor, as named in events.
@@ -58,12 +58,16 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
     Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }
 
-/// Rejects workers and their descendants, whatever user they run as. Processes in `outsiders` have passed
+/// Rejects workers and their descendants, whatever user they run as. Processes in `unrelated` have passed
 /// this check before.
-pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), ClientRejection> {
-    match peer.descent_beside(socket, outsiders) {
-        Ok(Descent::Outside) => Ok(()),
-        Ok(Descent::Ours(ancestry)) => {
+pub fn check_descent(
+    socket: &impl AsFd,
+    peer: Peer,
+    unrelated: &UnrelatedProcesses,
+) -> Result<(), ClientRejection> {
+    match peer.descent(socket, unrelated) {
+        Ok(Descent::Unrelated) => Ok(()),
+        Ok(Descent::Descendant(ancestry)) => {
             let message = "workers and their descendants cannot connect to their own supervisor; connect from another \
                            process";
             Err(ClientRejection { ancestry, ..ClientRejection::forbidden(peer, message.into()) })

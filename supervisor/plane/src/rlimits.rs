@@ -14,7 +14,7 @@ pub fn for_workers(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> 
         if resource == Resource::Nproc && !sandbox.limits_process_count() {
             continue;
         }
-        let max = getrlimit(resource.kernel()).maximum.unwrap_or(u64::MAX);
+        let max = getrlimit(resource.to_rustix()).maximum.unwrap_or(u64::MAX);
         rlimits.push(Rlimit { resource, limit: limit.map(|limit| limit.min(max)) });
     }
     rlimits

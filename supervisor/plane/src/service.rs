@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_api::Service;
 use bulkhead_policy::Time;
-use bulkhead_shared::limits::cut;
+use bulkhead_shared::limits::truncate;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
 /// Length of one slice of the window.
@@ -40,7 +40,7 @@ fn outcome_index(verdict: &Verdict) -> Option<usize> {
         Verdict::Ok => Some(OK),
         Verdict::Failed(failure) => (failure.fault == Fault::Dependency).then_some(FAILED),
         Verdict::Rejected { reason, .. } => {
-            (!reason.is_callers()).then_some(REJECTED + usize::from(reason.code()) - 1)
+            (!reason.is_caller_fault()).then_some(REJECTED + usize::from(reason.code()) - 1)
         }
         Verdict::DeadlineQueued => Some(DEADLINE_QUEUED),
         Verdict::DeadlineRunning => Some(DEADLINE_RUNNING),
@@ -86,7 +86,7 @@ impl Window {
         }
         slice.counts[outcome] = slice.counts[outcome].saturating_add(1);
         if let Verdict::Failed(failure) = verdict {
-            let code = cut(&failure.code, CODE_BYTES_MAX);
+            let code = truncate(&failure.code, CODE_BYTES_MAX);
             if self.code != code {
                 self.code.replace_range(.., code);
             }
@@ -251,7 +251,7 @@ mod tests {
             "crashed/signal: 6 of 11 jobs in the last minute; 11 jobs were not ok"
         );
         assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
-        for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_callers()) {
+        for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_caller_fault()) {
             let actual = cause(&[(Verdict::rejected(*reason), 10)]);
             assert!(actual.starts_with(&format!("rejected/{reason}: 10 of 10")), "{actual}");
         }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use bulkhead_shared::limits::cut;
+use bulkhead_shared::limits::truncate;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Executed, Fault, JobId, Outcome, Priority, Verdict};
 
@@ -70,7 +70,7 @@ impl From<&Outcome> for SpanOutcome {
         Self {
             outcome: verdict.name(),
             reason: verdict.reason().map(Into::into),
-            message: verdict.message().map(|message| cut(message, MESSAGE_BYTES_MAX).into()),
+            message: verdict.message().map(|message| truncate(message, MESSAGE_BYTES_MAX).into()),
             is_error: is_error(verdict),
             executed: verdict.executed(),
             job: outcome.job,

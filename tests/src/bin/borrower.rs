@@ -11,7 +11,7 @@ use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
-use bulkhead_shared::memory_files::{Named, receive_with_files};
+use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
 /// Files of the payload and of the result, by lease.
@@ -49,10 +49,10 @@ impl Worker {
         kind: u8,
         number: u64,
         message: &impl bincode::Encode,
-        named: Option<Named>,
+        named: Option<LeaseRef>,
         payload: &[u8],
     ) {
-        let named = named.map(Named::to_bytes);
+        let named = named.map(LeaseRef::to_bytes);
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let mut outbox = Outbox::default();
         outbox.push(kind, number, message, named.as_slice(), Payload::Copied(payload)).expect("it fits");
@@ -101,7 +101,7 @@ impl Worker {
 
     fn job(&self, job: u64, metadata: &[u8], bytes: &[u8]) {
         let (order, extensions) = codec::decode::<Job<'_>>(metadata, &[tag::LEASE]).expect("a job");
-        let Some(named) = extensions.get(tag::LEASE).and_then(Named::from_bytes) else {
+        let Some(named) = extensions.get(tag::LEASE).and_then(LeaseRef::from_bytes) else {
             return self.send(
                 kind::RESULT,
                 job,
@@ -137,12 +137,12 @@ impl Worker {
                 });
             }
             "lie-lease" => {
-                let named = Named { lease: named.lease + 1, ..named };
+                let named = LeaseRef { lease: named.lease + 1, ..named };
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
             }
             "lie-both" => self.send(kind::RESULT, job, &Empty, Some(named), b"here"),
             "lie-bytes" => {
-                let named = Named { bytes: size + 1, ..named };
+                let named = LeaseRef { bytes: size + 1, ..named };
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
             }
             _ => {

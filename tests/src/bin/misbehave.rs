@@ -575,7 +575,7 @@ fn hoard() -> ExitCode {
 }
 
 /// Capabilities needed to receive prefetched jobs.
-const LOOKS_AHEAD: u64 = capability::RESIZE | capability::CLAIMS;
+const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
 /// Answers every job at once, with these exceptions. For the operation `lie` it answers the next job instead.
 /// At `ignore` it begins the job, and at the first `ignore all` not even that. After either operation the
@@ -652,7 +652,7 @@ fn scribbler() -> ExitCode {
 fn beater() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
-    raw.hello_as(1, LOOKS_AHEAD | capability::DISPATCH_THREAD | capability::JOURNAL_BEATS);
+    raw.hello_as(1, LOOKS_AHEAD | capability::DISPATCH_THREAD | capability::JOURNAL_HEARTBEATS);
     let journal = std::fs::File::from(raw.lent().expect("a journal"));
     raw.next();
     raw.send(kind::READY, 0, b"");

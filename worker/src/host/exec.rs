@@ -17,7 +17,7 @@ use rustix::io::{Errno, ioctl_fionread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
-use super::launch::{self, Environment, Launch, Program, Surroundings};
+use super::launch::{self, ChildSetup, Environment, Launch, Program};
 use super::orphans::Orphans;
 use crate::context::{Ctx, Job};
 use crate::reply::{HandlerError, Reply};
@@ -30,7 +30,7 @@ const TAIL_BYTES: usize = 4 * 1024;
 /// Interval between checks for remaining processes of a program that has exited.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program to run, its limits, and the meaning of its exit status. The supervisor passes them as
+/// The program to run, with limits and the meaning of exit statuses. The supervisor passes these settings as
 /// arguments.
 #[derive(Default)]
 pub(super) struct Plan {
@@ -83,7 +83,7 @@ impl Plan {
 
 fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
-    let resource = rlimits::Resource::named(name)?.kernel();
+    let resource = rlimits::Resource::from_name(name)?.to_rustix();
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
     // The extra second lets the kernel send SIGXCPU, which names the cause, before SIGKILL.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });
@@ -141,14 +141,14 @@ impl Host {
         let place = match super::inherited_program() {
             Some(program) => {
                 let place = super::place(&program);
-                rules.give_program(program);
+                rules.grant_program(program);
                 place
             }
             None => plan.program.clone(),
         };
         // Detects here an error that would affect every program.
-        rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
-        if rules.leave_temporary_files_open() {
+        rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
+        if rules.exposes_temporary_files() {
             eprintln!(
                 "programs of this worker can read each other's temporary files: `read` or `write` names a \
                  folder above these files"
@@ -169,9 +169,9 @@ impl Host {
             Ok(folder) => folder,
             Err(error) => return failed(error),
         };
-        let reply = match self.put_input(folder.as_ref(), job) {
+        let reply = match self.write_input(folder.as_ref(), job) {
             Ok(()) => match self.start(folder.as_ref(), ctx) {
-                Ok(program) => self.attend(program, job, folder.as_ref(), ctx),
+                Ok(program) => self.finish(program, job, folder.as_ref(), ctx),
                 Err(error) => failed(error),
             },
             Err(error) => {
@@ -190,7 +190,7 @@ impl Host {
     }
 
     /// Writes the payload to the program's input file, if one is configured.
-    fn put_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
+    fn write_input(&self, folder: Option<&Folder>, job: &Job) -> io::Result<()> {
         let Some(name) = &self.plan.input else { return Ok(()) };
         let folder = folder.ok_or(io::ErrorKind::NotFound)?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -200,7 +200,7 @@ impl Host {
 
     /// Reads the program's output file. Must be called when no process of the program is left. Does not
     /// follow symbolic links, and does not block on a FIFO.
-    fn take_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
+    fn file_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
             HandlerError::new(
                 "no_output",
@@ -209,7 +209,7 @@ impl Host {
         };
         let folder = folder.ok_or_else(|| none(&"there is no folder"))?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        folder.open_up();
+        folder.restore_owner_rights();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {
             Err(Errno::LOOP) => return Err(none(&"the file is a symbolic link")),
             file => file.map_err(|error| none(&error))?,
@@ -229,35 +229,35 @@ impl Host {
 
     /// Starts the program of a job.
     fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Program> {
-        let ruleset = self.rules.of_program(folder.map(Folder::place))?;
-        let proof = self.rules.temporary().map(Temporary::proof).transpose()?.flatten();
-        let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
+        let ruleset = self.rules.for_program(folder.map(Folder::place))?;
+        let hidden_folder = self.rules.temporary().map(Temporary::hidden_folder).transpose()?.flatten();
+        let environment = self.environment.for_job(ctx, folder.map(|folder| folder.path.as_path()))?;
         let program = (self.plan.program.as_str(), self.place.as_str());
         let launch = Launch::new(program, &self.plan.arguments, environment)?;
-        let surroundings = Surroundings {
+        let setup = ChildSetup {
             rlimits: &self.plan.rlimits,
             ruleset: ruleset.as_ref(),
-            proof: proof.as_ref().map(AsFd::as_fd),
+            hidden_folder: hidden_folder.as_ref().map(AsFd::as_fd),
             directory: folder.filter(|_| self.plan.has_files()).map(Folder::place),
             logs_output: self.plan.output.is_some(),
         };
-        self.orphans.start(|| launch.start(&surroundings), Program::id)
+        self.orphans.start(|| launch.start(&setup), Program::id)
     }
 
     /// Waits for the end of the program and kills its remaining descendants. Afterwards no process of the
     /// program is left.
-    fn attend(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
+    fn finish(&self, mut program: Program, job: &Job, folder: Option<&Folder>, ctx: &Ctx<Self>) -> Reply {
         let pid = program.id();
-        let watched = self.watch(&mut program, job.payload(), folder, ctx);
-        let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited | End::Incomplete(_), .. }));
-        if is_cut_short {
-            // Kills only this process. The sweep below kills its descendants.
+        let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
+        let must_kill = !matches!(exchanged, Ok(Run { end: Ending::Exited | Ending::Incomplete(_), .. }));
+        if must_kill {
+            // Kills only this process. The cleanup below kills its descendants.
             program.kill();
         }
-        self.orphans.ended(pid);
+        self.orphans.unprotect(pid);
         let status = program.wait();
-        self.orphans.sweep();
-        match (watched, status) {
+        self.orphans.reap();
+        match (exchanged, status) {
             (Ok(mut run), Ok(status)) => {
                 run.read_rest(ctx.result_bytes_max());
                 self.reply(run, pid, status, folder, ctx.result_bytes_max())
@@ -271,7 +271,7 @@ impl Host {
 
     /// Writes the payload and reads the output until the program and its output have ended, or the job must
     /// end.
-    fn watch(
+    fn exchange(
         &self,
         program: &mut Program,
         payload: &[u8],
@@ -287,7 +287,7 @@ impl Host {
             stderr: program.stderr.take(),
             output: Vec::new(),
             tail: Vec::new(),
-            end: End::Exited,
+            end: Ending::Exited,
         };
         let most = ctx.result_bytes_max();
         let mut until: Option<Instant> = None;
@@ -299,13 +299,13 @@ impl Host {
                 (run.stdout.as_ref().map(AsFd::as_fd), PollFlags::IN),
                 (run.stderr.as_ref().map(AsFd::as_fd), PollFlags::IN),
             ];
-            let mut most_time = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let mut timeout = until.map(|until| until.saturating_duration_since(Instant::now()));
             if run.stdout.is_none() {
-                most_time = most_time.map(|time| time.min(LEFT_CHECK_INTERVAL));
+                timeout = timeout.map(|time| time.min(LEFT_CHECK_INTERVAL));
             }
-            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, most_time);
+            let [is_cancelled, has_ended, takes_input, has_output, has_errors] = wait(sources, timeout);
             if takes_input {
-                feed(&mut stdin, &mut unsent);
+                write_stdin(&mut stdin, &mut unsent);
             }
             if has_output && run.read_output() == 0 {
                 run.stdout = None;
@@ -314,23 +314,23 @@ impl Host {
                 run.stderr = None;
             }
             if run.output.len() as u64 > most {
-                run.end = End::TooLarge;
+                run.end = Ending::TooLarge;
                 return Ok(run);
             }
             if has_ended {
                 if self.plan.output_grace.is_zero() || program.has_crashed()? {
                     return Ok(run);
                 }
-                self.orphans.keep(program.id());
+                self.orphans.protect(program.id());
                 until = Some(Instant::now() + self.plan.output_grace);
             }
             let may_write = run.stdout.is_some()
-                || until.is_some() && self.plan.output.is_some() && self.orphans.has_left(program.id());
+                || until.is_some() && self.plan.output.is_some() && self.orphans.has_orphans(program.id());
             if until.is_some() && !may_write {
                 return Ok(run);
             }
             if is_cancelled {
-                run.end = End::Cancelled;
+                run.end = Ending::Cancelled;
                 return Ok(run);
             }
             if until.is_some_and(|until| Instant::now() >= until) {
@@ -343,7 +343,7 @@ impl Host {
                 };
                 let holders = result.map(|result| self.orphans.holders(program.id(), &result));
                 if run.stdout.is_some() || holders.as_ref().is_some_and(|holders| !holders.is_empty()) {
-                    run.end = End::Incomplete(holders.unwrap_or_default());
+                    run.end = Ending::Incomplete(holders.unwrap_or_default());
                 }
                 return Ok(run);
             }
@@ -352,15 +352,15 @@ impl Host {
 
     fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
-        if let End::Cancelled = run.end {
+        if let Ending::Cancelled = run.end {
             return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
         }
-        if let End::TooLarge = run.end {
+        if let Ending::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
             return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
         }
         if let Some(signal) = status.signal() {
-            let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
+            let name = signals::known_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
             let mut message = format!("the program was killed by {name}");
             append(&mut message, &tail);
             return Reply::ProgramCrashed { process, signal, message };
@@ -373,13 +373,13 @@ impl Host {
             let error = if self.plan.caller.contains(&status) { error.caller() } else { error };
             return failed(error, run.output);
         }
-        if let End::Incomplete(holders) = &run.end {
+        if let Ending::Incomplete(holders) = &run.end {
             let output = self.plan.output.as_deref();
-            let written = output.and_then(|name| self.take_output(name, folder, most).ok());
+            let written = output.and_then(|name| self.file_output(name, folder, most).ok());
             let error = incomplete(output, holders, self.plan.output_grace);
             return failed(error, written.unwrap_or(run.output));
         }
-        match self.plan.output.as_deref().map(|name| self.take_output(name, folder, most)) {
+        match self.plan.output.as_deref().map(|name| self.file_output(name, folder, most)) {
             None => Reply::Exited { status, error: None, output: run.output },
             Some(Ok(output)) => Reply::Exited { status, error: None, output },
             Some(Err(mut error)) => {
@@ -412,7 +412,7 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
     HandlerError::new("output_incomplete", message)
 }
 
-enum End {
+enum Ending {
     Exited,
     /// The program exited, and these processes held its output open for longer than `output_grace`.
     Incomplete(Vec<String>),
@@ -426,14 +426,14 @@ struct Run {
     stderr: Option<PipeReader>,
     output: Vec<u8>,
     tail: Vec<u8>,
-    end: End,
+    end: Ending,
 }
 
 impl Run {
     /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
     /// is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
-        if !matches!(self.end, End::Exited | End::Incomplete(_)) {
+        if !matches!(self.end, Ending::Exited | Ending::Incomplete(_)) {
             return;
         }
         let held =
@@ -451,7 +451,7 @@ impl Run {
             }
         }
         if self.output.len() as u64 > most {
-            self.end = End::TooLarge;
+            self.end = Ending::TooLarge;
         }
     }
 
@@ -481,7 +481,7 @@ fn wait<const N: usize>(
 }
 
 /// Writes as much as the pipe takes. A program that closes its standard input is not an error.
-fn feed(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
+fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
         Ok(count) => *unsent = &unsent[count..],

@@ -16,15 +16,15 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use crate::rules::Rules;
 
 /// Maximum number of entries removed before the job's outcome is sent.
-const AT_ONCE_MAX: usize = 256;
+const ENTRIES_AT_ONCE_MAX: usize = 256;
 
 /// Maximum number of folders queued for removal.
-const DOOMED_MAX: usize = 1024;
+const QUEUED_REMOVALS_MAX: usize = 1024;
 
 /// The folders of all programs.
 pub(super) struct Folders {
     rules: Arc<Rules>,
-    doomed: SyncSender<CString>,
+    removals: SyncSender<CString>,
 }
 
 /// The folder of one program.
@@ -40,15 +40,15 @@ impl Folder {
     }
 
     /// Restores the owner's rights on the folder, which the program may have removed.
-    pub(super) fn open_up(&self) {
+    pub(super) fn restore_owner_rights(&self) {
         // On an error, the following operation fails and reports it.
-        let _ = bulkhead_linux::folder::give_to_owner(&self.place);
+        let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
     }
 }
 
 impl Folders {
     pub(super) fn new(rules: Arc<Rules>) -> io::Result<Self> {
-        let (doomed, names) = sync_channel::<CString>(DOOMED_MAX);
+        let (removals, names) = sync_channel::<CString>(QUEUED_REMOVALS_MAX);
         let in_thread = rules.clone();
         std::thread::Builder::new().name("remover".into()).spawn(move || {
             for name in names {
@@ -57,7 +57,7 @@ impl Folders {
                 }
             }
         })?;
-        Ok(Self { rules, doomed })
+        Ok(Self { rules, removals })
     }
 
     /// Creates a folder with an unpredictable name. Returns `None` if the worker has no temporary folder.
@@ -73,11 +73,11 @@ impl Folders {
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);
-        if temporary.remove(&folder.name, AT_ONCE_MAX) {
+        if temporary.remove(&folder.name, ENTRIES_AT_ONCE_MAX) {
             return;
         }
         if let Err(TrySendError::Full(name) | TrySendError::Disconnected(name)) =
-            self.doomed.try_send(folder.name)
+            self.removals.try_send(folder.name)
         {
             temporary.remove(&name, usize::MAX);
         }

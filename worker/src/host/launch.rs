@@ -9,43 +9,48 @@ use std::path::Path;
 use std::process::ExitStatus;
 
 use bulkhead_linux::errno;
-use bulkhead_linux::vfork::{self, Child, pointers};
+use bulkhead_linux::vfork::{self, Child, null_terminated};
 use bulkhead_linux::wait::wait4;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
 use rustix::io::{Errno, ioctl_fionbio, retry_on_intr};
 use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 
 use crate::context::Ctx;
-use crate::rules::{OF_FOLDER, Ruleset};
+use crate::rules::{FOLDER_VARIABLES, Ruleset};
 
 /// Variables that are set for each job.
-const OF_JOB: [&str; 4] = ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
+const JOB_VARIABLES: [&str; 4] =
+    ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
 /// The environment that all programs share, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Variables of [`OF_FOLDER`] that are set to each program's folder.
-    of_folder: Vec<&'static str>,
+    /// Variables of [`FOLDER_VARIABLES`] that are set to each program's folder.
+    folder_variables: Vec<&'static str>,
 }
 
 impl Environment {
     /// Builds the environment from that of the host, whose temporary folder is `temporary`.
     pub(super) fn new(temporary: Option<&Path>) -> Self {
         let is_own = |name: &OsStr, value: &OsStr| {
-            OF_FOLDER.iter().any(|own| name == *own)
+            FOLDER_VARIABLES.iter().any(|own| name == *own)
                 && temporary.is_some_and(|path| value == path.as_os_str())
         };
         let is_ours = |name: &OsStr| name == LINK_VARIABLE || name == PROGRAM_VARIABLE;
-        let is_common = |name: &OsStr| !is_ours(name) && !OF_JOB.iter().any(|own| name == *own);
+        let is_common = |name: &OsStr| !is_ours(name) && !JOB_VARIABLES.iter().any(|own| name == *own);
         let all = || std::env::vars_os();
         let common = all().filter(|(name, value)| is_common(name) && !is_own(name, value));
         let is_set = |own: &&&str| all().any(|(name, value)| name == **own && !is_own(&name, &value));
-        let of_folder = OF_FOLDER.iter().filter(|own| temporary.is_some() && !is_set(own)).copied().collect();
-        Self { common: common.filter_map(|(name, value)| variable(name, &value).ok()).collect(), of_folder }
+        let folder_variables =
+            FOLDER_VARIABLES.iter().filter(|own| temporary.is_some() && !is_set(own)).copied().collect();
+        Self {
+            common: common.filter_map(|(name, value)| variable(name, &value).ok()).collect(),
+            folder_variables,
+        }
     }
 
     /// Returns the environment for a job whose program has the temporary folder `folder`.
-    pub(super) fn of_job<S>(&self, ctx: &Ctx<S>, folder: Option<&Path>) -> io::Result<Vec<CString>> {
+    pub(super) fn for_job<S>(&self, ctx: &Ctx<S>, folder: Option<&Path>) -> io::Result<Vec<CString>> {
         let values = [
             ctx.operation().to_owned(),
             ctx.tenant().to_owned(),
@@ -53,10 +58,10 @@ impl Environment {
             ctx.remaining().as_millis().to_string(),
         ];
         let mut all = self.common.clone();
-        for (name, value) in OF_JOB.into_iter().zip(values) {
+        for (name, value) in JOB_VARIABLES.into_iter().zip(values) {
             all.push(variable(name.into(), OsStr::new(&value))?);
         }
-        for name in folder.iter().flat_map(|_| &self.of_folder) {
+        for name in folder.iter().flat_map(|_| &self.folder_variables) {
             all.push(variable(name.into(), folder.unwrap_or(Path::new("")).as_os_str())?);
         }
         Ok(all)
@@ -71,11 +76,11 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
 }
 
 /// Settings that the child process applies before it executes the program.
-pub(super) struct Surroundings<'s> {
+pub(super) struct ChildSetup<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
     /// A folder that the rules must withhold; used to verify them.
-    pub(super) proof: Option<BorrowedFd<'s>>,
+    pub(super) hidden_folder: Option<BorrowedFd<'s>>,
     /// Working directory, unless it is the host's.
     pub(super) directory: Option<BorrowedFd<'s>>,
     /// True if standard output goes to the log, as standard error does.
@@ -103,23 +108,24 @@ impl Launch {
         for argument in arguments {
             texts.push(CString::new(argument.as_str())?);
         }
-        let (arguments, variables) = (pointers(&texts), pointers(&environment));
+        let (arguments, variables) = (null_terminated(&texts), null_terminated(&environment));
         texts.extend(environment);
         Ok(Self { program, _texts: texts, arguments, environment: variables })
     }
 
     /// Starts the program with pipes for its standard streams.
-    pub(super) fn start(self, its: &Surroundings<'_>) -> io::Result<Program> {
-        let ((its_stdin, stdin), (stderr, its_stderr)) = (pipe()?, pipe()?);
-        let (stdout, its_stdout) = (!its.logs_output).then(pipe).transpose()?.unzip();
+    pub(super) fn start(self, setup: &ChildSetup<'_>) -> io::Result<Program> {
+        let ((child_stdin, stdin), (stderr, child_stderr)) = (pipe()?, pipe()?);
+        let (stdout, child_stdout) = (!setup.logs_output).then(pipe).transpose()?.unzip();
         for own in [stdin.as_fd(), stderr.as_fd()].into_iter().chain(stdout.as_ref().map(AsFd::as_fd)) {
             ioctl_fionbio(own, true)?;
         }
-        let log = its_stderr.as_raw_fd();
-        let streams = [its_stdin.as_raw_fd(), its_stdout.as_ref().map_or(log, PipeWriter::as_raw_fd), log];
+        let log = child_stderr.as_raw_fd();
+        let streams =
+            [child_stdin.as_raw_fd(), child_stdout.as_ref().map_or(log, PipeWriter::as_raw_fd), log];
         let host = rustix::process::getpid();
         let execute = || {
-            let surroundings = || -> io::Result<()> {
+            let apply_setup = || -> io::Result<()> {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -127,22 +133,22 @@ impl Launch {
                 if rustix::process::getppid() != Some(host) {
                     return Err(Errno::INTR.into());
                 }
-                give_streams(streams)?;
-                if let Some(directory) = its.directory {
+                install_streams(streams)?;
+                if let Some(directory) = setup.directory {
                     rustix::process::fchdir(directory)?;
                 }
-                if let Some(ruleset) = its.ruleset {
-                    ruleset.restrict(its.proof)?;
+                if let Some(ruleset) = setup.ruleset {
+                    ruleset.restrict(setup.hidden_folder)?;
                 }
                 // Limits come last, because they could forbid the calls above.
-                for (resource, limit) in its.rlimits {
+                for (resource, limit) in setup.rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
                 Ok(())
             };
-            match surroundings() {
+            match apply_setup() {
                 Ok(()) => self.execute(),
-                Err(error) => errno::of(&error, Errno::IO),
+                Err(error) => errno::from_io(&error, Errno::IO),
             }
         };
         // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory
@@ -164,7 +170,7 @@ impl Launch {
 }
 
 /// Installs the descriptors 0 to 2. Makes only system calls, because it runs in a child that shares memory.
-fn give_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
+fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
         // SAFETY: plain descriptor numbers, and the child has a separate descriptor table.
         #[expect(unsafe_code, reason = "the safe dup2(2) must own the replaced descriptor")]

@@ -45,8 +45,8 @@ struct CHost {
 static HOST: CHost = CHost {
     struct_size: size_of::<CHost>() as u32,
     abi_version: ABI_VERSION,
-    result: give_result,
-    error: give_error,
+    result: append_result,
+    error: set_error,
     is_cancelled,
     remaining_ms,
     progress,
@@ -75,7 +75,7 @@ pub(super) fn run(path: &str, entry: &str) -> ExitCode {
     Server::new().init(move |_| load(&path, &entry)).handler(call).serve()
 }
 
-fn cannot(message: String) -> HandlerError {
+fn failed(message: String) -> HandlerError {
     HandlerError::new("library", message)
 }
 
@@ -86,28 +86,28 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     // SAFETY: this process exists only to run the library, including its initialisers.
     let library = unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let detail = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-        cannot(format!("failed to load {path}: {detail}"))
+        failed(format!("failed to load {path}: {detail}"))
     })?;
     let library = std::mem::ManuallyDrop::new(library);
     // SAFETY: the header declares the marker with this type. A library without the marker is rejected before
     // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
-        cannot(format!(
+        failed(format!(
             "{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into the library once"
         ))
     })?;
     // SAFETY: `dlsym` found the object, which is a `const uint32_t`.
     let version = unsafe { **version };
     if version != ABI_VERSION {
-        return Err(cannot(format!(
+        return Err(failed(format!(
             "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: \
              rebuild the library"
         )));
     }
-    let symbol = CString::new(entry).map_err(|_| cannot("the name of `entry` contains a NUL byte".into()))?;
+    let symbol = CString::new(entry).map_err(|_| failed("the name of `entry` contains a NUL byte".into()))?;
     // SAFETY: the header declares the entry with this signature.
     let handle = unsafe { library.get::<Handle>(symbol.as_bytes_with_nul()) }
-        .map_err(|_| cannot(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
+        .map_err(|_| failed(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
     // SAFETY: the header declares the function with this signature.
     if let Ok(init) = unsafe { library.get::<Init>(b"bulkhead_init\0") } {
         let mut message = [0_u8; INIT_MESSAGE_BYTES];
@@ -116,14 +116,15 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
         if code != 0 {
             let end = message.iter().position(|&b| b == 0).unwrap_or(message.len());
             let text = String::from_utf8_lossy(&message[..end]);
-            return Err(cannot(format!("bulkhead_init of {path} returned {code}: {text}")));
+            return Err(failed(format!("bulkhead_init of {path} returned {code}: {text}")));
         }
     }
     Ok(Loaded { handle: *handle, _library: library })
 }
 
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
-    let text = |name: &str| CString::new(name).map_err(|_| cannot("a name holds a NUL".into()).caller());
+    let text =
+        |name: &str| CString::new(name).map_err(|_| failed("a name contains a NUL byte".into()).caller());
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
     let call = Call {
         ctx,
@@ -157,14 +158,14 @@ fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
 
 /// Returns the call that belongs to a job pointer from the library.
 #[expect(unsafe_code, reason = "the C library passes the pointer back")]
-fn call_of<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
+fn call_from_job<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
     // SAFETY: the header requires that `job` is the pointer passed to the handler. It refers to a live call
     // until the handler returns. A library that breaks this rule harms only this process.
     unsafe { job.as_ref()?.host_data.cast::<Call<'c>>().as_ref() }
 }
 
 #[expect(unsafe_code, reason = "a text comes from C")]
-fn text_of(text: *const c_char) -> String {
+fn text_from_c(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
@@ -173,8 +174,8 @@ fn text_of(text: *const c_char) -> String {
 }
 
 #[expect(unsafe_code, reason = "bytes come from C")]
-extern "C-unwind" fn give_result(job: *const CJob, data: *const c_void, len: usize) -> c_int {
-    let Some(call) = call_of(job) else { return -1 };
+extern "C-unwind" fn append_result(job: *const CJob, data: *const c_void, len: usize) -> c_int {
+    let Some(call) = call_from_job(job) else { return -1 };
     if len == 0 {
         return 0;
     }
@@ -192,26 +193,26 @@ extern "C-unwind" fn give_result(job: *const CJob, data: *const c_void, len: usi
     0
 }
 
-extern "C-unwind" fn give_error(job: *const CJob, code: *const c_char, message: *const c_char, flags: u32) {
-    let Some(call) = call_of(job) else { return };
+extern "C-unwind" fn set_error(job: *const CJob, code: *const c_char, message: *const c_char, flags: u32) {
+    let Some(call) = call_from_job(job) else { return };
     call.error.replace(Some(HandlerError {
-        code: text_of(code),
-        message: text_of(message),
+        code: text_from_c(code),
+        message: text_from_c(message),
         retryable: flags & RETRYABLE != 0,
         fault: if flags & CALLER_FAULT != 0 { Fault::Caller } else { Fault::Dependency },
     }));
 }
 
 extern "C-unwind" fn is_cancelled(job: *const CJob) -> c_int {
-    call_of(job).is_some_and(|call| call.ctx.is_cancelled()).into()
+    call_from_job(job).is_some_and(|call| call.ctx.is_cancelled()).into()
 }
 
 extern "C-unwind" fn remaining_ms(job: *const CJob) -> u64 {
-    call_of(job).map_or(0, |call| u64::try_from(call.ctx.remaining().as_millis()).unwrap_or(u64::MAX))
+    call_from_job(job).map_or(0, |call| u64::try_from(call.ctx.remaining().as_millis()).unwrap_or(u64::MAX))
 }
 
 extern "C-unwind" fn progress(job: *const CJob, fraction: c_double, text: *const c_char) {
-    if let Some(call) = call_of(job) {
-        call.ctx.progress(fraction as f32, &text_of(text));
+    if let Some(call) = call_from_job(job) {
+        call.ctx.progress(fraction as f32, &text_from_c(text));
     }
 }

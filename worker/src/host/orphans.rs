@@ -19,14 +19,16 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::{Identity, identity_of, kill_descendants, list_descendants, read_small};
+use bulkhead_linux::process_tree::{
+    ProcessIdentity, identity_of, kill_descendants, list_descendants, read_proc_file,
+};
 use bulkhead_linux::wait::{has_ended, wait4};
 use rustix::fs::{Stat, stat};
 use rustix::io::Errno;
 
 /// Maximum time to wait for killed processes. A process that survives SIGKILL for this long is stuck in the
 /// kernel, and waiting longer does not help.
-const PATIENCE: Duration = Duration::from_secs(2);
+const REAP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Flags of `wait4` that check only the first thread's children, without blocking.
 const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
@@ -48,7 +50,7 @@ pub(super) struct Orphans {
     starting: RwLock<()>,
     /// `/proc` file that lists the children of the first thread, dead ones included; `None` if the kernel has
     /// no such file.
-    left: Option<File>,
+    children: Option<File>,
     requests: SyncSender<SyncSender<()>>,
 }
 
@@ -64,13 +66,13 @@ struct Programs {
 /// Key of a record: process id and start time, or session id.
 type Key = (u32, Option<u64>);
 
-fn keys(found: Identity) -> [Key; 2] {
+fn keys(found: ProcessIdentity) -> [Key; 2] {
     [(found.session, None), (found.pid, Some(found.started))]
 }
 
 impl Programs {
     /// Returns the programs from which a process may descend, if known.
-    fn known_owners(&self, found: Identity) -> Option<Vec<u32>> {
+    fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
         }
@@ -94,13 +96,13 @@ impl Programs {
         })
     }
 
-    fn record(&mut self, found: Identity, owners: &[u32]) {
+    fn record(&mut self, found: ProcessIdentity, owners: &[u32]) {
         for key in keys(found).into_iter().filter(|_| !owners.is_empty()) {
             self.owners.entry(key).or_insert_with(|| owners.to_vec());
         }
     }
 
-    fn is_spared(&mut self, child: u32) -> bool {
+    fn is_protected(&mut self, child: u32) -> bool {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
@@ -118,8 +120,8 @@ impl Orphans {
     /// Must be called on the first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
-        let left = File::open("/proc/thread-self/children").ok();
-        (Self { programs: Mutex::default(), starting: RwLock::default(), left, requests }, received)
+        let children = File::open("/proc/thread-self/children").ok();
+        (Self { programs: Mutex::default(), starting: RwLock::default(), children, requests }, received)
     }
 
     /// Starts a program and registers its process id. An unregistered process counts as an orphan.
@@ -135,14 +137,13 @@ impl Orphans {
         Ok(program)
     }
 
-    /// Protects the orphans of an exited program until [`Orphans::ended`]. The program must not have been
+    /// Protects the orphans of an exited program until [`Orphans::unprotect`]. The program must not have been
     /// waited for, so that its process id is not reused.
-    pub(super) fn keep(&self, number: u32) {
-        let is_something_left = !self.is_nothing_left();
-        let starting =
-            is_something_left.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
+    pub(super) fn protect(&self, number: u32) {
+        let has_children = !self.has_no_children();
+        let starting = has_children.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        if is_something_left {
+        if has_children {
             // Without `/proc`, only orphans in the program's session are known.
             let _ = programs.record_all();
         }
@@ -151,10 +152,10 @@ impl Orphans {
     }
 
     /// Returns true if an exited program whose orphans are kept has left any process.
-    pub(super) fn has_left(&self, number: u32) -> bool {
+    pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps dead orphans.
-        self.sweep();
-        !self.is_nothing_left() && !self.orphans_of(number).is_empty()
+        self.reap();
+        !self.has_no_children() && !self.orphans_of(number).is_empty()
     }
 
     /// Lists the orphans of a program. Returns none without `/proc`.
@@ -174,7 +175,7 @@ impl Orphans {
             descriptors.take(DESCRIPTORS_MAX).any(|entry| is_same(entry.path()))
         };
         let name = |pid: u32| {
-            let name = read_small(&format!("/proc/{pid}/comm")).unwrap_or_default();
+            let name = read_proc_file(&format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("{} (pid {pid})", name.trim_end().escape_default())
         };
         let mut holders: Vec<u32> = self.orphans_of(number).into_iter().take(SEARCHED_MAX).collect();
@@ -184,21 +185,23 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans after its job. The next sweep kills the orphans. Must be
+    /// Ends the protection of a program's orphans after its job. The next cleanup kills the orphans. Must be
     /// called before the program is waited for.
-    pub(super) fn ended(&self, number: u32) {
+    pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
 
     /// Returns true if the first thread has no children. The kernel hands over a program's children before
     /// its exit becomes visible.
-    fn is_nothing_left(&self) -> bool {
-        self.left.as_ref().is_some_and(|children| children.read_at(&mut [0], 0).is_ok_and(|count| count == 0))
+    fn has_no_children(&self) -> bool {
+        self.children
+            .as_ref()
+            .is_some_and(|children| children.read_at(&mut [0], 0).is_ok_and(|count| count == 0))
     }
 
     /// Kills and reaps everything that ended programs have left. Returns when it is done.
-    pub(super) fn sweep(&self) {
-        if self.is_nothing_left() {
+    pub(super) fn reap(&self) {
+        if self.has_no_children() {
             return;
         }
         let (done, wait) = sync_channel(0);
@@ -208,25 +211,25 @@ impl Orphans {
         }
     }
 
-    /// Serves the requests of [`Orphans::sweep`]. Must be called on the first thread of the process.
+    /// Serves the requests of [`Orphans::reap`]. Must be called on the first thread of the process.
     pub(super) fn serve(&self, requests: &Receiver<SyncSender<()>>) {
         while let Ok(done) = requests.recv() {
-            self.sweep_here();
+            self.reap_here();
             let _ = done.send(());
         }
     }
 
-    fn sweep_here(&self) {
-        let until = Instant::now() + PATIENCE;
+    fn reap_here(&self) {
+        let until = Instant::now() + REAP_TIMEOUT;
         loop {
             match wait4(-1, FIRST_THREAD) {
                 Ok((0, ..)) if Instant::now() < until => {
                     let starting = self.starting.write().unwrap_or_else(PoisonError::into_inner);
                     let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-                    let has_kept = programs.unfinished.values().any(|is_recorded| *is_recorded);
+                    let has_protected = programs.unfinished.values().any(|is_recorded| *is_recorded);
                     // An error means that `/proc` cannot be read; the next iteration tries again.
-                    let _ = if has_kept { programs.record_all() } else { Ok(()) };
-                    let killed = kill_descendants(|child| programs.is_spared(child));
+                    let _ = if has_protected { programs.record_all() } else { Ok(()) };
+                    let killed = kill_descendants(|child| programs.is_protected(child));
                     drop((programs, starting));
                     if matches!(killed, Ok(0)) {
                         while wait4(-1, FIRST_THREAD).is_ok_and(|(pid, ..)| pid != 0) {}

@@ -13,7 +13,7 @@ use super::*;
 use crate::journal::Journal;
 
 /// Maximum time for conditions that become true immediately on a healthy, idle machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
@@ -22,30 +22,30 @@ const QUICK: u64 = 0;
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
-struct Stage {
+struct Fixture {
     pool: Arc<Pool<()>>,
     /// Never closed: a worker that loses its supervisor kills its process, which is the test's process.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
     /// Kind and number of each frame that is not in `answered`, heartbeats included.
-    told: Receiver<(u8, u64)>,
+    frames: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }
 
-impl Stage {
+impl Fixture {
     fn new(max_in_flight: u32) -> Self {
-        let (stage, init) = Self::before_ready(max_in_flight, None);
+        let (fixture, init) = Self::before_ready(max_in_flight, None);
         init.send(()).unwrap();
-        stage.wait_idle(1);
-        stage
+        fixture.wait_idle(1);
+        fixture
     }
 
     fn with_journal(max_in_flight: u32, journal: Journal) -> Self {
-        let (stage, init) = Self::before_ready(max_in_flight, Some(journal));
+        let (fixture, init) = Self::before_ready(max_in_flight, Some(journal));
         init.send(()).unwrap();
-        stage.wait_idle(1);
-        stage
+        fixture.wait_idle(1);
+        fixture
     }
 
     /// Starts a pool whose `init` ends when the caller sends a message.
@@ -54,7 +54,7 @@ impl Stage {
         let link = OwnedFd::from(theirs);
         let writer = Arc::new(Writer::new(&link).unwrap());
         let has_journal = journal.is_some();
-        journal.into_iter().for_each(|journal| writer.keep_journal(journal));
+        journal.into_iter().for_each(|journal| writer.set_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
             // The test may have ended already.
@@ -69,7 +69,7 @@ impl Stage {
             seal: None,
             threads_max: threads_max(max_in_flight),
             heartbeat_ms: 0,
-            beat: None,
+            heartbeat_time: None,
             result_bytes_max: 100,
         };
         let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
@@ -84,9 +84,9 @@ impl Stage {
                 Ok(())
             })
         });
-        let init_thread = init_thread.recv_timeout(PATIENCE).unwrap();
-        let (answered, told) = listen(&ours, has_journal);
-        (Self { pool, link: ManuallyDrop::new(ours), begun, answered, told, init_thread }, init)
+        let init_thread = init_thread.recv_timeout(TIMEOUT).unwrap();
+        let (answered, frames) = listen(&ours, has_journal);
+        (Self { pool, link: ManuallyDrop::new(ours), begun, answered, frames, init_thread }, init)
     }
 
     /// Sends frames in one write.
@@ -98,7 +98,7 @@ impl Stage {
         }
     }
 
-    fn give(&self, numbers: impl IntoIterator<Item = u64>) {
+    fn send_jobs(&self, numbers: impl IntoIterator<Item = u64>) {
         self.send(|outbox| numbers.into_iter().for_each(|number| push_job(outbox, number)));
     }
 
@@ -117,21 +117,21 @@ impl Stage {
     /// Returns the numbers of the next `count` jobs that begin, sorted.
     fn next_begun(&self, count: usize) -> Vec<u64> {
         let mut numbers: Vec<u64> =
-            (0..count).map(|_| self.begun.recv_timeout(PATIENCE).expect("a job begins").0).collect();
+            (0..count).map(|_| self.begun.recv_timeout(TIMEOUT).expect("a job begins").0).collect();
         numbers.sort_unstable();
         numbers
     }
 
-    fn wait_for(&self, what: &str, condition: impl Fn(&State) -> bool) {
+    fn wait_for(&self, condition_text: &str, condition: impl Fn(&State) -> bool) {
         let began = Instant::now();
         while !condition(&lock(&self.pool.state)) {
-            assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+            assert!(began.elapsed() < TIMEOUT, "waited {TIMEOUT:?}: {condition_text}");
             std::thread::park_timeout(Duration::from_millis(1));
         }
     }
 
     fn wait_idle(&self, threads: usize) {
-        self.wait_for("as many threads, all of them idle", |state| {
+        self.wait_for("all threads are idle", |state| {
             (state.threads, state.idle, state.live.len()) == (threads, threads, 0)
         });
     }
@@ -141,7 +141,7 @@ impl Stage {
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
-    let (tell_kinds, told) = channel();
+    let (tell_kinds, frames) = channel();
     std::thread::spawn(move || {
         let Reader { mut inbox, mut scratch, .. } = Reader::new();
         loop {
@@ -159,7 +159,7 @@ fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, 
             }
         }
     });
-    (answered, told)
+    (answered, frames)
 }
 
 fn push_job(outbox: &mut Outbox, number: u64) {
@@ -172,141 +172,141 @@ fn push_limits(outbox: &mut Outbox, max_in_flight: u32) {
 }
 
 #[test]
-fn more_jobs_than_told_wait_for_a_thread_in_their_order() {
-    let stage = Stage::new(1);
-    stage.give(1..=4);
+fn surplus_jobs_wait_in_order_of_arrival() {
+    let fixture = Fixture::new(1);
+    fixture.send_jobs(1..=4);
     for number in 1..=4 {
-        assert_eq!(stage.next_begun(1), [number]);
-        stage.wait_for("the rest waits", |state| state.pending.len() as u64 == 4 - number);
-        assert!(stage.begun.try_recv().is_err());
-        stage.release([number]);
+        assert_eq!(fixture.next_begun(1), [number]);
+        fixture.wait_for("the other jobs wait", |state| state.pending.len() as u64 == 4 - number);
+        assert!(fixture.begun.try_recv().is_err());
+        fixture.release([number]);
     }
-    stage.wait_idle(1);
+    fixture.wait_idle(1);
 }
 
 #[test]
-fn a_higher_limit_has_more_jobs_run_at_once() {
-    let stage = Stage::new(1);
-    stage.give(1..=2);
-    assert_eq!(stage.next_begun(1), [1]);
+fn higher_limit_runs_more_jobs_at_once() {
+    let fixture = Fixture::new(1);
+    fixture.send_jobs(1..=2);
+    assert_eq!(fixture.next_begun(1), [1]);
     // A job above the limit runs when the limit allows.
-    stage.limit(3);
-    assert_eq!(stage.next_begun(1), [2]);
-    stage.give([3]);
-    assert_eq!(stage.next_begun(1), [3]);
+    fixture.limit(3);
+    assert_eq!(fixture.next_begun(1), [2]);
+    fixture.send_jobs([3]);
+    assert_eq!(fixture.next_begun(1), [3]);
     // Threads are started for jobs, not for limits.
-    stage.send(|outbox| {
+    fixture.send(|outbox| {
         push_limits(outbox, 8);
         push_job(outbox, 4);
     });
-    assert_eq!(stage.next_begun(1), [4]);
-    assert_eq!(lock(&stage.pool.state).threads, 4);
-    stage.release(1..=4);
-    stage.wait_idle(4);
+    assert_eq!(fixture.next_begun(1), [4]);
+    assert_eq!(lock(&fixture.pool.state).threads, 4);
+    fixture.release(1..=4);
+    fixture.wait_idle(4);
 }
 
 #[test]
-fn a_lower_limit_lets_jobs_end_and_then_threads() {
-    let stage = Stage::new(4);
-    stage.give(1..=4);
-    let begun: Vec<_> = (0..4).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
-    stage.limit(1);
-    stage.wait_for("it is heard", |state| state.threads_max == 1);
+fn lower_limit_ends_threads_after_their_jobs() {
+    let fixture = Fixture::new(4);
+    fixture.send_jobs(1..=4);
+    let begun: Vec<_> = (0..4).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
+    fixture.limit(1);
+    fixture.wait_for("the limit is known", |state| state.threads_max == 1);
     let (stays, others): (Vec<_>, Vec<_>) =
-        begun.into_iter().partition(|&(_, thread)| thread == stage.init_thread);
-    stage.give([5]);
+        begun.into_iter().partition(|&(_, thread)| thread == fixture.init_thread);
+    fixture.send_jobs([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
-        stage.release([number]);
+        fixture.release([number]);
         // The thread takes no other job.
-        stage.wait_for("each ends with its job", |state| {
+        fixture.wait_for("the thread ends after the job", |state| {
             (state.threads, state.live.len()) == (left, left + 1)
         });
     }
-    stage.release([stays[0].0]);
-    assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (5, stage.init_thread));
-    stage.limit(2);
-    stage.give([6]);
-    assert_eq!(stage.next_begun(1), [6], "beside the other");
+    fixture.release([stays[0].0]);
+    assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (5, fixture.init_thread));
+    fixture.limit(2);
+    fixture.send_jobs([6]);
+    assert_eq!(fixture.next_begun(1), [6], "next to the other job");
 }
 
 #[test]
-fn idle_threads_end_but_for_the_one_that_init_ran_on() {
+fn surplus_idle_threads_end_except_the_init_thread() {
     for round in 0..20 {
-        let stage = Stage::new(6);
-        stage.give(1..=6);
-        stage.next_begun(6);
-        stage.release(1..=6);
-        stage.wait_idle(6);
+        let fixture = Fixture::new(6);
+        fixture.send_jobs(1..=6);
+        fixture.next_begun(6);
+        fixture.release(1..=6);
+        fixture.wait_idle(6);
         if round % 2 == 1 {
             // Quick handlers: one thread waits for the link, the others are parked.
-            stage.pool.typical_ns.store(0, Ordering::Relaxed);
-            stage.give([QUICK]);
-            stage.next_begun(1);
-            stage.wait_idle(6);
+            fixture.pool.typical_ns.store(0, Ordering::Relaxed);
+            fixture.send_jobs([QUICK]);
+            fixture.next_begun(1);
+            fixture.wait_idle(6);
         }
-        stage.limit(3);
-        stage.wait_idle(3);
-        stage.limit(1);
-        stage.wait_idle(1);
-        stage.give([7]);
-        assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (7, stage.init_thread));
-        stage.release([7]);
-        stage.wait_idle(1);
+        fixture.limit(3);
+        fixture.wait_idle(3);
+        fixture.limit(1);
+        fixture.wait_idle(1);
+        fixture.send_jobs([7]);
+        assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (7, fixture.init_thread));
+        fixture.release([7]);
+        fixture.wait_idle(1);
     }
 }
 
 #[test]
-fn limits_may_come_before_the_worker_is_ready() {
-    let (stage, init) = Stage::before_ready(1, None);
+fn limits_before_ready_take_effect() {
+    let (fixture, init) = Fixture::before_ready(1, None);
     for limit in [9, 0, 3] {
-        stage.limit(limit);
+        fixture.limit(limit);
     }
-    stage.wait_for("they are heard", |state| state.threads_max == 3);
+    fixture.wait_for("the limits are known", |state| state.threads_max == 3);
     init.send(()).unwrap();
-    stage.wait_idle(1);
-    stage.give(1..=3);
-    assert_eq!(stage.next_begun(3), [1, 2, 3]);
+    fixture.wait_idle(1);
+    fixture.send_jobs(1..=3);
+    assert_eq!(fixture.next_begun(3), [1, 2, 3]);
 }
 
 #[test]
-fn there_is_at_least_one_thread_and_an_end_to_them() {
-    let stage = Stage::new(u32::MAX);
-    assert_eq!(lock(&stage.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
-    stage.limit(0);
-    stage.wait_for("one is left", |state| state.threads_max == 1);
-    stage.give([1]);
-    assert_eq!(stage.next_begun(1), [1]);
-    stage.limit(u32::MAX);
-    stage.wait_for("the most", |state| state.threads_max == IN_FLIGHT_CEILING as usize);
+fn thread_count_has_a_minimum_and_a_maximum() {
+    let fixture = Fixture::new(u32::MAX);
+    assert_eq!(lock(&fixture.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
+    fixture.limit(0);
+    fixture.wait_for("a single thread is left", |state| state.threads_max == 1);
+    fixture.send_jobs([1]);
+    assert_eq!(fixture.next_begun(1), [1]);
+    fixture.limit(u32::MAX);
+    fixture.wait_for("the maximum", |state| state.threads_max == IN_FLIGHT_CEILING as usize);
     let repeated = [5; 100];
-    stage.send(|outbox| repeated.into_iter().for_each(|limit| push_limits(outbox, limit)));
-    stage.wait_for("the last one counts", |state| state.threads_max == 5);
-    stage.release([1]);
-    stage.wait_idle(1);
+    fixture.send(|outbox| repeated.into_iter().for_each(|limit| push_limits(outbox, limit)));
+    fixture.wait_for("the last limit applies", |state| state.threads_max == 5);
+    fixture.release([1]);
+    fixture.wait_idle(1);
 }
 
 /// A call for help arrives when the link has just woken the only idle thread. The thread answers the call,
 /// and calls others for the jobs behind its own.
 #[test]
-fn a_thread_that_the_link_has_woken_answers_the_call() {
-    let stage = Stage::new(3);
-    let mut state = lock(&stage.pool.state);
+fn thread_woken_by_the_link_handles_the_wake_request() {
+    let fixture = Fixture::new(3);
+    let mut state = lock(&fixture.pool.state);
     // The thread is woken by the link first, and waits for the lock.
-    stage.give(1..=3);
-    stage.pool.call_help(&mut state);
-    assert!(state.is_searching);
+    fixture.send_jobs(1..=3);
+    fixture.pool.wake_or_start_thread(&mut state);
+    assert!(state.is_wake_pending);
     drop(state);
-    assert_eq!(stage.next_begun(3), [1, 2, 3]);
-    let state = lock(&stage.pool.state);
-    assert_eq!((state.idle, state.is_searching), (0, false));
+    assert_eq!(fixture.next_begun(3), [1, 2, 3]);
+    let state = lock(&fixture.pool.state);
+    assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
 /// Raises and lowers the limit while jobs come and go, from a seeded generator.
 #[test]
-fn jobs_are_all_run_once_whatever_the_limits_do() {
+fn every_job_runs_once_while_limits_change() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];
     const AT_ONCE_MAX: usize = 24;
-    let stage = Stage::new(2);
+    let fixture = Fixture::new(2);
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = |below: usize| {
         random ^= random << 13;
@@ -314,62 +314,62 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
         random ^= random << 17;
         (random % below as u64) as usize
     };
-    let (mut given, mut held) = (0, Vec::new());
+    let (mut job_count, mut held) = (0, Vec::new());
     for _ in 0..3000 {
         match next(4) {
-            0 => stage.limit(LIMITS[next(LIMITS.len())]),
+            0 => fixture.limit(LIMITS[next(LIMITS.len())]),
             1 if held.len() < AT_ONCE_MAX => {
-                given += 1;
-                held.push(given);
-                stage.give([given]);
+                job_count += 1;
+                held.push(job_count);
+                fixture.send_jobs([job_count]);
             }
-            2 => stage.send(|outbox| {
+            2 => fixture.send(|outbox| {
                 push_limits(outbox, LIMITS[next(LIMITS.len())]);
-                given += 1;
-                held.push(given);
-                push_job(outbox, given);
+                job_count += 1;
+                held.push(job_count);
+                push_job(outbox, job_count);
             }),
-            _ if !held.is_empty() => stage.release([held.swap_remove(next(held.len()))]),
+            _ if !held.is_empty() => fixture.release([held.swap_remove(next(held.len()))]),
             _ => {}
         }
         // The oldest jobs run first, so released jobs end.
         while held.len() > AT_ONCE_MAX {
-            stage.release([held.remove(0)]);
+            fixture.release([held.remove(0)]);
         }
     }
-    stage.release(held);
-    let everything: Vec<u64> = (1..=given).collect();
-    assert_eq!(stage.next_begun(everything.len()), everything);
+    fixture.release(held);
+    let everything: Vec<u64> = (1..=job_count).collect();
+    assert_eq!(fixture.next_begun(everything.len()), everything);
     let mut answered: Vec<u64> =
-        everything.iter().map(|_| stage.answered.recv_timeout(PATIENCE).expect("an answer")).collect();
+        everything.iter().map(|_| fixture.answered.recv_timeout(TIMEOUT).expect("an answer")).collect();
     answered.sort_unstable();
     assert_eq!(answered, everything);
-    stage.limit(1);
-    stage.wait_idle(1);
-    stage.wait_for("every call is answered", |state| !state.is_searching);
-    let state = lock(&stage.pool.state);
-    assert_eq!((state.begun, state.pending.len()), (given, 0));
+    fixture.limit(1);
+    fixture.wait_idle(1);
+    fixture.wait_for("no wake-up is pending", |state| !state.is_wake_pending);
+    let state = lock(&fixture.pool.state);
+    assert_eq!((state.begun, state.pending.len()), (job_count, 0));
 }
 
 #[test]
-fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
-    let stage = Stage::new(2);
-    stage.give(1..=2);
-    let begun: Vec<_> = (0..2).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
-    let of_first = |(_, thread): &&(u64, ThreadId)| *thread == stage.init_thread;
-    let (first, _) = *begun.iter().find(of_first).expect("the first thread runs one of them");
+fn first_thread_respects_the_limit() {
+    let fixture = Fixture::new(2);
+    fixture.send_jobs(1..=2);
+    let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
+    let of_first = |(_, thread): &&(u64, ThreadId)| *thread == fixture.init_thread;
+    let (first, _) = *begun.iter().find(of_first).expect("the first thread runs a job");
     let other = 3 - first;
-    stage.limit(1);
-    stage.wait_for("the limit is known", |state| state.threads_max == 1);
-    stage.release([first]);
-    assert_eq!(stage.answered.recv_timeout(PATIENCE), Ok(first));
+    fixture.limit(1);
+    fixture.wait_for("the limit is known", |state| state.threads_max == 1);
+    fixture.release([first]);
+    assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
     // The thread waits for the link, with a pending job behind the running one.
-    stage.give([QUICK]);
-    stage.wait_for("it is seen and not begun", |state| state.arrived == 3 && state.idle == 1);
-    assert_eq!(lock(&stage.pool.state).pending.len(), 1);
-    stage.release([other]);
-    assert_eq!(stage.next_begun(1), [QUICK]);
-    assert_eq!(stage.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
+    fixture.send_jobs([QUICK]);
+    fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
+    assert_eq!(lock(&fixture.pool.state).pending.len(), 1);
+    fixture.release([other]);
+    assert_eq!(fixture.next_begun(1), [QUICK]);
+    assert_eq!(fixture.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
 }
 
 /// Creates a journal, and the supervisor's view of its counters.
@@ -382,22 +382,22 @@ fn journal() -> (Journal, Claims) {
 
 /// Jobs arrive and are recalled at random. Each job either runs once or is returned to the supervisor.
 #[test]
-fn each_job_runs_or_is_taken_back() {
+fn each_job_runs_or_is_recalled() {
     for max_in_flight in [1, 3] {
-        let (journal, numbers) = journal();
-        let stage = Stage::with_journal(max_in_flight, journal);
+        let (journal, claims) = journal();
+        let fixture = Fixture::with_journal(max_in_flight, journal);
         // Job number and arrival number are equal here.
-        let (mut sent, mut taken) = (0, 0);
+        let (mut sent, mut recalled) = (0, 0);
         let (mut ran, mut returned) = (Vec::new(), Vec::new());
         for round in 0..3000 {
             let count = 1 + round % 40;
-            stage.give((sent + 1..=sent + count).map(|number| number + RETURNS));
+            fixture.send_jobs((sent + 1..=sent + count).map(|number| number + RETURNS));
             sent += count;
             (0..round % 700).for_each(|_| std::hint::spin_loop());
-            let begun = numbers.take_back(sent);
-            let runs: Vec<u64> = (taken + 1..=begun).collect();
+            let begun = claims.recall(sent);
+            let runs: Vec<u64> = (recalled + 1..=begun).collect();
             while ran.len() + returned.iter().filter(|number| runs.contains(number)).count() < runs.len() {
-                match stage.told.recv_timeout(PATIENCE).expect("it runs or comes back") {
+                match fixture.frames.recv_timeout(TIMEOUT).expect("the job runs or is returned") {
                     (kind::RESULT, number) => ran.push(number - RETURNS),
                     (kind::RETURNED, number) => returned.push(number - RETURNS),
                     _ => {}
@@ -406,30 +406,30 @@ fn each_job_runs_or_is_taken_back() {
             ran.sort_unstable();
             let last = returned.iter().copied().find(|number| runs.contains(number));
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
-            assert_eq!(ran, expected, "of {runs:?}; given back: {returned:?}");
-            assert!(last.is_none_or(|last| last == begun), "only the last can come back");
+            assert_eq!(ran, expected, "of {runs:?}; returned: {returned:?}");
+            assert!(last.is_none_or(|last| last == begun), "only the last job can be returned");
             // A job returned after its recall is the one after the last begun.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
-            taken = sent;
+            recalled = sent;
         }
-        stage.wait_for("what was taken back is forgotten", |state| state.live.is_empty());
+        fixture.wait_for("recalled jobs are dropped", |state| state.live.is_empty());
     }
 }
 
 #[test]
-fn what_was_taken_back_is_forgotten_with_one_word() {
-    let (journal, numbers) = journal();
-    let stage = Stage::with_journal(1, journal);
-    stage.give([1, 2, 3, RETURNS]);
-    assert_eq!(stage.next_begun(1), [1]);
-    stage.wait_for("all jobs are there", |state| state.arrived == 4);
-    assert_eq!(numbers.take_back(4), 1);
+fn recalled_jobs_are_dropped_with_one_heartbeat() {
+    let (journal, claims) = journal();
+    let fixture = Fixture::with_journal(1, journal);
+    fixture.send_jobs([1, 2, 3, RETURNS]);
+    assert_eq!(fixture.next_begun(1), [1]);
+    fixture.wait_for("all jobs have arrived", |state| state.arrived == 4);
+    assert_eq!(claims.recall(4), 1);
     // Reuses the number for another job.
-    stage.give([3]);
-    stage.wait_for("only that is left", |state| state.pending.len() == 1 && state.live.len() == 2);
-    stage.release([3, 1]);
-    assert_eq!(stage.next_begun(1), [3]);
-    let told: Vec<_> = stage.told.iter().take(3).collect();
-    assert_eq!(told, [(kind::HEARTBEAT, 0), (kind::RESULT, 1), (kind::RESULT, 3)]);
+    fixture.send_jobs([3]);
+    fixture.wait_for("only the new job is left", |state| state.pending.len() == 1 && state.live.len() == 2);
+    fixture.release([3, 1]);
+    assert_eq!(fixture.next_begun(1), [3]);
+    let frames: Vec<_> = fixture.frames.iter().take(3).collect();
+    assert_eq!(frames, [(kind::HEARTBEAT, 0), (kind::RESULT, 1), (kind::RESULT, 3)]);
 }

@@ -1,4 +1,4 @@
-//! A request and an answer over two channels of `ipc-channel`.
+//! A request and a reply over two channels of `ipc-channel`.
 
 use std::process::{Child, Command};
 use std::time::Instant;

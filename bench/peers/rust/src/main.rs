@@ -1,6 +1,6 @@
 //! Peers that are Rust libraries, on the work of the bench: `tonic` and `ipc-channel`.
 //!
-//! As a driver it reads orders from its standard input, a line each, and writes a JSON object for each; see
+//! Reads an order from each line of standard input, and writes a JSON object for each order; see
 //! `bench/src/peers.rs`.
 
 use std::io::{BufRead, Write};
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments[..] {
-        // One hop, or two with a relay between.
+        // A single hop, or two hops with a relay between.
         ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
         ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
         ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),
@@ -26,13 +26,13 @@ fn main() -> Result<()> {
     }
 }
 
-/// What the bench asks for.
+/// An order of the bench.
 enum Order {
-    /// So many requests of so many bytes, one at a time.
+    /// Sends the given number of requests of the given size, one at a time.
     Latency { bytes: usize, total: usize },
-    /// So many at a time.
+    /// Sends the given number of requests at a time.
     Rate { lanes: usize, bytes: usize, total: usize },
-    /// Have the worker die, and have the next answer, so often.
+    /// Kills the worker and waits for the next reply, the given number of times.
     Recovery { total: usize },
 }
 

@@ -1,4 +1,4 @@
-//! Unary calls of tonic over a Unix socket. The service is written out, so that no compiler of protocols is needed.
+//! Unary calls of tonic over a Unix socket. The service is written by hand, so that no protocol compiler is needed.
 
 use std::convert::Infallible;
 use std::process::{Child, Command};
@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 
 use crate::{Order, Result, median, orders, rate, tell};
 
-/// A message is no larger.
+/// Maximum size of a message, in bytes.
 const MESSAGE_BYTES_MAX: usize = 128 << 20;
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -28,7 +28,7 @@ struct Bytes {
     data: Vec<u8>,
 }
 
-/// Returns every message, or what the next one returns.
+/// Service that returns each message, or forwards each message to the next service.
 #[derive(Clone)]
 struct Echo {
     next: Option<Client>,
@@ -120,7 +120,7 @@ struct Chain {
 }
 
 impl Chain {
-    /// Starts them anew.
+    /// Starts the processes again.
     async fn start(hops: usize) -> Result<Self> {
         let folder = std::env::temp_dir().join(format!("peer-{}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
@@ -181,7 +181,7 @@ pub async fn drive(hops: usize) -> Result<()> {
                 for _ in 0..total {
                     let began = Instant::now();
                     chain.processes[0].kill()?;
-                    // Nothing starts it again: that is the caller's business, as in the bench's own bare way.
+                    // Only the caller starts the process again, as in the bare chain of the bench.
                     while chain.client.echo(64).await.is_ok() {}
                     drop(chain);
                     chain = Chain::start(hops).await?;

@@ -43,7 +43,7 @@ section! {
     /// needs room, the client furthest above its share gives it up. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
     /// Maximum size of all memory files for large payloads and results, see
-    /// [protocol](protocol.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no job uses
+    /// [protocol](protocol-extensions.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no job uses
     /// are freed when another client needs one, and before a job is rejected as `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the

@@ -128,7 +128,7 @@ impl Checker<'_> {
     fn layers(&mut self, field: &Field<Arguments>) -> Vec<Layer> {
         let Some(given) = field.given() else { return Vec::new() };
         self.check_unique("sandbox.best_effort", &given.value);
-        given.value.iter().filter_map(|word| Layer::of(&word.value)).collect()
+        given.value.iter().filter_map(|word| Layer::from_word(&word.value)).collect()
     }
 
     fn check_allowed_and_denied(&mut self, raw: &SandboxKeys) {

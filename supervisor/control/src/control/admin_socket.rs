@@ -9,7 +9,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::Control;
 use super::connections::{Admission, Dispatcher, LAST_ACCEPT_TIMEOUT, NewConnection, has_waiting};
 use super::sockets::NextAdmin;
-use bulkhead_linux::peer::Outsiders;
+use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
@@ -34,7 +34,7 @@ pub(super) async fn accept_all(
     let mut admin = AdminListener {
         listener,
         own_uid,
-        outsiders: Outsiders::default(),
+        unrelated: UnrelatedProcesses::default(),
         commands: control.commands.clone(),
         permits: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
         rejection_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
@@ -53,7 +53,7 @@ struct AdminListener {
     listener: UnixListener,
     /// User id that can connect, besides root.
     own_uid: u32,
-    outsiders: Outsiders,
+    unrelated: UnrelatedProcesses,
     commands: CommandSender,
     permits: Arc<Semaphore>,
     rejection_permits: Arc<Semaphore>,
@@ -82,7 +82,7 @@ impl AdminListener {
             let message = format!("user {uid} cannot use the admin socket: only user {own} and root can");
             return Err(ClientRejection::forbidden(peer, message));
         }
-        peer_check::check_descent(socket, peer, &self.outsiders)?;
+        peer_check::check_descent(socket, peer, &self.unrelated)?;
         Ok(uid)
     }
 

@@ -14,15 +14,15 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::JobOutcome;
-use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit, read_run_limit, run_limit_bytes};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit, decode_run_limit, encode_run_limit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
 use bulkhead_shared::limits::{
     BULKHEAD_NAME_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING,
-    TENANT_BYTES_MAX, cut,
+    TENANT_BYTES_MAX, truncate,
 };
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{CrashReason, JobId, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, JobId, JobOptions, Outcome, Priority, RejectReason, Verdict};
 use futures_util::stream::{self, StreamExt};
 use serde_json::{Map, Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -80,11 +80,11 @@ pub(super) async fn submit(
         {
             Ok(response) => response,
             Err(Failure::Timeout) => {
-                count(job.priority, RejectReason::Invalid);
+                count(job.options.priority, RejectReason::Invalid);
                 upload_timed_out(&name)
             }
             Err(Failure::Overloaded(sentence)) => {
-                count(job.priority, RejectReason::Overloaded);
+                count(job.options.priority, RejectReason::Overloaded);
                 rejected(&name, RejectReason::Overloaded, sentence)
             }
             // The request did not become a job, and the sender is usually gone.
@@ -128,20 +128,14 @@ enum Failure {
 /// Parsed headers of a job request.
 #[derive(Default)]
 struct JobHeaders<'h> {
-    operation: &'h str,
-    tenant: &'h str,
-    deadline: Option<Duration>,
-    run_limit: Option<Duration>,
-    priority: Priority,
-    cost: u32,
-    is_idempotent: bool,
+    options: JobOptions<&'h str>,
     traceparent: Option<Traceparent>,
 }
 
 impl<'h> JobHeaders<'h> {
     /// Parses the headers. The error is a message for the client.
     fn parse(headers: &'h HeaderMap) -> Result<Self, String> {
-        let mut job = Self { cost: 1, ..Self::default() };
+        let mut job = Self::default();
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
@@ -160,16 +154,16 @@ impl<'h> JobHeaders<'h> {
     }
 
     fn set(&mut self, name: &str, value: &'h str) -> Result<(), String> {
-        let number = || format!("'{}' is not a valid number", cut(value, 32).escape_debug());
+        let number = || format!("'{}' is not a valid number", truncate(value, 32).escape_debug());
         match name {
-            "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
-            "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
-            "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
-            "bulkhead-deadline-ms" => self.deadline = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-run-limit-ms" => self.run_limit = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-cost" => self.cost = value.parse().map_err(|_| number())?,
+            "bulkhead-operation" => self.options.operation = text(value, OPERATION_BYTES_MAX)?,
+            "bulkhead-tenant" => self.options.tenant = text(value, TENANT_BYTES_MAX)?,
+            "bulkhead-priority" => self.options.priority = truncate(value, 32).parse()?,
+            "bulkhead-deadline-ms" => self.options.deadline = Some(millis(value).ok_or_else(number)?),
+            "bulkhead-run-limit-ms" => self.options.run_limit = Some(millis(value).ok_or_else(number)?),
+            "bulkhead-cost" => self.options.cost = value.parse().map_err(|_| number())?,
             "bulkhead-idempotent" => {
-                self.is_idempotent = match value {
+                self.options.is_idempotent = match value {
                     "true" | "1" => true,
                     "false" | "0" => false,
                     _ => return Err("write true or false".into()),
@@ -178,18 +172,6 @@ impl<'h> JobHeaders<'h> {
             _ => return Err("unknown header; see the documentation of jobs over HTTP".into()),
         }
         Ok(())
-    }
-
-    fn message<'m>(&'m self, bulkhead: &'m str) -> Submit<'m> {
-        Submit {
-            bulkhead,
-            operation: self.operation,
-            tenant: self.tenant,
-            deadline_us: self.deadline.map_or(0, |limit| limit.as_micros() as u64),
-            priority: self.priority.code(),
-            idempotent: self.is_idempotent.into(),
-            cost: self.cost,
-        }
     }
 }
 
@@ -436,7 +418,7 @@ async fn run(
         codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;
     let mut outcome = message.to_outcome().ok_or(Failure::Dropped)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-    outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
+    outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
     // The data plane's message contains the announced size instead of the real size.
@@ -482,13 +464,13 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 fn submit_frame(name: &str, job: &JobHeaders<'_>, announced: &Announced) -> Result<Vec<u8>, Failure> {
     let (Announced::Streamed(payload) | Announced::Spooled(payload) | Announced::TooLarge(payload)) =
         *announced;
-    let run_limit = job.run_limit.map(run_limit_bytes);
+    let run_limit = job.options.run_limit.map(encode_run_limit);
     let trace = job.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
-    let message = job.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
+    let message = Submit::new(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1), &job.options);
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Failure::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
     let length = u32::try_from(metadata as u64 + payload).map_err(|_| Failure::Broken)?;
@@ -668,7 +650,7 @@ fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Dura
 fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
     Outcome {
         job: None,
-        bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
+        bulkhead: truncate(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
         attempts: 0,
         queued: Duration::ZERO,
         ran: Duration::ZERO,
@@ -695,12 +677,12 @@ mod tests {
         let job = JobHeaders::parse(&headers)?;
         Ok(format!(
             "{} {} {:?} {} {} {} {:?}",
-            job.operation,
-            job.tenant,
-            job.deadline,
-            job.priority,
-            job.cost,
-            job.is_idempotent,
+            job.options.operation,
+            job.options.tenant,
+            job.options.deadline,
+            job.options.priority,
+            job.options.cost,
+            job.options.is_idempotent,
             job.traceparent
         ))
     }

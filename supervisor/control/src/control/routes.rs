@@ -12,7 +12,7 @@ use bulkhead_api::{
     Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
     TenantChange,
 };
-use bulkhead_shared::limits::cut;
+use bulkhead_shared::limits::truncate;
 use schemars::{JsonSchema, SchemaGenerator};
 
 use super::Shared;
@@ -158,7 +158,7 @@ async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,
         Some(query) => {
-            let query = cut(query, QUERY_BYTES_SHOWN);
+            let query = truncate(query, QUERY_BYTES_SHOWN);
             let detail = format!(
                 "{} takes no query, but the request has \"{}\"",
                 request.uri().path(),

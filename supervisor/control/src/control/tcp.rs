@@ -26,7 +26,7 @@ use super::responses::{JSON, problem};
 use super::waiting::WaitingConnections;
 use super::{Control, http, jobs};
 use bulkhead_config::Token;
-use bulkhead_linux::listener::begin_no_more;
+use bulkhead_linux::listener::stop_new_connections;
 
 /// Returns true if the headers contain the token exactly once.
 fn has_token(token: &Token, headers: &HeaderMap) -> bool {
@@ -84,7 +84,7 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
     control.until_shutdown(accept_next()).await;
     // Clients that have already connected get a response instead of a reset. If the kernel does not support
     // this, a client that connects at the last moment is reset.
-    let _ = begin_no_more(&listener);
+    let _ = stop_new_connections(&listener);
     if has_waiting(&listener) {
         let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_next()).await;
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::folder;
-use bulkhead_shared::template_protocol::worker_of_folder;
+use bulkhead_shared::template_protocol::parse_folder_name;
 use rustix::fs::{AtFlags, Dir, FileType, Mode};
 use rustix::io::Errno;
 
@@ -92,7 +92,7 @@ fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
     let named = entries.flatten().filter_map(|entry| {
         let name = entry.file_name().to_str().ok()?;
-        Some((worker_of_folder(name)?, path.join(name)))
+        Some((parse_folder_name(name)?, path.join(name)))
     });
     let named: Vec<_> = named.take(WORKERS_MAX + 1).collect();
     if named.len() > WORKERS_MAX { Vec::new() } else { named }
@@ -119,7 +119,8 @@ fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
         if [c".", c".."].contains(&name) {
             continue;
         }
-        if without_workers && depth == 1 && name.to_str().is_ok_and(|name| worker_of_folder(name).is_some()) {
+        if without_workers && depth == 1 && name.to_str().is_ok_and(|name| parse_folder_name(name).is_some())
+        {
             continue;
         }
         entry_count += 1;

@@ -180,7 +180,7 @@ impl Drop for LineWriter {
 /// Escapes characters of a log line that a terminal interprets or does not show. Control characters of the text
 /// format are not escaped, because they set colours. Texts of workers are already escaped.
 fn escape_unseen(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
-    let needs_escape = |c: char| text::is_unseen(c) && (format == LogFormat::Json || !c.is_control());
+    let needs_escape = |c: char| text::is_unprintable(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);
     let body = whole.trim_end_matches('\n');
     if !body.contains(needs_escape) {

@@ -245,7 +245,7 @@ mod tests {
     use super::text::Kind;
     use super::*;
 
-    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
+    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations/metrics.md");
 
     #[test]
     fn writes_each_family_once_in_order() {
@@ -299,6 +299,6 @@ mod tests {
             fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations.md is out of date; run this test with UPDATE_DOCS=1");
+        assert!(docs == current, "docs/operations/metrics.md is old; run this test with UPDATE_DOCS=1");
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::process_tree::read_small;
+use bulkhead_linux::process_tree::read_proc_file;
 
 /// Maximum age of a cached value for metrics.
 const CACHE_AGE_MAX: Duration = Duration::from_secs(1);
@@ -38,7 +38,7 @@ impl ResidentSizes {
 /// Returns the peak resident size of a process in bytes, and its processor time in milliseconds, including
 /// waited-for children; `None` if the process is gone.
 pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
-    let status = read_small(&format!("/proc/{pid}/status")).ok()?;
+    let status = read_proc_file(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.trim().split(' ').next()?.parse().ok()?;
     Some((kib * 1024, processor_ms(pid, 4)?))
@@ -47,7 +47,7 @@ pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
 /// Returns the sum of the first `times` processor times in `/proc/PID/stat`, in milliseconds. Two are of the
 /// process itself, and two more of its waited-for children.
 fn processor_ms(pid: u32, times: usize) -> Option<u64> {
-    let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
+    let stat = read_proc_file(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let used: u64 = fields.skip(11).take(times).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
     Some(used * 1000 / rustix::param::clock_ticks_per_second().max(1))
@@ -62,7 +62,7 @@ pub fn machine_memory() -> Option<u64> {
 
 /// Returns the resident size of a process in bytes; `None` if the process is gone.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
-    let statm = read_small(&format!("/proc/{pid}/statm")).ok()?;
+    let statm = read_proc_file(&format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }

@@ -1,23 +1,23 @@
-//! Control groups of version 2: a leaf group for each worker, with limits for the worker and all its
+//! Control groups of version 2. Each worker has a leaf group, with limits for the worker and all its
 //! descendants.
 //!
-//! The leaves are children of the keeper's own group, if that group was delegated to the keeper. Groups above
-//! are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
-//! leaf. Nothing here waits: if an action is not possible yet, the caller tries again.
+//! The leaves are children of the keeper's own group, which must have been delegated to the keeper. Groups
+//! above are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
+//! leaf. Nothing here waits. If an action is not possible yet, the caller tries again.
 //!
-//! - `folder`: a group as files, with limits on reads and writes.
-//! - `leaf`: actions on a worker's group.
+//! - `folder`: a group as a folder of files, with limits on reads and writes.
+//! - `leaf`: the group of a worker.
 //! - `limits`: the files that set limits.
-//! - `owner`: the owner of a leaf, which its name states.
+//! - `owner`: the owner of a leaf, which is part of the leaf's name.
 //! - `clone`: starts a process in a group.
-//! - `texts`: parses the kernel's files.
+//! - `parse`: parsers of the kernel's files.
 
 mod clone;
 mod folder;
 mod leaf;
 mod limits;
 mod owner;
-mod texts;
+mod parse;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -33,84 +33,85 @@ pub(crate) use clone::fork_into;
 pub(crate) use leaf::Leaf;
 pub(crate) use limits::Limits;
 
-/// Child group for the supervisor and the keeper, used if their own group must have no processes. The kernel
-/// applies limits to the children of a group only if no process is in the group itself. With
-/// `DelegateSubgroup=`, systemd puts the supervisor there from the start.
-const MAIN: &str = "bulkhead-main";
+/// Child group to which the supervisor and the keeper are moved. The kernel applies limits to the children of a
+/// group only if the group itself contains no process. With `DelegateSubgroup=`, systemd starts the supervisor
+/// in this child group.
+const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds for emptying a group. Processes forked in one round are found in the next.
-const VACATE_ROUNDS_MAX: usize = 16;
+/// Maximum number of rounds for moving processes out of a group. Processes forked in one round are found in the
+/// next.
+const MOVE_ROUNDS_MAX: usize = 16;
 
 /// Maximum number of leaves of previous keepers that are handled in one call.
-const STALE_MAX: usize = 4096;
+const STALE_LEAVES_MAX: usize = 4096;
 
 /// Maximum number of foreign processes named in an error.
-const NAMED_MAX: usize = 3;
+const NAMED_PROCESSES_MAX: usize = 3;
 
-/// Advice for cases in which no group can be used.
-pub(crate) const MOUNT_IT: &str =
+/// Advice for the failures below.
+pub(crate) const MOUNT_ADVICE: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, mount cgroup v2";
-pub(crate) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
+pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
      supervisor by `systemd-run --user --scope -p Delegate=yes`";
-pub(crate) const FREE_IT: &str =
+pub(crate) const CONTROLLER_ADVICE: &str =
     "delegate the controller (Delegate=yes); if cgroup v1 holds the controller, boot with cgroup v2 alone";
-const NEWER_KERNEL: &str = "run kernel 5.14 or later";
-const ALONE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
+const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
+const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
-const UNDIVIDED: &str =
+const GROUP_LIMITS_ADVICE: &str =
     "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
-const LOOK: &str = "check which processes (cgroup.procs) and child cgroups hold the cgroup";
+const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups hold the cgroup";
 
 /// Failure of an action on a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to", with the name of the file.
+    /// Description that fits after "failed to". Names the file.
     pub(crate) attempted: String,
-    /// Error of the kernel, or the error that fits best.
+    /// Error of the kernel, or the most similar error.
     pub(crate) errno: Errno,
     /// Advice for an administrator.
-    pub(crate) what_to_do: &'static str,
+    pub(crate) advice: &'static str,
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { attempted, errno, what_to_do } = self;
-        write!(formatter, "{attempted}: {}; {what_to_do}", std::io::Error::from(*errno))
+        let Self { attempted, errno, advice } = self;
+        write!(formatter, "{attempted}: {}; {advice}", std::io::Error::from(*errno))
     }
 }
 
 fn failure(attempted: String, errno: Errno) -> Failure {
-    let what_to_do = match errno {
-        Errno::ACCESS | Errno::PERM | Errno::ROFS => DELEGATE,
-        Errno::NOENT => NEWER_KERNEL,
-        Errno::AGAIN => UNDIVIDED,
-        _ => LOOK,
+    let advice = match errno {
+        Errno::ACCESS | Errno::PERM | Errno::ROFS => DELEGATE_ADVICE,
+        Errno::NOENT => KERNEL_ADVICE,
+        Errno::AGAIN => GROUP_LIMITS_ADVICE,
+        _ => INSPECT_ADVICE,
     };
-    Failure { attempted, errno, what_to_do }
+    Failure { attempted, errno, advice }
 }
 
-/// Returns the mounted path of the delegated group, which this process may divide.
+/// Returns the path of the delegated group, in which this process creates child groups.
 pub(crate) fn root_path() -> Result<PathBuf, Failure> {
     open_root().map(|folder| folder.path().to_owned())
 }
 
 fn open_root() -> Result<Folder, Failure> {
-    let own = open_own()?;
+    let own = open_own_group()?;
     // An earlier keeper, or systemd, has moved this process there.
-    let is_main = own.path().file_name().is_some_and(|name| name == MAIN);
+    let is_main = own.path().file_name().is_some_and(|name| name == MAIN_GROUP);
     if is_main { own.parent() } else { Ok(own) }
 }
 
 /// Opens the group of this process.
-fn open_own() -> Result<Folder, Failure> {
+fn open_own_group() -> Result<Folder, Failure> {
     let mounts = folder::read_proc("/proc/self/mountinfo")?;
     let cgroups = folder::read_proc("/proc/self/cgroup")?;
     let mut found = Err(Failure {
         attempted: "find the cgroup v2 file system that contains the supervisor's cgroup".into(),
         errno: Errno::NOENT,
-        what_to_do: MOUNT_IT,
+        advice: MOUNT_ADVICE,
     });
-    for path in texts::own_cgroups(&mounts, &cgroups) {
+    for path in parse::own_group_paths(&mounts, &cgroups) {
         // Another file system can be mounted over some of these paths.
         found = Folder::open(&path);
         if found.is_ok() {
@@ -120,64 +121,64 @@ fn open_own() -> Result<Folder, Failure> {
     found
 }
 
-/// The group that this process divides.
+/// The group that was delegated to this process, and in which this process creates child groups.
 #[derive(Debug)]
-pub(crate) struct Root {
+pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// Parent of this process, which is moved together with it.
+    /// Pid of the supervisor, which is moved together with the keeper.
     supervisor: u32,
 }
 
 /// Result of cleaning up the leaves of previous keepers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Swept {
+pub(crate) struct StaleLeaves {
     pub(crate) removed: usize,
-    /// Number of leaves that were killed but are not empty yet. Another sweep is needed.
+    /// Number of leaves whose processes were killed but have not exited yet. The caller must try again.
     pub(crate) left: usize,
 }
 
-impl Root {
-    /// Finds the group of this process, and checks that the group was delegated: this process must be allowed
-    /// to create children and move processes. `supervisor` is the process that started this one.
+impl DelegatedGroup {
+    /// Finds the group of this process, and checks that the group was delegated. This requires the right to
+    /// create children and to move processes. `supervisor` is the pid of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
-        Self::in_folder(open_root()?, supervisor)
+        Self::from_folder(open_root()?, supervisor)
     }
 
-    fn in_folder(folder: Folder, supervisor: u32) -> Result<Self, Failure> {
+    fn from_folder(folder: Folder, supervisor: u32) -> Result<Self, Failure> {
         folder.check_writable(".")?;
         folder.check_writable("cgroup.procs")?;
         Ok(Self { folder, owner: Owner::this_process()?, supervisor })
     }
 
-    /// Returns the mounted path.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Kills and removes the leaves of previous keepers. Call this again after a pause while leaves are left.
-    /// Tries all leaves before the first failure is returned.
-    pub(crate) fn sweep(&self) -> Result<Swept, Failure> {
-        let is_stale = |name: &str| Owner::of_leaf(name).is_some_and(|owner| self.owner.outlived(&owner));
-        let mut swept = Swept::default();
+    /// Kills and removes the leaves of previous keepers. Tries all leaves before the first failure is returned.
+    /// Call this again after a pause while leaves are left.
+    pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
+        let is_stale =
+            |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
+        let mut stale = StaleLeaves::default();
         let mut failed = None;
-        for name in self.folder.children(STALE_MAX, is_stale)? {
+        for name in self.folder.children(STALE_LEAVES_MAX, is_stale)? {
             match self.folder.child(&name).and_then(|leaf| leaf.write("cgroup.kill", "1")) {
-                // Without the file, the leaf can still be empty.
+                // A leaf without this file can still be empty, and is removed then.
                 Ok(()) | Err(Failure { errno: Errno::NOENT | Errno::NODEV, .. }) => {}
                 Err(error) => _ = failed.get_or_insert(error),
             }
             match self.folder.remove_child(&name) {
-                Ok(true) => swept.removed += 1,
-                Ok(false) => swept.left += 1,
+                Ok(true) => stale.removed += 1,
+                Ok(false) => stale.left += 1,
                 Err(error) => _ = failed.get_or_insert(error),
             }
         }
-        failed.map_or(Ok(swept), Err)
+        failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the leaf of a worker and applies its limits. `worker` must never be used twice.
-    pub(crate) fn leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
+    /// Creates the leaf of a worker and applies the limits. A number in `worker` must never be used twice.
+    pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
         if !controllers.is_empty() {
@@ -203,12 +204,12 @@ impl Root {
             return Err(Failure {
                 attempted: format!("use the controller `{missing}` in {path} (available: {have})"),
                 errno: Errno::OPNOTSUPP,
-                what_to_do: FREE_IT,
+                advice: CONTROLLER_ADVICE,
             });
         }
-        // Must come first, and not only if the kernel insists. A group that contains a process can get `cpu`
-        // and `pids`, but then its children cannot contain processes.
-        self.vacate()?;
+        // Must come first even if the kernel does not require it. A group that contains a process can enable
+        // `cpu` and `pids`, but then its children cannot contain processes.
+        self.move_processes_out()?;
         let enabled = self.folder.read_words("cgroup.subtree_control")?;
         let wanted = controllers.iter().filter(|name| !enabled.iter().any(|have| have == *name));
         let switches: Vec<String> = wanted.map(|name| format!("+{name}")).collect();
@@ -218,15 +219,14 @@ impl Root {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and all its descendants from this group into a child group. Fails if
-    /// there is any other process, because no other process may be moved.
-    fn vacate(&self) -> Result<(), Failure> {
-        // The root of all groups, which is the only one without a type, can have both processes and limited
-        // children.
-        if !self.folder.has("cgroup.type")? {
+    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group contains
+    /// any other process, because no other process may be moved.
+    fn move_processes_out(&self) -> Result<(), Failure> {
+        // The root group can have both processes and limited children. It is the only group without a type.
+        if !self.folder.has_file("cgroup.type")? {
             return Ok(());
         }
-        for _ in 0..VACATE_ROUNDS_MAX {
+        for _ in 0..MOVE_ROUNDS_MAX {
             let inside = self.folder.read_processes()?;
             if inside.is_empty() {
                 return Ok(());
@@ -234,9 +234,9 @@ impl Root {
             let ours = self.own_processes()?;
             let (ours, others): (Vec<u32>, Vec<u32>) = inside.iter().partition(|pid| ours.contains(pid));
             if !others.is_empty() {
-                return Err(self.in_the_way(&others));
+                return Err(self.foreign_processes_failure(&others));
             }
-            self.move_to_main(&ours)?;
+            self.move_to_main_group(&ours)?;
         }
         Err(failure(format!("move the supervisor's processes out of {}", self.path().display()), Errno::BUSY))
     }
@@ -244,21 +244,20 @@ impl Root {
     fn own_processes(&self) -> Result<Vec<u32>, Failure> {
         let keeper = std::process::id();
         let mut ours = descendants_of(keeper).map_err(|error| {
-            let errno = errno::of(&error, Errno::IO);
+            let errno = errno::from_io(&error, Errno::IO);
             failure("read /proc for the keeper's processes".into(), errno)
         })?;
         ours.extend([keeper, self.supervisor]);
         Ok(ours)
     }
 
-    fn move_to_main(&self, processes: &[u32]) -> Result<(), Failure> {
-        let main = match self.folder.make_child(MAIN) {
-            Err(Failure { errno: Errno::EXIST, .. }) => self.folder.child(MAIN),
+    fn move_to_main_group(&self, processes: &[u32]) -> Result<(), Failure> {
+        let main = match self.folder.make_child(MAIN_GROUP) {
+            Err(Failure { errno: Errno::EXIST, .. }) => self.folder.child(MAIN_GROUP),
             made => made,
         }?;
         for pid in processes {
             match main.write("cgroup.procs", &pid.to_string()) {
-                // The process has ended in the meantime.
                 Ok(()) | Err(Failure { errno: Errno::SRCH, .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -266,14 +265,17 @@ impl Root {
         Ok(())
     }
 
-    fn in_the_way(&self, others: &[u32]) -> Failure {
+    fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
             // A process outside of this pid namespace is shown as 0.
             Err(_) => pid.to_string(),
         };
-        let mut names: Vec<String> = others.iter().take(NAMED_MAX).map(name).collect();
-        names.extend((others.len() > NAMED_MAX).then(|| format!("{} more", others.len() - NAMED_MAX)));
+        let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();
+        names.extend(
+            (others.len() > NAMED_PROCESSES_MAX)
+                .then(|| format!("{} more", others.len() - NAMED_PROCESSES_MAX)),
+        );
         Failure {
             attempted: format!(
                 "divide the cgroup {}, which contains processes other than the supervisor's: {}",
@@ -281,7 +283,7 @@ impl Root {
                 names.join(", ")
             ),
             errno: Errno::BUSY,
-            what_to_do: ALONE,
+            advice: SEPARATE_GROUP_ADVICE,
         }
     }
 }

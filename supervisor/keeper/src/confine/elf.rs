@@ -1,6 +1,5 @@
-//! Checks whether a program or a library works if only a descriptor gives access to the file. This requires
-//! an ELF file, which the kernel executes directly. The file must not find other files relative to its own
-//! location.
+//! Checks whether a program or a library works if only a descriptor gives access to the file. The file must be
+//! an ELF file, which the kernel executes directly, and must not find other files relative to its own location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,19 +10,19 @@ use rustix::fs::{Mode, OFlags};
 const MAGIC: [u8; 4] = *b"\x7fELF";
 
 /// Class and byte order: 64 bits, little-endian.
-const KIND: [u8; 2] = [2, 1];
+const CLASS_AND_BYTE_ORDER: [u8; 2] = [2, 1];
 
 const PROGRAM_HEADER_BYTES: usize = 56;
 const PROGRAM_HEADERS_MAX: u16 = 256;
-const LOADED: u32 = 1;
-const DYNAMIC: u32 = 2;
+const PT_LOAD: u32 = 1;
+const PT_DYNAMIC: u32 = 2;
 
-const TABLE_BYTES_MAX: u64 = 64 * 1024;
-const STRINGS: u64 = 5;
-const RPATH: u64 = 15;
-const RUNPATH: u64 = 29;
+const DYNAMIC_BYTES_MAX: u64 = 64 * 1024;
+const DT_STRTAB: u64 = 5;
+const DT_RPATH: u64 = 15;
+const DT_RUNPATH: u64 = 29;
 
-/// Maximum number of bytes of a search path that are read.
+/// Maximum size of a search path, in bytes.
 const SEARCH_PATH_BYTES_MAX: usize = 4096;
 
 /// True if the kernel executes the file directly.
@@ -33,12 +32,13 @@ pub(super) fn is_elf(path: &Path) -> bool {
 
 /// True if the file is an ELF file and does not search for libraries relative to itself (`$ORIGIN`).
 pub(super) fn is_self_contained(path: &Path) -> bool {
-    open(path)
-        .is_some_and(|file| search_paths(&file).is_some_and(|paths| !paths.iter().any(|one| has_origin(one))))
+    open(path).is_some_and(|file| {
+        search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path)))
+    })
 }
 
 fn open(path: &Path) -> Option<File> {
-    // Opening a pipe with this name must not block.
+    // The flags prevent that opening a named pipe blocks.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let mut start = MAGIC;
@@ -47,7 +47,7 @@ fn open(path: &Path) -> Option<File> {
     (is_file && file.read_exact_at(&mut start, 0).is_ok() && start == MAGIC).then_some(file)
 }
 
-fn has_origin(search_path: &[u8]) -> bool {
+fn uses_origin(search_path: &[u8]) -> bool {
     [&b"$ORIGIN"[..], b"${ORIGIN}"]
         .iter()
         .any(|word| search_path.windows(word.len()).any(|part| part == *word))
@@ -57,29 +57,30 @@ fn has_origin(search_path: &[u8]) -> bool {
 fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;
-    let is_known = header[4..6] == KIND && usize::from(short(&header, 54)?) == PROGRAM_HEADER_BYTES;
-    let count = short(&header, 56)?;
+    let is_known =
+        header[4..6] == CLASS_AND_BYTE_ORDER && usize::from(u16_at(&header, 54)?) == PROGRAM_HEADER_BYTES;
+    let count = u16_at(&header, 56)?;
     if !is_known || count > PROGRAM_HEADERS_MAX {
         return None;
     }
     let mut table = vec![0; usize::from(count) * PROGRAM_HEADER_BYTES];
-    file.read_exact_at(&mut table, long(&header, 32)?).ok()?;
+    file.read_exact_at(&mut table, u64_at(&header, 32)?).ok()?;
     let parts = || {
         table.chunks_exact(PROGRAM_HEADER_BYTES).filter_map(|part| {
             let kind = u32::from_le_bytes(part.get(..4)?.try_into().ok()?);
-            Some((kind, long(part, 8)?, long(part, 16)?, long(part, 32)?))
+            Some((kind, u64_at(part, 8)?, u64_at(part, 16)?, u64_at(part, 32)?))
         })
     };
-    let Some((_, offset, _, bytes)) = parts().find(|(kind, ..)| *kind == DYNAMIC) else {
+    let Some((_, offset, _, bytes)) = parts().find(|(kind, ..)| *kind == PT_DYNAMIC) else {
         return Some(Vec::new()); // Linked statically.
     };
-    let mut entries = vec![0; bytes.min(TABLE_BYTES_MAX) as usize];
+    let mut entries = vec![0; bytes.min(DYNAMIC_BYTES_MAX) as usize];
     file.read_exact_at(&mut entries, offset).ok()?;
     let tags: Vec<(u64, u64)> =
-        entries.chunks_exact(16).filter_map(|entry| Some((long(entry, 0)?, long(entry, 8)?))).collect();
-    let strings = tags.iter().find(|(tag, _)| *tag == STRINGS)?.1;
+        entries.chunks_exact(16).filter_map(|entry| Some((u64_at(entry, 0)?, u64_at(entry, 8)?))).collect();
+    let strings = tags.iter().find(|(tag, _)| *tag == DT_STRTAB)?.1;
     let (_, offset, address, _) = parts().find(|(kind, _, address, bytes)| {
-        *kind == LOADED && strings.checked_sub(*address).is_some_and(|into| into < *bytes)
+        *kind == PT_LOAD && strings.checked_sub(*address).is_some_and(|into| into < *bytes)
     })?;
     let text = |at: u64| {
         let mut text = vec![0; SEARCH_PATH_BYTES_MAX];
@@ -88,14 +89,14 @@ fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
         text.truncate(text.iter().position(|&byte| byte == 0)?);
         Some(text)
     };
-    tags.iter().filter(|(tag, _)| [RPATH, RUNPATH].contains(tag)).map(|(_, at)| text(*at)).collect()
+    tags.iter().filter(|(tag, _)| [DT_RPATH, DT_RUNPATH].contains(tag)).map(|(_, at)| text(*at)).collect()
 }
 
-fn short(bytes: &[u8], at: usize) -> Option<u16> {
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-fn long(bytes: &[u8], at: usize) -> Option<u64> {
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_looks_beside_itself_is_told_from_what_does_not() {
+    fn detects_search_paths_relative_to_the_file() {
         assert!(is_self_contained(&std::env::current_exe().unwrap()));
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);

@@ -1,21 +1,21 @@
-//! Landlock: restricts which files a worker can access, and denies sockets and processes outside.
+//! Landlock restricts which files a worker can access, and denies sockets and processes outside of the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
-//! `proof`). All rights that the running kernel knows are denied, and granted only for the paths below. There
-//! is no best effort; `probe` reports what older kernels lack. (Rights of future kernels are not denied until
-//! the library knows them.)
+//! `self_test`). The rules deny all rights that the running kernel knows, and grant rights only for the paths
+//! below. A missing feature is never ignored here; `probe` reports which features an older kernel lacks.
+//! (Rights of future kernels are not denied until the library knows them.)
 //!
-//! Rules refer to the files themselves, not to names. If a file is replaced under its name, a running worker
-//! has no access to the new file until the worker is restarted.
+//! Rules refer to files, not to names. If a file is replaced under its name, a running worker cannot access the
+//! new file until the worker is restarted.
 
-mod proof;
+mod self_test;
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bulkhead_linux::errno;
-use bulkhead_linux::landlock::{give, kernel_abi, restrict_self};
+use bulkhead_linux::landlock::{abi_version, add_path_rule, restrict_self};
 use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
@@ -24,38 +24,38 @@ use landlock::{
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use self::proof::Forbidden;
-use super::paths::{self, PROC};
+use self::self_test::ForbiddenAction;
+use super::paths::{self, PROC_FOLDER};
 
-/// Used only to find the rights that apply to single files. Rights that the kernel lacks are not granted
-/// anyway.
-const NEWEST: ABI = ABI::V9;
+/// Newest version that the library knows. Used only to find the rights that apply to files; the kernel's own
+/// version limits which rights are granted.
+const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rules<'a> {
-    /// The program, and the files that it executes or loads. Their folders can be read and executed. Missing
-    /// paths are not an error here, because executing the program reports the error.
+    /// The program, and the files that the program executes or loads. The worker can read and execute their
+    /// folders. Missing paths are not an error here, because executing the program reports the error.
     pub(crate) programs: &'a [&'a Path],
     /// The working directory, which can be read and executed. A missing directory is not an error here,
     /// because a later step reports it.
     pub(crate) directory: Option<&'a Path>,
-    /// Files and folders that can be read and executed. Executing is included for interpreters and virtual
-    /// environments. A process that can read a program could also run it with the dynamic loader.
+    /// Files and folders that the worker can read and execute. Interpreters and virtual environments need the
+    /// right to execute. A process that can read a program could also run it with the dynamic loader.
     pub(crate) read: &'a [&'a Path],
     /// Files and folders with all rights, except to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// A private folder, with the rights of `write` except for sockets.
+    /// A private folder, with the rights of `write` except the right to create sockets.
     pub(crate) temporary: Option<&'a Path>,
     /// Paths that are not granted, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
-    /// True if the worker has a private root folder, which these rules do not cover.
+    /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
     /// True if the worker may use TCP.
     pub(crate) network: bool,
 }
 
-/// Failure to make a ruleset.
+/// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     /// Description that fits after "failed to".
@@ -69,44 +69,45 @@ pub(crate) struct Failure {
 pub(crate) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
-    forbidden: Forbidden,
+    forbidden: ForbiddenAction,
     /// The granted paths that exist.
     granted: Vec<program_rules::Grant>,
 }
 
-/// Reason why the rules are not in force.
+/// Reason why the rules are not enforced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unrestricted {
+pub(crate) enum RestrictError {
     /// The kernel refused the rules.
-    Refused(Errno),
-    /// The kernel accepted the rules, but an attempt that no rule allows succeeds.
-    Untrue,
+    Rejected(Errno),
+    /// The kernel accepted the rules, but a forbidden action succeeds.
+    NotEnforced,
 }
 
 impl Ruleset {
-    /// Makes the rules. Leaves out missing paths of the system, but fails for missing paths of the
+    /// Creates the ruleset. Skips missing paths of the system, but fails for missing paths of the
     /// configuration.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
-        let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
+        let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
-        let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
+        let mut ruleset =
+            create(known, rules.network).map_err(|e| ruleset_failure("make a Landlock ruleset", e))?;
         let root = rustix::fs::stat("/").map_err(|errno| failure("inspect the root folder", errno))?;
         let mut root_is_given = false;
         let mut granted = Vec::new();
         for grant in grants(rules, known)? {
-            let Some(Added { identity, access }) = add(&mut ruleset, &grant)? else { continue };
+            let Some(AddedRule { identity, access }) = add(&mut ruleset, &grant)? else { continue };
             root_is_given |= identity == (root.st_dev, root.st_ino);
             granted.push(program_rules::Grant { path: grant.path, access });
         }
         let descriptor = Option::<OwnedFd>::from(ruleset);
         let descriptor = descriptor.ok_or_else(|| failure("make a Landlock ruleset", Errno::NOSYS))?;
-        let forbidden = Forbidden::choose(root_is_given && !rules.has_own_root, rules.temporary);
+        let forbidden = ForbiddenAction::choose(root_is_given && !rules.has_own_root, rules.temporary);
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns these rules for the programs that a worker runs. Each program replaces the worker's temporary
-    /// folder by its own part of the folder.
-    pub(crate) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
+    /// Returns the rules in the form that a worker uses for the programs it runs. Each program gets a separate
+    /// part of the worker's temporary folder in place of the whole folder.
+    pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
         program_rules::ProgramRules {
@@ -130,38 +131,38 @@ impl Ruleset {
         self.abi
     }
 
-    /// Adds the folders that a private root folder has in place of the system's: `/proc`, and `/tmp` if
-    /// `has_tmp` is true. For a forked child: makes only system calls.
-    pub(crate) fn add_mounted(&self, has_tmp: bool) -> Result<(), Errno> {
-        self.add_raw(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
-        if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
+    /// Grants access to the folders that are mounted in a private root folder: `/proc`, and `/tmp` if `has_tmp`
+    /// is true. For a forked child: makes only system calls.
+    pub(crate) fn add_private_mounts(&self, has_tmp: bool) -> Result<(), Errno> {
+        self.add_path(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
+        if has_tmp { self.add_path(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Adds a private temporary file system. For a forked child: makes only system calls.
+    /// Grants access to a private temporary file system. For a forked child: makes only system calls.
     pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
-        self.add_raw(folder, temporary_access(ABI::from(self.abi as i32)))
+        self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Adds a folder that was mounted in place of a given folder, with the rights of the given folder. For a
-    /// forked child: makes only system calls.
-    pub(crate) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {
-        self.add_raw(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
+    /// Grants read access to a folder that was mounted in place of a granted folder. For a forked child: makes
+    /// only system calls.
+    pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
+        self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
 
-    fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
+    fn add_path(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
         let folder = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        give(self.descriptor.as_fd(), folder.as_fd(), access.bits())
+        add_path_rule(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
-    /// Enforces the rules on the calling thread and on everything that it starts. This cannot be undone. Then
-    /// tests the rules by an attempt that must fail. The thread must have given up new privileges
-    /// (`PR_SET_NO_NEW_PRIVS`) and capabilities. For a forked child: makes only system calls.
-    pub(crate) fn restrict(&self) -> Result<(), Unrestricted> {
-        // If the attempt fails even without the rules, for lack of the user's rights, it proves nothing.
-        let is_proof = self.forbidden.attempt().is_ok();
-        restrict_self(self.descriptor.as_fd(), self.abi).map_err(Unrestricted::Refused)?;
-        if is_proof && self.forbidden.attempt() != Err(Errno::ACCESS) {
-            return Err(Unrestricted::Untrue);
+    /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone.
+    /// Then tests the rules by an action that must fail. The thread must have no capabilities, and must not be
+    /// able to gain privileges (`PR_SET_NO_NEW_PRIVS`). For a forked child: makes only system calls.
+    pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
+        // If the action fails even without the rules, because the user lacks a right, the test proves nothing.
+        let is_conclusive = self.forbidden.attempt().is_ok();
+        restrict_self(self.descriptor.as_fd(), self.abi).map_err(RestrictError::Rejected)?;
+        if is_conclusive && self.forbidden.attempt() != Err(Errno::ACCESS) {
+            return Err(RestrictError::NotEnforced);
         }
         Ok(())
     }
@@ -190,10 +191,10 @@ struct Grant {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Condition {
-    /// The configuration names the path, so it must exist.
-    Always,
+    /// The path must exist, because the configuration names it.
+    Required,
     IfPresent,
-    IfOthersMayRead,
+    IfWorldReadable,
 }
 
 fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
@@ -203,18 +204,18 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     let write = AccessFs::from_all(abi) & !(AccessFs::MakeChar | AccessFs::MakeBlock);
     let temporary = temporary_access(abi);
 
-    let fixed =
+    let if_present =
         |paths: &[&str], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::IfPresent);
-    let named =
-        |paths: &[&Path], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::Always);
-    let mut grants = fixed(&paths::SYSTEM, execute);
-    grants.extend(Grant::all(paths::readable_by_all(), read, Condition::IfOthersMayRead));
-    grants.extend(fixed(&paths::DEVICES, device & AccessFs::from_all(abi)));
-    grants.extend(fixed(&paths::RANDOM, AccessFs::ReadFile.into()));
-    grants.extend(fixed(&[PROC], read));
-    for folder in paths::own_folders(rules.programs, rules.directory, rules.write) {
-        let parts = paths::without(&folder, rules.withheld);
-        let parts = parts.map_err(|error| failed_to_list(&folder, &error))?;
+    let required =
+        |paths: &[&Path], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::Required);
+    let mut grants = if_present(&paths::SYSTEM_FOLDERS, execute);
+    grants.extend(Grant::all(paths::world_readable(), read, Condition::IfWorldReadable));
+    grants.extend(if_present(&paths::DEVICES, device & AccessFs::from_all(abi)));
+    grants.extend(if_present(&paths::RANDOM_DEVICES, AccessFs::ReadFile.into()));
+    grants.extend(if_present(&[PROC_FOLDER], read));
+    for folder in paths::program_folders(rules.programs, rules.directory, rules.write) {
+        let parts = paths::grantable_parts(&folder, rules.withheld);
+        let parts = parts.map_err(|error| list_failure(&folder, &error))?;
         if parts.len() != 1 || parts[0] != folder {
             grants.extend(Grant::all([folder], AccessFs::ReadDir.into(), Condition::IfPresent));
         }
@@ -222,11 +223,12 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     }
     for (paths, access) in [(rules.read, execute), (rules.write, write)] {
         for path in paths {
-            let leads = paths::leads_as_named(path, rules.write).map_err(|errno| led_away(path, errno))?;
-            grants.extend(leads.then(|| named(&[path], access)).into_iter().flatten());
+            let is_grantable =
+                paths::is_grantable(path, rules.write).map_err(|errno| link_failure(path, errno))?;
+            grants.extend(is_grantable.then(|| required(&[path], access)).into_iter().flatten());
         }
     }
-    grants.extend(named(rules.temporary.as_slice(), temporary));
+    grants.extend(required(rules.temporary.as_slice(), temporary));
     Ok(grants)
 }
 
@@ -250,22 +252,22 @@ impl Grant {
     }
 }
 
-/// A rule whose path exists.
-struct Added {
+/// A rule that was added, because its path exists.
+struct AddedRule {
     /// Device and inode.
     identity: (u64, u64),
     /// Granted rights.
     access: u64,
 }
 
-/// Adds a rule. Returns `None` if the path is missing and need not exist.
-fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<Added>, Failure> {
+/// Adds a rule. Returns `None` if the path is missing and is not required.
+fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
     let descriptor = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
         Ok(descriptor) => descriptor,
         Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP)
-            if *condition != Condition::Always =>
+            if *condition != Condition::Required =>
         {
             return Ok(None);
         }
@@ -273,18 +275,18 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<Added>, Fai
     };
     let found = rustix::fs::fstat(&descriptor).map_err(failed)?;
     let mode = found.st_mode;
-    if *condition == Condition::IfOthersMayRead && !Mode::from_raw_mode(mode).contains(Mode::ROTH) {
+    if *condition == Condition::IfWorldReadable && !Mode::from_raw_mode(mode).contains(Mode::ROTH) {
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // The kernel refuses a rule with rights for folders on a file.
-    let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
+    // For a file, the kernel rejects a rule with rights for folders.
+    let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST_ABI) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
-    added.map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))?;
-    Ok(Some(Added { identity: (found.st_dev, found.st_ino), access: access.bits() }))
+    added.map_err(|error| ruleset_failure(&format!("add a Landlock rule for {}", path.display()), error))?;
+    Ok(Some(AddedRule { identity: (found.st_dev, found.st_ino), access: access.bits() }))
 }
 
-fn led_away(path: &Path, errno: Errno) -> Failure {
+fn link_failure(path: &Path, errno: Errno) -> Failure {
     let path = path.display();
     match errno {
         Errno::XDEV => failure(
@@ -297,8 +299,8 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
     }
 }
 
-fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
-    let errno = errno::of(error, Errno::INVAL);
+fn list_failure(folder: &Path, error: &std::io::Error) -> Failure {
+    let errno = errno::from_io(error, Errno::INVAL);
     failure(&format!("list {} for Landlock rules: {error}", folder.display()), errno)
 }
 
@@ -306,7 +308,7 @@ fn failure(attempted: &str, errno: Errno) -> Failure {
     Failure { attempted: attempted.to_owned(), errno }
 }
 
-fn refused(attempted: &str, error: RulesetError) -> Failure {
+fn ruleset_failure(attempted: &str, error: RulesetError) -> Failure {
     let errno = Errno::from_raw_os_error(*landlock::Errno::from(error));
     failure(attempted, errno)
 }

@@ -1,16 +1,16 @@
-//! Layers of confinement, apart from rlimits. The keeper prepares the layers before the fork, and the child
-//! applies them right before `execve`.
+//! Layers of confinement, except rlimits. The keeper prepares the layers before the fork, and the child applies
+//! them right before `execve`.
 //!
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.
 //! - [`seccomp`]: allowed system calls.
 //! - `elf`: programs and libraries that work without a path.
 //! - [`paths`]: paths that every program needs.
-//! - [`reach`]: given paths that the worker's user can reach.
+//! - [`reach`]: granted paths that the worker's user cannot reach.
 
-pub(super) mod cgroup;
+pub(crate) mod cgroup;
 mod elf;
-pub(super) mod landlock;
-pub(super) mod paths;
-pub(super) mod reach;
-pub(super) mod seccomp;
+pub(crate) mod landlock;
+pub(crate) mod paths;
+pub(crate) mod reach;
+pub(crate) mod seccomp;

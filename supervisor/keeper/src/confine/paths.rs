@@ -1,5 +1,5 @@
-//! Paths that a worker can access, by rules or in a private root folder. These are the paths of the system
-//! that every program needs, and the folders of the worker's program.
+//! Paths that a worker can access by Landlock rules or in a private root folder: the paths of the system that
+//! every program needs, and the folders of the worker's program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 /// Programs, libraries and their data. Can be read and executed.
-pub(crate) const SYSTEM: [&str; 9] = [
+pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/usr",
     "/bin",
     "/sbin",
@@ -26,10 +26,10 @@ pub(crate) const SYSTEM: [&str; 9] = [
     "/gnu/store",
 ];
 
-/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all
-/// of `/etc` were granted, nothing in it could be denied. An entry is granted only if other users may read
-/// it. So a certificate store that an operator locked stays locked, even if the supervisor is root.
-pub(crate) const ETC: [&str; 52] = [
+/// Entries of `/etc` that ordinary programs read. This is a list because rules can only grant rights: if all of
+/// `/etc` were granted, no entry could be denied. An entry is granted only if other users can read it. So a
+/// certificate store that an operator has locked stays locked, even if the supervisor is root.
+pub(crate) const ETC_ENTRIES: [&str; 52] = [
     // Programs and libraries
     "alternatives",
     "os-release",
@@ -90,84 +90,84 @@ pub(crate) const ETC: [&str; 52] = [
 ];
 
 /// Prefixes of entries of `/etc` whose names contain a version.
-pub(crate) const ETC_FAMILIES: [&str; 7] =
+pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
 /// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches in each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// Devices that cannot do harm. Ioctl requests must fail in the same way as on any other file, because many
-/// programs detect a terminal in this way.
+/// Harmless devices. Ioctl requests must fail with the same error as on any other file, because many programs
+/// use a request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Read-only devices. Writes and ioctl requests would tamper with the randomness of all processes.
-pub(crate) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
+/// Devices that can be read only. Writes and ioctl requests would influence the random numbers of all
+/// processes.
+pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
-/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist
-/// yet, nor of its children.
+/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist yet.
 ///
-/// The sensitive data of other processes is protected nevertheless. `environ`, `mem`, `maps`, `cwd`, `root`
-/// and the targets of `fd` need the right to trace the process. A worker without capabilities does not have
-/// this right for any process outside. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.) A worker
-/// can see names, arguments and pids of other processes.
-pub(crate) const PROC: &str = "/proc";
+/// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
+/// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
+/// right for any process outside of its sandbox. (With CAP_PERFMON or CAP_SYS_ADMIN the kernel requires less.)
+/// A worker can see names, arguments and pids of other processes.
+pub(crate) const PROC_FOLDER: &str = "/proc";
 
-/// Entries that installers put next to a program's `bin`: libraries, data, and the marker of a virtual
+/// Entries that installers create next to a `bin` folder: libraries, data, and the marker of a virtual
 /// environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
-/// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep scripts that stand
-/// for programs. The programs are below the parent folder.
-const SHIMS: &str = "shims";
+/// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep wrapper scripts. The
+/// programs are below the parent folder.
+const SHIMS_FOLDER: &str = "shims";
 
 /// Number of bytes of a script in which the kernel looks for its interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
 /// Maximum number of a folder's entries that are granted one by one.
-const ENTRIES_MAX: usize = 4096;
+const GRANTED_ENTRIES_MAX: usize = 4096;
 
-/// Maximum number of entries in a folder that is searched for other names of a withheld file.
-const SEARCHED_MAX: usize = 100_000;
+/// Maximum number of entries in a folder that is searched for hard links to a withheld file.
+const SEARCHED_ENTRIES_MAX: usize = 100_000;
 
-/// Returns the paths in `/etc` and the caches that are granted if others may read them.
-pub(crate) fn readable_by_all() -> Vec<PathBuf> {
+/// Returns the paths in `/etc` and the caches that are granted if all users can read them.
+pub(crate) fn world_readable() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
-        |name: &OsStr| ETC_FAMILIES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
+        |name: &OsStr| ETC_PREFIXES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
     let entries = std::fs::read_dir(etc).into_iter().flatten().flatten();
     let families = entries.filter(|entry| belongs(&entry.file_name())).map(|entry| entry.path());
     let caches = CACHES.iter().map(PathBuf::from);
-    ETC.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
+    ETC_ENTRIES.iter().map(|name| etc.join(name)).chain(families).chain(caches).collect()
 }
 
-/// Folders that all users share, or that hold all files of one user. An operator who starts a program there,
-/// or works there, does not mean to grant the whole folder.
-const SHARED: [&str; 16] = [
+/// Folders that all users share, or that contain all files of a user. A program or working directory in such a
+/// folder does not mean that the operator wants to grant the whole folder.
+const SHARED_FOLDERS: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
     "/sys", "/tmp", "/var", "/var/tmp",
 ];
 
 /// Parent of the users' folders.
-const HOMES: &str = "/home";
+const HOMES_FOLDER: &str = "/home";
 
-/// Maximum number of links on the way to a file, as in the kernel.
+/// Maximum number of symbolic links in a path, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// Returns the working directory, and the folders of the programs and of their interpreters, both as named
-/// and by their real paths. For a program in a shared folder, returns only the program.
+/// Returns the working directory, and the folders of the programs and of their interpreters, both as named and
+/// by their real paths. For a program in a shared folder, returns only the program.
 ///
-/// Ignores everything that a worker can write to. Otherwise a worker could choose what the next worker is
-/// granted, by a link or by the first line of a script. Writable paths are granted already.
-pub(crate) fn own_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
+/// Ignores all paths that a worker can write to. Otherwise a worker could choose the paths of the next worker,
+/// by a link or by the first line of a script. Writable paths are granted already.
+pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
-        programs.iter().copied().filter(|path| resolve(path, &writable).is_some()).collect();
+        programs.iter().copied().filter(|path| resolve_outside(path, &writable).is_some()).collect();
     let interpreters: Vec<PathBuf> = trusted
         .iter()
-        .filter(|path| resolve(path, &writable).is_some_and(|real| !is_in(&real, &writable)))
+        .filter(|path| resolve_outside(path, &writable).is_some_and(|real| !is_in(&real, &writable)))
         .filter_map(|program| interpreter(program))
-        .filter(|path| resolve(path, &writable).is_some())
+        .filter(|path| resolve_outside(path, &writable).is_some())
         .collect();
     let programs = trusted.iter().copied().chain(interpreters.iter().map(PathBuf::as_path));
     let mut given: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
@@ -177,7 +177,7 @@ pub(crate) fn own_folders(programs: &[&Path], directory: Option<&Path>, write: &
         given.extend(paths.iter().flatten().flat_map(|path| installed_with(path)));
     }
     given.retain(|path| {
-        let real = resolve(path, &writable);
+        let real = resolve_outside(path, &writable);
         real.is_some_and(|real| real.exists() && !is_shared(&real))
     });
     given.sort();
@@ -195,31 +195,32 @@ fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
 }
 
 fn is_shared(real: &Path) -> bool {
-    SHARED.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES))
+    SHARED_FOLDERS.iter().any(|shared| real == Path::new(shared))
+        || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a path of the configuration can be granted unchanged. A path that leads through a folder
-/// of `write` cannot, because the worker can change the target. `Ok(false)` means that such a path stays
-/// inside of the folder, and is granted with the folder.
-pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
+/// Returns true if a path of the configuration can be granted unchanged. This is not the case for a path that
+/// leads through a folder of `write`, because the worker can change the target. `Ok(false)` means that the
+/// target is inside of the writable folder, and is granted with that folder.
+pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
-    if resolve(path, &writable).is_some() {
+    if resolve_outside(path, &writable).is_some() {
         return Ok(true);
     }
     match std::fs::canonicalize(path) {
         Ok(real) if !is_in(&real, &writable) => Err(Errno::XDEV),
         Ok(_) => Ok(false),
-        Err(error) => Err(errno::of(&error, Errno::NOENT)),
+        Err(error) => Err(errno::from_io(&error, Errno::NOENT)),
     }
 }
 
-/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or through too
-/// many links.
-fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
+/// Resolves a path. Returns `None` if the path leads through one of the `writable` folders, or has too many
+/// links.
+fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     let mut real = PathBuf::from("/");
-    let mut ahead: Vec<OsString> = parts(path);
+    let mut remaining: Vec<OsString> = reversed_components(path);
     let mut links = 0;
-    while let Some(part) = ahead.pop() {
+    while let Some(part) = remaining.pop() {
         if part == ".." {
             real.pop();
             continue;
@@ -239,27 +240,27 @@ fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
         if to.is_absolute() {
             real = PathBuf::from("/");
         }
-        ahead.extend(parts(&to));
+        remaining.extend(reversed_components(&to));
     }
     Some(real)
 }
 
 /// Returns the names in a path in reverse order.
-fn parts(path: &Path) -> Vec<OsString> {
+fn reversed_components(path: &Path) -> Vec<OsString> {
     let named = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
     let mut parts: Vec<OsString> = named.map(|part| part.as_os_str().to_owned()).collect();
     parts.reverse();
     parts
 }
 
-/// Returns the folders of a program: its own folder, and next to a `bin` the folders installed with it.
+/// Returns the folder of a program and, if the folder is a `bin`, the folders installed next to it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
         return vec![program.to_path_buf()];
     }
     let is_bin = folder.file_name().is_some_and(|name| name == "bin" || name == "sbin");
-    let is_shims = folder.file_name().is_some_and(|name| name == SHIMS);
+    let is_shims = folder.file_name().is_some_and(|name| name == SHIMS_FOLDER);
     if let Some(prefix) = folder.parent().filter(|_| is_shims) {
         return vec![prefix.to_path_buf()];
     }
@@ -271,7 +272,7 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
 /// Returns the interpreter in the first line of a script.
 fn interpreter(script: &Path) -> Option<PathBuf> {
     let mut start = Vec::new();
-    // Opening a pipe with this name must not block.
+    // The flags prevent that opening a named pipe blocks.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let script = std::fs::File::from(rustix::fs::open(script, flags, Mode::empty()).ok()?);
     if !script.metadata().ok()?.is_file() {
@@ -284,15 +285,15 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
-/// Returns the parts of a folder that can be granted without anything withheld: the folder itself, or else
-/// its current entries except the withheld ones.
-pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
+/// Returns the folder itself if nothing in it is withheld. Otherwise returns the current entries of the folder,
+/// without the withheld entries.
+pub(crate) fn grantable_parts(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let mut secrets: Vec<PathBuf> =
         withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
-    secrets.extend(other_names(&real, &secrets)?);
+    secrets.extend(hard_links(&real, &secrets)?);
     let mut given = Vec::new();
-    let mut looked_at = 0;
+    let mut entries_seen = 0;
     let mut folders = vec![(folder.to_path_buf(), real)];
     while let Some((named, real)) = folders.pop() {
         if secrets.contains(&real) {
@@ -304,14 +305,14 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
         }
         for entry in std::fs::read_dir(&named)? {
             let entry = entry?;
-            looked_at += 1;
-            if looked_at > ENTRIES_MAX {
+            entries_seen += 1;
+            if entries_seen > GRANTED_ENTRIES_MAX {
                 let text = format!(
-                    "the folder has more than {ENTRIES_MAX} entries in addition to the supervisor's own files"
+                    "the folder has more than {GRANTED_ENTRIES_MAX} entries in addition to the supervisor's own files"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
-            // A link grants nothing. The target is granted separately, or is not granted.
+            // A link is skipped, because its target is granted separately or not at all.
             if !entry.file_type()?.is_symlink() {
                 folders.push((entry.path(), real.join(entry.file_name())));
             }
@@ -320,23 +321,22 @@ pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathB
     Ok(given)
 }
 
-/// Returns hard links in this folder to files among `secrets`. Rules and mounts apply to files, so every name
-/// of a file grants access to it. Fails if a file has several names and the folder is too large to be
-/// searched.
-fn other_names(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
+/// Returns hard links in this folder to files in `secrets`. Rules and mounts apply to files, so every name of a
+/// file gives access to it. Fails if a file has several names and the folder is too large to be searched.
+fn hard_links(folder: &Path, secrets: &[PathBuf]) -> io::Result<Vec<PathBuf>> {
     let linked =
         |found: &Metadata| (found.is_file() && found.nlink() > 1).then(|| (found.dev(), found.ino()));
     let secrets = secrets.iter().filter_map(|path| linked(&std::fs::symlink_metadata(path).ok()?));
     let secrets: Vec<(u64, u64)> = secrets.collect();
     let mut folders: Vec<PathBuf> = secrets.first().map(|_| folder.to_path_buf()).into_iter().collect();
-    let (mut names, mut looked_at) = (Vec::new(), 0);
+    let (mut names, mut entries_seen) = (Vec::new(), 0);
     while let Some(folder) = folders.pop() {
-        // A folder that cannot be listed here has no names for the worker either.
+        // If the keeper cannot list a folder, the worker cannot either.
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
-            looked_at += 1;
-            if looked_at > SEARCHED_MAX {
+            entries_seen += 1;
+            if entries_seen > SEARCHED_ENTRIES_MAX {
                 let text = format!(
-                    "the folder has more than {SEARCHED_MAX} entries, and any entry can be a hard link to the \
+                    "the folder has more than {SEARCHED_ENTRIES_MAX} entries, and any entry can be a hard link to the \
                      configuration: remove the other names of the configuration file"
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
@@ -358,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_belongs_to_a_program_comes_along() {
+    fn grants_folders_installed_with_a_program() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "own/lib", "tool/bin", "tool/libexec", "tool/other"] {
@@ -368,17 +368,20 @@ mod tests {
             .unwrap();
         std::fs::write(path("tool/bin/run"), "").unwrap();
         std::fs::write(path("own/pyvenv.cfg"), "").unwrap();
-        let folders = own_folders(&[&path("own/bin/script")], None, &[]);
+        let folders = program_folders(&[&path("own/bin/script")], None, &[]);
         let expected = ["own/bin", "own/lib", "own/pyvenv.cfg", "tool/bin", "tool/libexec"];
         assert_eq!(folders, expected.map(path));
         std::fs::create_dir_all(path("pyenv/shims")).unwrap();
         std::fs::write(path("pyenv/shims/python"), "").unwrap();
-        assert_eq!(own_folders(&[&path("pyenv/shims/python")], None, &[]), [path("pyenv")]);
-        assert_eq!(own_folders(&[Path::new("/program")], Some(Path::new("/")), &[]), Vec::<PathBuf>::new());
+        assert_eq!(program_folders(&[&path("pyenv/shims/python")], None, &[]), [path("pyenv")]);
+        assert_eq!(
+            program_folders(&[Path::new("/program")], Some(Path::new("/")), &[]),
+            Vec::<PathBuf>::new()
+        );
     }
 
     #[test]
-    fn nothing_is_taken_from_what_a_worker_may_write_to() {
+    fn grants_nothing_chosen_by_writable_paths() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "other/bin", "secret", "work"] {
@@ -390,38 +393,38 @@ mod tests {
         std::os::unix::fs::symlink(path("secret"), path("own/share")).unwrap();
         std::os::unix::fs::symlink(path("secret"), path("own/cwd")).unwrap();
         std::os::unix::fs::symlink(path("own/cwd"), path("to-cwd")).unwrap();
-        let given = own_folders(&[&program], None, &[&path("work")]);
+        let given = program_folders(&[&program], None, &[&path("work")]);
         assert_eq!(given, ["other/bin", "own/bin", "own/share"].map(path));
         for cwd in ["own/cwd", "to-cwd", "work/../own/cwd"] {
-            let given = own_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
+            let given = program_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
         // Only the script is writable. The worker cannot choose the folder, but can choose the first line.
-        let given = own_folders(&[&program], Some(&path("work")), &[&program]);
+        let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 
-        let leads = |name: &str| leads_as_named(&path(name), &[&path("own")]);
-        assert_eq!(leads("work"), Ok(true));
-        assert_eq!(leads("own"), Ok(true));
-        assert_eq!(leads("own/bin"), Ok(false));
-        assert_eq!(leads("own/share"), Err(Errno::XDEV));
-        assert_eq!(leads("to-cwd"), Err(Errno::XDEV));
-        assert_eq!(leads("own/none"), Err(Errno::NOENT));
+        let grantable = |name: &str| is_grantable(&path(name), &[&path("own")]);
+        assert_eq!(grantable("work"), Ok(true));
+        assert_eq!(grantable("own"), Ok(true));
+        assert_eq!(grantable("own/bin"), Ok(false));
+        assert_eq!(grantable("own/share"), Err(Errno::XDEV));
+        assert_eq!(grantable("to-cwd"), Err(Errno::XDEV));
+        assert_eq!(grantable("own/none"), Err(Errno::NOENT));
     }
 
     #[test]
-    fn of_a_shared_folder_the_program_alone_is_given() {
+    fn grants_only_the_program_in_a_shared_folder() {
         let own = std::env::temp_dir();
         let file = tempfile::NamedTempFile::new_in("/tmp").unwrap();
-        assert_eq!(own_folders(&[file.path()], Some(&own), &[]), [file.path()]);
+        assert_eq!(program_folders(&[file.path()], Some(&own), &[]), [file.path()]);
         let etc = Path::new("/etc");
-        assert_eq!(own_folders(&[], Some(etc), &[]), Vec::<PathBuf>::new());
-        assert_eq!(own_folders(&[], Some(Path::new("/usr/../etc/.")), &[]), Vec::<PathBuf>::new());
+        assert_eq!(program_folders(&[], Some(etc), &[]), Vec::<PathBuf>::new());
+        assert_eq!(program_folders(&[], Some(Path::new("/usr/../etc/.")), &[]), Vec::<PathBuf>::new());
         assert!(is_shared(Path::new("/home/alice")) && !is_shared(Path::new("/home/alice/work")));
     }
 
     #[test]
-    fn a_pipe_in_place_of_a_script_is_not_waited_for() {
+    fn named_pipe_as_script_does_not_block() {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("pipe");
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
@@ -429,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_withheld_is_not_given_with_its_folder() {
+    fn withheld_files_are_not_granted_with_their_folder() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         std::fs::create_dir(path("deep")).unwrap();
@@ -438,11 +441,11 @@ mod tests {
         }
         std::os::unix::fs::symlink(path("config"), path("link")).unwrap();
         let (config, token) = (path("config"), path("deep/token"));
-        let mut given = without(folder.path(), &[&config, &token]).unwrap();
+        let mut given = grantable_parts(folder.path(), &[&config, &token]).unwrap();
         given.sort();
         assert_eq!(given, [path("data"), path("deep/data")]);
-        assert_eq!(without(folder.path(), &[Path::new("/etc/passwd")]).unwrap(), [folder.path()]);
-        assert_eq!(without(&path("deep"), &[&config]).unwrap(), [path("deep")]);
-        assert!(without(&path("deep"), &[folder.path()]).unwrap().contains(&path("deep")));
+        assert_eq!(grantable_parts(folder.path(), &[Path::new("/etc/passwd")]).unwrap(), [folder.path()]);
+        assert_eq!(grantable_parts(&path("deep"), &[&config]).unwrap(), [path("deep")]);
+        assert!(grantable_parts(&path("deep"), &[folder.path()]).unwrap().contains(&path("deep")));
     }
 }

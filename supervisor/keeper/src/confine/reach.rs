@@ -1,7 +1,7 @@
-//! Finds the given paths that the worker's user can reach, by the modes of files and folders.
+//! Finds the granted paths that the worker's user cannot reach, by the modes of files and folders.
 //!
-//! Access control lists are ignored. If an access control list allows more than the mode, the worker is shown
-//! a path that was reachable anyway. If the list allows less, the step that fails reports the path.
+//! Ignores access control lists. If a list allows more than the mode, a mount shows a path that was reachable
+//! anyway. If a list allows less, a later step fails and reports the path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,18 +9,18 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{elf, paths};
-use crate::confinement::Identity;
+use crate::protocol::confinement::Identity;
 
 const READ: u32 = 4;
 const WRITE: u32 = 2;
 const SEARCH: u32 = 1;
 
-/// Paths given to a worker.
+/// Paths that are granted to a worker.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Given<'a> {
+pub(crate) struct GrantedPaths<'a> {
     /// The executed program.
     pub(crate) program: &'a Path,
-    /// The program, and the files that it executes or loads.
+    /// The program, and the files that the program executes or loads.
     pub(crate) programs: &'a [&'a Path],
     /// Working directory.
     pub(crate) directory: &'a Path,
@@ -31,25 +31,25 @@ pub(crate) struct Given<'a> {
     /// Temporary folder.
     pub(crate) temporary: Option<&'a Path>,
     /// True if a private file system is mounted over the temporary folder.
-    pub(crate) is_mounted: bool,
+    pub(crate) temporary_is_mounted: bool,
 }
 
-/// Purpose for which a path is given.
+/// Purpose for which a path is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Purpose {
     /// Working directory.
-    Start,
-    /// Reading. Folders can also be traversed.
+    WorkingDirectory,
+    /// Reading, and traversing folders.
     Read,
     /// Writing.
     Write,
     /// Mount point.
-    Mount,
+    MountPoint,
 }
 
-/// A path in a folder that the user cannot traverse, or such a folder itself.
+/// A path in a folder that the user cannot traverse, or the folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Hidden {
+pub(crate) struct HiddenPath {
     /// The path as named, or its real path.
     pub(crate) place: PathBuf,
     /// The real path.
@@ -59,51 +59,51 @@ pub(crate) struct Hidden {
 
 /// Paths that a user cannot reach, and the folders that prevent it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Closed {
-    /// Folders that the user cannot traverse. None is inside another, and the paths contain no links.
+pub(crate) struct Unreachable {
+    /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
-    /// Given paths inside of these folders.
-    pub(crate) hidden: Vec<Hidden>,
-    /// Given folders that the user cannot list or traverse. The entries are given instead.
-    pub(crate) opened: BTreeSet<PathBuf>,
+    /// Granted paths inside of these folders.
+    pub(crate) hidden: Vec<HiddenPath>,
+    /// Granted folders that the user cannot list or traverse. Their entries are shown instead.
+    pub(crate) expanded: BTreeSet<PathBuf>,
 }
 
-impl Closed {
-    /// True if the only hidden paths are the working directory, and the programs with the paths next to them.
-    /// These can be opened before the change of user. Scripts do not qualify, because they are found by name.
-    /// Libraries that need other libraries next to them do not qualify for the same reason.
-    pub(crate) fn is_only_programs(&self, given: &Given<'_>) -> bool {
-        let others = given.programs.iter();
-        let others = others.filter(|path| **path != given.program && !elf::is_self_contained(path));
-        let asked_for: BTreeSet<PathBuf> =
-            given.read.iter().chain(others).filter_map(|path| std::fs::canonicalize(path).ok()).collect();
-        let is_had = |hidden: &Hidden| match hidden.purpose {
-            Purpose::Start => true,
-            Purpose::Read => !asked_for.contains(&hidden.real),
-            Purpose::Write | Purpose::Mount => false,
+impl Unreachable {
+    /// True if only the working directory and the programs are hidden, with the paths next to the programs. The
+    /// child can open these before the change of user. This does not work for scripts, which the interpreter
+    /// opens by name, nor for libraries that need other libraries next to them.
+    pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
+        let others = granted.programs.iter();
+        let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
+        let needed_by_path: BTreeSet<PathBuf> =
+            granted.read.iter().chain(others).filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+        let is_opened_before = |hidden: &HiddenPath| match hidden.purpose {
+            Purpose::WorkingDirectory => true,
+            Purpose::Read => !needed_by_path.contains(&hidden.real),
+            Purpose::Write | Purpose::MountPoint => false,
         };
-        self.hidden.iter().all(is_had) && elf::is_elf(given.program)
+        self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
     }
 
     /// Returns the file that the host loads or runs, if it is hidden.
-    pub(crate) fn hosted<'g>(&self, given: &Given<'g>) -> Option<&'g Path> {
+    pub(crate) fn hidden_hosted_file<'g>(&self, granted: &GrantedPaths<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
-        given.programs.iter().copied().find(|path| *path != given.program && is_hidden(path))
+        granted.programs.iter().copied().find(|path| *path != granted.program && is_hidden(path))
     }
 }
 
-/// A given path that this user cannot use, wherever it is shown.
+/// A granted path that this user cannot use, even if a mount shows the path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Useless {
+pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the user is one of the subordinate ids, to which the supervisor's own user cannot give files
+    /// True if the user is a subordinate id. The supervisor's own user cannot give files to such a user
     /// directly.
     pub(crate) is_subordinate: bool,
 }
 
-impl fmt::Display for Useless {
+impl fmt::Display for UnusablePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { path, wanted, identity: Identity { uid, gid }, is_subordinate } = self;
         let path = path.display();
@@ -124,80 +124,84 @@ impl fmt::Display for Useless {
     }
 }
 
-/// Checks all given paths. Ignores missing paths, because a later step reports the error.
-pub(crate) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
-    let mut closed = Closed::default();
+/// Checks all granted paths. Ignores missing paths, because a later step reports the error.
+pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Unreachable, UnusablePath> {
+    let mut unreachable = Unreachable::default();
     let mut folders = BTreeSet::new();
-    let mut looked_at = BTreeMap::new();
-    let useless =
-        |path: &Path, wanted| Useless { path: path.to_owned(), wanted, identity, is_subordinate: false };
-    for (path, purpose) in all(given) {
+    let mut known_folders = BTreeMap::new();
+    let unusable =
+        |path: &Path, wanted| UnusablePath { path: path.to_owned(), wanted, identity, is_subordinate: false };
+    for (path, purpose) in all_paths(granted) {
         let Ok(real) = std::fs::canonicalize(&path) else { continue };
         let Ok(found) = std::fs::metadata(&real) else { continue };
         let has = |wanted: u32| permits(&found, identity, wanted);
         if found.is_dir() {
             match purpose {
-                Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(useless(&path, "write")),
-                Purpose::Read if !has(READ | SEARCH) => drop(closed.opened.insert(real.clone())),
-                Purpose::Start if !has(SEARCH) => drop(folders.insert(real.clone())),
+                Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(unusable(&path, "write")),
+                Purpose::Read if !has(READ | SEARCH) => drop(unreachable.expanded.insert(real.clone())),
+                Purpose::WorkingDirectory if !has(SEARCH) => drop(folders.insert(real.clone())),
                 _ => {}
             }
         } else {
             match purpose {
-                Purpose::Write if !has(WRITE) => return Err(useless(&path, "write")),
-                Purpose::Read if path == given.program && !has(SEARCH) => {
-                    return Err(useless(&path, "execute"));
+                Purpose::Write if !has(WRITE) => return Err(unusable(&path, "write")),
+                Purpose::Read if path == granted.program && !has(SEARCH) => {
+                    return Err(unusable(&path, "execute"));
                 }
-                Purpose::Read if !has(READ) && !has(SEARCH) => return Err(useless(&path, "read")),
+                Purpose::Read if !has(READ) && !has(SEARCH) => return Err(unusable(&path, "read")),
                 _ => {}
             }
         }
         for place in BTreeSet::from([path, real.clone()]) {
-            let above = first_closed(&place, identity, &mut looked_at);
-            let is_opened = closed.opened.contains(&real);
+            let above = topmost_closed(&place, identity, &mut known_folders);
+            let is_opened = unreachable.expanded.contains(&real);
             if above.is_none() && !is_opened {
                 continue;
             }
             folders.insert(above.unwrap_or_else(|| real.clone()));
-            closed.hidden.push(Hidden { place, real: real.clone(), purpose });
+            unreachable.hidden.push(HiddenPath { place, real: real.clone(), purpose });
         }
     }
     let is_inner = |folder: &&PathBuf| !folder.ancestors().skip(1).any(|above| folders.contains(above));
-    closed.folders = folders.iter().filter(is_inner).cloned().collect();
-    Ok(closed)
+    unreachable.folders = folders.iter().filter(is_inner).cloned().collect();
+    Ok(unreachable)
 }
 
-/// Returns all given paths as named.
-fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
-    let own = paths::own_folders(given.programs, Some(given.directory), given.write);
-    let mut all = vec![(given.directory.to_owned(), Purpose::Start)];
+/// Returns all granted paths as named.
+fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
+    let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
+    let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
     all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
-    all.extend(given.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
-    // The worker must not choose where a link in a writable folder leads; see `leads_as_named`.
-    let leads = |path: &&&Path| paths::leads_as_named(path, given.write) == Ok(true);
-    all.extend(given.read.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Read)));
-    all.extend(given.write.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Write)));
-    let temporary = if given.is_mounted { Purpose::Mount } else { Purpose::Write };
-    all.extend(given.temporary.map(|path| (path.to_owned(), temporary)));
+    all.extend(granted.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
+    // The worker must not choose where a link in a writable folder leads; see `is_grantable`.
+    let is_grantable = |path: &&&Path| paths::is_grantable(path, granted.write) == Ok(true);
+    all.extend(granted.read.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Read)));
+    all.extend(granted.write.iter().filter(is_grantable).map(|path| (path.to_path_buf(), Purpose::Write)));
+    let temporary = if granted.temporary_is_mounted { Purpose::MountPoint } else { Purpose::Write };
+    all.extend(granted.temporary.map(|path| (path.to_owned(), temporary)));
     all
 }
 
 /// Returns the topmost folder above this path that the user cannot traverse.
-fn first_closed(path: &Path, identity: Identity, looked_at: &mut BTreeMap<PathBuf, bool>) -> Option<PathBuf> {
+fn topmost_closed(
+    path: &Path,
+    identity: Identity,
+    known_folders: &mut BTreeMap<PathBuf, bool>,
+) -> Option<PathBuf> {
     let above: Vec<&Path> = path.ancestors().skip(1).collect();
     let mut is_closed = |folder: &Path| {
-        if let Some(is_closed) = looked_at.get(folder) {
+        if let Some(is_closed) = known_folders.get(folder) {
             return *is_closed;
         }
         let is_closed = std::fs::metadata(folder).is_ok_and(|found| !permits(&found, identity, SEARCH));
-        looked_at.insert(folder.to_owned(), is_closed);
+        known_folders.insert(folder.to_owned(), is_closed);
         is_closed
     };
     let folder = above.into_iter().rev().find(|folder| is_closed(folder))?;
     std::fs::canonicalize(folder).ok()
 }
 
-/// True if the mode allows this user everything in `wanted`.
+/// True if the mode gives this user all rights in `wanted`.
 fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
     let mode = found.permissions().mode();
     let bits = match () {
@@ -237,50 +241,50 @@ mod tests {
         outer
     }
 
-    fn look_at(outer: &Path, read: &[&Path], write: &[&Path]) -> Result<Closed, Useless> {
+    fn look_at(outer: &Path, read: &[&Path], write: &[&Path]) -> Result<Unreachable, UnusablePath> {
         let directory = outer.join("home/checkout");
         let program = directory.join("program");
         let programs = [program.as_path()];
-        let given = Given {
+        let granted = GrantedPaths {
             program: &program,
             programs: &programs,
             directory: &directory,
             read,
             write,
             temporary: None,
-            is_mounted: false,
+            temporary_is_mounted: false,
         };
-        look(&given, STRANGER)
+        check(&granted, STRANGER)
     }
 
     #[test]
-    fn what_is_open_to_all_is_not_closed() {
+    fn open_folders_are_reachable() {
         let outer = home(0o755);
-        assert_eq!(look_at(outer.path(), &[], &[]), Ok(Closed::default()));
+        assert_eq!(look_at(outer.path(), &[], &[]), Ok(Unreachable::default()));
     }
 
     #[test]
-    fn a_closed_home_is_named_and_what_was_given_of_it() {
+    fn reports_closed_folder_and_granted_paths_inside() {
         let outer = home(0o700);
         let home = outer.path().join("home");
-        let closed = look_at(outer.path(), &[], &[]).unwrap();
-        assert_eq!(closed.folders, std::slice::from_ref(&home));
-        let places: BTreeSet<_> = closed.hidden.iter().map(|hidden| hidden.place.clone()).collect();
+        let unreachable = look_at(outer.path(), &[], &[]).unwrap();
+        assert_eq!(unreachable.folders, std::slice::from_ref(&home));
+        let places: BTreeSet<_> = unreachable.hidden.iter().map(|hidden| hidden.place.clone()).collect();
         assert_eq!(places, [home.join("checkout"), home.join("checkout/program")].into());
-        assert!(closed.opened.is_empty());
+        assert!(unreachable.expanded.is_empty());
     }
 
     #[test]
-    fn a_closed_folder_that_is_given_is_opened() {
+    fn granted_closed_folder_is_expanded() {
         let outer = home(0o755);
         let checkout = outer.path().join("home/checkout");
         folder(&checkout, 0o700);
-        let closed = look_at(outer.path(), &[], &[]).unwrap();
-        assert_eq!((closed.folders, closed.opened), (vec![checkout.clone()], [checkout].into()));
+        let unreachable = look_at(outer.path(), &[], &[]).unwrap();
+        assert_eq!((unreachable.folders, unreachable.expanded), (vec![checkout.clone()], [checkout].into()));
     }
 
     #[test]
-    fn what_the_user_cannot_use_is_told_with_what_to_do() {
+    fn unusable_path_is_reported_with_remedy() {
         let outer = home(0o755);
         let (secret, place) = (outer.path().join("secret"), outer.path().join("place"));
         file(&secret, 0o600);

@@ -15,6 +15,7 @@ mod assembler;
 mod flags;
 mod notification;
 mod profiles;
+mod seal;
 #[cfg(test)]
 mod tests;
 
@@ -28,11 +29,14 @@ use self::assembler::{Block, Condition};
 use bulkhead_linux::errno;
 use bulkhead_linux::syscalls;
 
-pub(crate) use self::flags::without_truncation;
-pub(crate) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
-pub(crate) use self::profiles::{
-    default, open, sealed, strict, with_siblings, without_siblings, without_unix_sockets,
+pub(crate) use self::flags::deny_truncation;
+pub(crate) use self::notification::{
+    ListenerState, Notification, check_pending, poll_listener, receive, respond_with_error,
 };
+pub(crate) use self::profiles::{
+    allow_all, allow_siblings, default, deny_siblings, deny_unix_sockets, sealed, strict,
+};
+pub use self::seal::{Seal, seal};
 
 /// The kernel's name for this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]
@@ -45,7 +49,7 @@ compile_error!("the lower half of an argument would be the second one");
 
 /// First number of the x32 calls. These calls appear under the 64-bit architecture, and would bypass the
 /// rules for the corresponding calls.
-const X32: u32 = 0x4000_0000;
+const X32_FIRST: u32 = 0x4000_0000;
 
 /// Result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,13 +60,13 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// No honest program makes the call. The worker ends as [`Ending`] says.
+    /// No honest program makes the call. The worker ends as [`FatalAction`] says.
     Fatal,
 }
 
 /// Way in which a worker ends after a fatal call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum FatalAction {
     /// The kernel kills the worker, and reports only SIGSYS.
     Kill,
     /// The keeper kills the worker. The call waits until the keeper has received its number. The keeper must
@@ -114,34 +118,39 @@ impl From<Pointer> for Rule {
 }
 
 impl Rule {
-    fn assemble(&self, ending: Ending) -> Block {
+    fn assemble(&self, fatal_action: FatalAction) -> Block {
         match self {
-            Self::Always(verdict) => vec![assembler::give(verdict.action(ending))],
+            Self::Always(verdict) => vec![assembler::return_action(verdict.action(fatal_action))],
             Self::Check(check) => {
                 let Check { argument, mask, cases, otherwise } = &**check;
-                let tests = cases.iter().rev().fold(otherwise.assemble(ending), |rest, (condition, rule)| {
-                    assembler::branch(*condition, rule.assemble(ending), rest)
-                });
+                let tests =
+                    cases.iter().rev().fold(otherwise.assemble(fatal_action), |rest, (condition, rule)| {
+                        assembler::branch(*condition, rule.assemble(fatal_action), rest)
+                    });
                 let mut block = assembler::load_argument(*argument, *mask);
                 block.extend(tests);
                 block
             }
             Self::Pointer(pointer) => {
                 let Pointer { argument, null, otherwise } = &**pointer;
-                assembler::branch_on_null(*argument, null.assemble(ending), otherwise.assemble(ending))
+                assembler::branch_on_null(
+                    *argument,
+                    null.assemble(fatal_action),
+                    otherwise.assemble(fatal_action),
+                )
             }
         }
     }
 }
 
 impl Verdict {
-    fn action(self, ending: Ending) -> u32 {
-        match (self, ending) {
+    fn action(self, fatal_action: FatalAction) -> u32 {
+        match (self, fatal_action) {
             (Self::Allow, _) => libc::SECCOMP_RET_ALLOW,
             (Self::Errno(errno), _) => libc::SECCOMP_RET_ERRNO | errno.raw_os_error() as u32,
             (Self::Ignore, _) => libc::SECCOMP_RET_ERRNO,
-            (Self::Fatal, Ending::Kill) => libc::SECCOMP_RET_KILL_PROCESS,
-            (Self::Fatal, Ending::Notify) => libc::SECCOMP_RET_USER_NOTIF,
+            (Self::Fatal, FatalAction::Kill) => libc::SECCOMP_RET_KILL_PROCESS,
+            (Self::Fatal, FatalAction::Notify) => libc::SECCOMP_RET_USER_NOTIF,
         }
     }
 }
@@ -184,7 +193,7 @@ impl Rules {
 
     /// Allows some calls, whatever their arguments, and makes others fatal. Fails with a name that no
     /// architecture has.
-    pub(crate) fn overridden<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
+    pub(crate) fn with_overrides<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
         if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
             return Err(unknown);
         }
@@ -199,23 +208,23 @@ impl Rules {
 
     /// Compiles the rules. The number of comparisons for each call is logarithmic in the number of rules. The
     /// kernel caches the result for calls that are allowed whatever their arguments.
-    pub(crate) fn compile(&self, ending: Ending) -> Filter {
+    pub(crate) fn compile(&self, fatal_action: FatalAction) -> Filter {
         let kill = libc::SECCOMP_RET_KILL_PROCESS;
         let mut program = vec![assembler::load_architecture()];
-        program.extend(assembler::unless(Condition::Is(ARCHITECTURE), kill));
+        program.extend(assembler::return_unless(Condition::Is(ARCHITECTURE), kill));
         program.push(assembler::load_number());
         if cfg!(target_arch = "x86_64") {
-            program.extend(assembler::when(Condition::AtLeast(X32), kill));
+            program.extend(assembler::return_if(Condition::AtLeast(X32_FIRST), kill));
         }
-        program.extend(search(&self.ranges(), ending));
-        Filter { program, ending }
+        program.extend(search(&self.ranges(), fatal_action));
+        Filter { program, fatal_action }
     }
 
     /// Returns the first number of each range with the same rule, in order.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
-        const NEWER: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
-        let known = (0..=syscalls::LAST).map(|number| (number, self.rule(number)));
-        let mut ranges: Vec<_> = known.chain([(syscalls::LAST + 1, &NEWER)]).collect();
+        const UNKNOWN_CALL: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
+        let known = (0..=syscalls::NUMBER_MAX).map(|number| (number, self.rule(number)));
+        let mut ranges: Vec<_> = known.chain([(syscalls::NUMBER_MAX + 1, &UNKNOWN_CALL)]).collect();
         ranges.dedup_by_key(|(_, rule)| *rule);
         ranges
     }
@@ -226,20 +235,20 @@ impl Rules {
 }
 
 /// Finds the range that contains the loaded number.
-fn search(ranges: &[(u32, &Rule)], ending: Ending) -> Block {
+fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     if let [(_, rule)] = ranges {
-        return rule.assemble(ending);
+        return rule.assemble(fatal_action);
     }
     let (low, high) = ranges.split_at(ranges.len() / 2);
     let (first, _) = high[0];
-    assembler::branch(Condition::AtLeast(first), search(high, ending), search(low, ending))
+    assembler::branch(Condition::AtLeast(first), search(high, fatal_action), search(low, fatal_action))
 }
 
 /// A program that the kernel runs on each call.
 #[derive(Clone)]
 pub(crate) struct Filter {
     program: Vec<sock_filter>,
-    ending: Ending,
+    fatal_action: FatalAction,
 }
 
 impl Filter {
@@ -260,11 +269,11 @@ impl Filter {
     /// Returns the listener, close-on-exec, if fatal calls are reported. The listener must reach the keeper,
     /// because otherwise no process answers. A second listener for the same process is refused with EBUSY.
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
-        let flags: &[libc::c_ulong] = match self.ending {
-            Ending::Kill => &[0],
+        let flags: &[libc::c_ulong] = match self.fatal_action {
+            FatalAction::Kill => &[0],
             // With this flag, only fatal signals interrupt a call whose notification was received. Otherwise
             // a process that gets signals constantly would never be found waiting.
-            Ending::Notify => &[
+            FatalAction::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.
             ],
@@ -279,10 +288,10 @@ impl Filter {
             let result = unsafe {
                 libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, *flags, &raw const program)
             };
-            match (result, self.ending) {
+            match (result, self.fatal_action) {
                 (-1, _) => refused = errno::last(),
-                (_, Ending::Kill) => return Ok(None),
-                (listener, Ending::Notify) => return Ok(Some(listener as RawFd)),
+                (_, FatalAction::Kill) => return Ok(None),
+                (listener, FatalAction::Notify) => return Ok(Some(listener as RawFd)),
             }
             if refused != Errno::INVAL {
                 break;
@@ -293,15 +302,15 @@ impl Filter {
 }
 
 /// Returns a filter that makes a call fail that otherwise never fails, to test whether filters are in force;
-/// see [`is_on_trial`].
-pub(crate) fn trial(ending: Ending) -> Filter {
+/// see [`is_test_filter_active`].
+pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));
-    rules.compile(ending)
+    rules.compile(fatal_action)
 }
 
-/// Returns true if the filter of [`trial`] is in force.
-pub(crate) fn is_on_trial() -> bool {
+/// Returns true if the filter of [`test_filter`] is in force.
+pub(crate) fn is_test_filter_active() -> bool {
     // SAFETY: takes no argument.
     unsafe { libc::syscall(libc::SYS_getppid) == -1 }
 }

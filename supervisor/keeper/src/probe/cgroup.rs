@@ -6,48 +6,50 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::thread::gettid;
 
-use super::{Ability, explain};
-use crate::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
+use super::error_text;
+use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
+use crate::protocol::LayerSupport;
 
 /// Prefix of the names of groups made by a trial, followed by a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
-pub(super) fn probe() -> Vec<Ability> {
-    let own = own();
-    let leaf = own.clone().and_then(|own| Leaf::make(&own));
-    let in_leaf = |task: fn(&Leaf) -> Result<(), String>| {
+pub(super) fn probe() -> Vec<LayerSupport> {
+    let own = own_group();
+    let leaf = own.clone().and_then(|own| ProbeLeaf::create(&own));
+    let in_leaf = |task: fn(&ProbeLeaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
     // Without a leaf, nothing is known about actions on leaves.
-    let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE };
+    let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
-        Ability::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_IT),
-        Ability::of("cgroup leaf", in_leaf(Leaf::takes_processes), DELEGATE),
-        Ability::of(
+        LayerSupport::of("cgroup", own.clone().map(|own| Some(own.display().to_string())), MOUNT_ADVICE),
+        LayerSupport::of("cgroup leaf", in_leaf(ProbeLeaf::accepts_processes), DELEGATE_ADVICE),
+        LayerSupport::of(
             "cgroup clone",
-            in_leaf(Leaf::clone_into),
+            in_leaf(ProbeLeaf::clone_into),
             or_delegate("run kernel 5.7 or later, and allow clone3 in seccomp filters"),
         ),
-        Ability::of("cgroup kill", in_leaf(Leaf::kill), or_delegate("run kernel 5.14 or later")),
-        Ability::of("cgroup memory", controller("memory"), FREE_IT),
-        Ability::of("cgroup pids", controller("pids"), FREE_IT),
-        Ability::of("cgroup cpu", controller("cpu"), FREE_IT),
+        LayerSupport::of("cgroup kill", in_leaf(ProbeLeaf::kill), or_delegate("run kernel 5.14 or later")),
+        LayerSupport::of("cgroup memory", controller("memory"), CONTROLLER_ADVICE),
+        LayerSupport::of("cgroup pids", controller("pids"), CONTROLLER_ADVICE),
+        LayerSupport::of("cgroup cpu", controller("cpu"), CONTROLLER_ADVICE),
     ]
 }
 
-fn own() -> Result<PathBuf, String> {
+fn own_group() -> Result<PathBuf, String> {
     cgroup::root_path()
-        .map_err(|failure| format!("failed to {}: {}", failure.attempted, explain(failure.errno)))
+        .map_err(|failure| format!("failed to {}: {}", failure.attempted, error_text(failure.errno)))
 }
 
 /// A child group of this process's control group. Removed when dropped.
-struct Leaf(PathBuf);
+struct ProbeLeaf(PathBuf);
 
-impl Leaf {
-    fn make(own: &Path) -> Result<Self, String> {
+impl ProbeLeaf {
+    fn create(own: &Path) -> Result<Self, String> {
         let path = own.join(format!("{LEAF_PREFIX}{}", gettid().as_raw_nonzero()));
         match fs::create_dir(&path) {
             Ok(()) => Ok(Self(path)),
@@ -55,7 +57,7 @@ impl Leaf {
         }
     }
 
-    fn takes_processes(&self) -> Result<(), String> {
+    fn accepts_processes(&self) -> Result<(), String> {
         let path = self.0.join("cgroup.procs");
         let opened = fs::OpenOptions::new().write(true).open(&path);
         opened.map(drop).map_err(|error| format!("failed to open {}: {error}", path.display()))
@@ -70,18 +72,16 @@ impl Leaf {
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
         // SAFETY: the child only exits.
-        let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(explain)?;
+        let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(error_text)?;
         if pid == 0 {
             // SAFETY: ends the process without running anything that the parent registered.
             unsafe { libc::_exit(0) };
         }
-        // SAFETY: the pid is that of a child that exits at once, and the status is not requested.
-        unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL) };
-        Ok(())
+        wait_for_exit_code(pid).map(drop).map_err(error_text)
     }
 }
 
-impl Drop for Leaf {
+impl Drop for ProbeLeaf {
     fn drop(&mut self) {
         let _ = fs::remove_dir(&self.0); // Empty, because its processes have been reaped.
     }
@@ -118,7 +118,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
 /// Returns the groups of this process's trials that exist.
 #[cfg(test)]
 pub(super) fn leaves() -> Vec<String> {
-    let Ok(own) = own() else { return Vec::new() };
+    let Ok(own) = own_group() else { return Vec::new() };
     let names = fs::read_dir(own).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let ours = format!("{LEAF_PREFIX}{}", gettid().as_raw_nonzero());
     names.filter(|name| *name == ours).collect()

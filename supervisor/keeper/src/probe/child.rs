@@ -1,39 +1,39 @@
 //! A child process that makes one trial and exits.
 
-use bulkhead_linux::fork::fork_unheard;
-use bulkhead_linux::wait::exit_code;
+use bulkhead_linux::fork::fork_without_sigchld;
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::io::Errno;
 
-use super::explain;
+use super::error_text;
 
 /// Time limit of a trial in seconds, after which the kernel kills the child. A trial takes no time unless it
 /// is stuck.
-const SECONDS_MAX: libc::c_uint = 3;
+const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
 /// Exit code for a layer that the kernel accepted but does not enforce. No error has this number.
-const UNTRUE: i32 = 255;
+const NOT_ENFORCED: i32 = 255;
 
 /// Reason why a trial failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refused {
+pub(super) enum TrialError {
     /// Error of the kernel.
     Errno(Errno),
     /// The kernel accepted the layer, but does not enforce it.
-    Untrue,
+    NotEnforced,
 }
 
-impl From<Errno> for Refused {
+impl From<Errno> for TrialError {
     fn from(errno: Errno) -> Self {
         Self::Errno(errno)
     }
 }
 
-impl Refused {
+impl TrialError {
     /// Returns the reason as text.
-    pub(super) fn explain(self) -> String {
+    pub(super) fn error_text(self) -> String {
         match self {
-            Self::Errno(errno) => explain(errno),
-            Self::Untrue => {
+            Self::Errno(errno) => error_text(errno),
+            Self::NotEnforced => {
                 "the kernel accepted the layer, but does not enforce the layer: check for a seccomp filter \
                              above this process"
                     .to_owned()
@@ -44,32 +44,32 @@ impl Refused {
 
 /// Runs a trial in a child. `task` must only make system calls, because the child is a copy of one thread of
 /// many.
-pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Refused> {
+pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result<(), TrialError> {
     // SAFETY: the child makes only raw system calls until it exits.
-    let child = unsafe { fork_unheard() }?;
+    let child = unsafe { fork_without_sigchld() }?;
     if child == 0 {
         let code = match task() {
             Ok(()) => 0,
-            Err(Refused::Errno(errno)) => errno.raw_os_error(),
-            Err(Refused::Untrue) => UNTRUE,
+            Err(TrialError::Errno(errno)) => errno.raw_os_error(),
+            Err(TrialError::NotEnforced) => NOT_ENFORCED,
         };
         // SAFETY: ends the process without running anything that the parent registered.
         unsafe { libc::_exit(code) }
     }
-    match exit_code(child)? {
+    match wait_for_exit_code(child)? {
         Some(0) => Ok(()),
-        Some(UNTRUE) => Err(Refused::Untrue),
+        Some(NOT_ENFORCED) => Err(TrialError::NotEnforced),
         Some(errno) => Err(Errno::from_raw_os_error(errno).into()),
         None => Err(Errno::CHILD.into()),
     }
 }
 
 /// Must be the child's first call. The child then ends with its parent, or at its time limit.
-pub(super) fn bound() {
+pub(super) fn limit_run_time() {
     // SAFETY: sets a flag and a timer of this process. The timer's signal ends the process.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::signal(libc::SIGALRM, libc::SIG_DFL);
-        libc::alarm(SECONDS_MAX);
+        libc::alarm(TRIAL_SECONDS_MAX);
     }
 }

@@ -3,104 +3,112 @@
 
 use std::os::fd::AsFd;
 
-use bulkhead_linux::landlock::{Withheld, create_ruleset, kernel_abi, restrict_self};
+use bulkhead_linux::landlock::{HandledAccess, abi_version, create_ruleset, restrict_self};
 use landlock::{AccessFs, AccessNet, Scope};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
-use super::child::{self, Refused};
-use super::{Ability, explain};
+use super::child::{self, TrialError};
+use super::error_text;
+use crate::protocol::LayerSupport;
 
 /// A part of Landlock.
-struct Part {
+struct Feature {
     layer: &'static str,
-    /// Version of Landlock that introduced the part.
+    /// Version of Landlock that introduced the feature.
     since: u32,
     what_to_do: &'static str,
-    withheld: Withheld,
+    handled: HandledAccess,
     /// Attempt that the kernel must refuse with `refusal` under the rule. Returns `Ok` in a process without
     /// rules.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
 
-const NOTHING: Withheld = Withheld { files: 0, network: 0, scopes: 0 };
+const NOTHING: HandledAccess = HandledAccess { files: 0, network: 0, scopes: 0 };
 
-fn parts() -> [Part; 5] {
-    let files = |right: AccessFs| Withheld { files: right as u64, ..NOTHING };
+fn features() -> [Feature; 5] {
+    let files = |right: AccessFs| HandledAccess { files: right as u64, ..NOTHING };
     let tcp = AccessNet::BindTcp as u64 | AccessNet::ConnectTcp as u64;
     let scopes = Scope::Signal as u64 | Scope::AbstractUnixSocket as u64;
     [
-        Part {
+        Feature {
             layer: "landlock",
             since: 1,
             what_to_do: "run kernel 5.13 or later with Landlock, and list `landlock` in the boot parameter `lsm=`",
-            withheld: files(AccessFs::ReadDir),
-            forbidden: list_the_root,
+            handled: files(AccessFs::ReadDir),
+            forbidden: list_root,
             refusal: Errno::ACCESS,
         },
-        Part {
+        Feature {
             layer: "landlock truncate",
             since: 3,
             what_to_do: "run kernel 6.2 or later; seccomp is used instead",
-            withheld: files(AccessFs::Truncate),
-            forbidden: not_tried,
+            handled: files(AccessFs::Truncate),
+            forbidden: untestable,
             refusal: Errno::ACCESS,
         },
-        Part {
+        Feature {
             layer: "landlock tcp",
             since: 4,
             what_to_do: "run kernel 6.7 or later; seccomp is used instead",
-            withheld: Withheld { network: tcp, ..NOTHING },
+            handled: HandledAccess { network: tcp, ..NOTHING },
             forbidden: bind_tcp,
             refusal: Errno::ACCESS,
         },
-        Part {
+        Feature {
             layer: "landlock scopes",
             since: 6,
             what_to_do: "run kernel 6.12 or later; a separate user for each worker or a pid namespace is used instead",
-            withheld: Withheld { scopes, ..NOTHING },
-            forbidden: signal_the_parent,
+            handled: HandledAccess { scopes, ..NOTHING },
+            forbidden: signal_parent,
             refusal: Errno::PERM,
         },
-        Part {
+        Feature {
             layer: "landlock unix sockets",
             since: 9,
             what_to_do: "run kernel 7.1 or later; seccomp is used instead",
-            withheld: files(AccessFs::ResolveUnix),
-            forbidden: not_tried,
+            handled: files(AccessFs::ResolveUnix),
+            forbidden: untestable,
             refusal: Errno::ACCESS,
         },
     ]
 }
 
-pub(super) fn probe() -> Vec<Ability> {
-    let abi = kernel_abi();
-    let tried = |part: &Part| match abi {
-        Ok(abi) if abi >= part.since => {
-            part.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(Refused::explain)
+pub(super) fn probe() -> Vec<LayerSupport> {
+    let abi = abi_version();
+    let tried = |feature: &Feature| match abi {
+        Ok(abi) if abi >= feature.since => {
+            feature.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(TrialError::error_text)
         }
-        Ok(abi) => Err(format!("version {abi} is too old, version {} is required", part.since)),
-        Err(errno) => Err(explain(errno)),
+        Ok(abi) => Err(format!("version {abi} is too old, version {} is required", feature.since)),
+        Err(errno) => Err(error_text(errno)),
     };
-    parts().iter().map(|part| Ability::of(part.layer, tried(part), part.what_to_do)).collect()
+    features()
+        .iter()
+        .map(|feature| LayerSupport::of(feature.layer, tried(feature), feature.what_to_do))
+        .collect()
 }
 
-impl Part {
-    fn tried(&self, abi: u32) -> Result<(), Refused> {
-        let ruleset = create_ruleset(self.withheld)?;
-        child::tried(|| {
-            child::bound();
+impl Feature {
+    fn tried(&self, abi: u32) -> Result<(), TrialError> {
+        let ruleset = create_ruleset(self.handled)?;
+        child::run_trial(|| {
+            child::limit_run_time();
             rustix::thread::set_no_new_privs(true)?;
-            let could = (self.forbidden)().is_ok();
+            let worked_before = (self.forbidden)().is_ok();
             restrict_self(ruleset.as_fd(), abi)?;
-            if could && (self.forbidden)() != Err(self.refusal) { Err(Refused::Untrue) } else { Ok(()) }
+            if worked_before && (self.forbidden)() != Err(self.refusal) {
+                Err(TrialError::NotEnforced)
+            } else {
+                Ok(())
+            }
         })
     }
 }
 
-fn list_the_root() -> Result<(), Errno> {
+fn list_root() -> Result<(), Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::open(c"/", flags, Mode::empty()).map(drop)
 }
@@ -110,12 +118,12 @@ fn bind_tcp() -> Result<(), Errno> {
     rustix::net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))
 }
 
-fn signal_the_parent() -> Result<(), Errno> {
+fn signal_parent() -> Result<(), Errno> {
     let parent = rustix::process::getppid().ok_or(Errno::SRCH)?;
     rustix::process::test_kill_process(parent)
 }
 
 /// Stands for an attempt that would need something to harm.
-fn not_tried() -> Result<(), Errno> {
+fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

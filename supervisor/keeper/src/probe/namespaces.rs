@@ -5,17 +5,19 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::null;
 
 use bulkhead_linux::errno::check;
-use bulkhead_linux::fork::fork_unheard;
+use bulkhead_linux::fork::fork_without_sigchld;
+use bulkhead_linux::wait::wait_for_exit_code;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
-use super::child::{self, Refused};
-use super::{Ability, explain};
+use super::child::{self, TrialError};
+use super::error_text;
+use crate::protocol::LayerSupport;
 
 /// Time limit of a step. No step takes nearly this long.
-const PATIENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
+const STEP_TIMEOUT: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
 type Step = fn() -> Result<(), Errno>;
 
@@ -40,8 +42,12 @@ const STEPS: [(&str, Step, &str); 9] = [
         mount_setattr,
         "run kernel 5.12 or later, and allow mount_setattr in the container's seccomp filter",
     ),
-    ("own /proc", own_proc, "run outside of a container, or in a container without masked paths in /proc"),
-    ("pivot_root", pivot, NEEDS_USER_NAMESPACES),
+    (
+        "own /proc",
+        private_proc,
+        "run outside of a container, or in a container without masked paths in /proc",
+    ),
+    ("pivot_root", pivot_root, NEEDS_USER_NAMESPACES),
 ];
 
 /// Index of the step after which the child mounts file systems. No other namespace may see these mounts.
@@ -50,18 +56,18 @@ const MOUNT_NAMESPACE: usize = 5;
 /// Size of the child's message in bytes: the error number, or zero.
 const MESSAGE_BYTES: usize = 4;
 
-pub(super) fn probe() -> Vec<Ability> {
-    let results = run().unwrap_or_else(|errno| vec![Err(explain(errno)); STEPS.len()]);
+pub(super) fn probe() -> Vec<LayerSupport> {
+    let results = run_steps().unwrap_or_else(|errno| vec![Err(error_text(errno)); STEPS.len()]);
     let rows = STEPS.iter().zip(results);
-    rows.map(|((layer, _, what_to_do), result)| Ability::of(layer, result.map(|()| None), what_to_do))
+    rows.map(|((layer, _, what_to_do), result)| LayerSupport::of(layer, result.map(|()| None), what_to_do))
         .collect()
 }
 
-fn run() -> Result<Vec<Result<(), String>>, Errno> {
+fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     let kind = SocketType::SEQPACKET;
     let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
     // SAFETY: the child is a copy of only this thread. It makes only raw system calls, and exits.
-    let pid = match unsafe { fork_unheard() }? {
+    let pid = match unsafe { fork_without_sigchld() }? {
         0 => {
             // If the parent is killed before the child requests a signal for this, the child sees the end of
             // file.
@@ -71,31 +77,29 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
         pid => pid,
     };
     drop(theirs);
-    let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| hear(&ours, step, pid)).collect();
+    let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| receive_result(&ours, step, pid)).collect();
     results.resize(STEPS.len(), Err("the probing process does not answer".to_owned()));
     // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
-    unsafe {
-        libc::kill(pid, libc::SIGKILL);
-        libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL);
-    }
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    wait_for_exit_code(pid)?;
     Ok(results)
 }
 
 /// Receives the result of a step. Returns `None` if the child does not answer.
-fn hear(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), String>> {
+fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), String>> {
     let mut message = [0; MESSAGE_BYTES];
     let mut events = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
-    let ready = rustix::io::retry_on_intr(|| poll(&mut events, Some(&PATIENCE)));
+    let ready = rustix::io::retry_on_intr(|| poll(&mut events, Some(&STEP_TIMEOUT)));
     if ready != Ok(1) || recv(socket, &mut message[..], RecvFlags::empty()).ok()?.0 != MESSAGE_BYTES {
         return None;
     }
     let result = match i32::from_ne_bytes(message) {
         0 => Ok(()),
-        errno => Err(explain(Errno::from_raw_os_error(errno))),
+        errno => Err(error_text(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
         // Some systems let any user create such a namespace, but not use it.
-        let mapped = result.and_then(|()| map(pid));
+        let mapped = result.and_then(|()| write_id_maps(pid));
         let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If the child is gone, the next step fails.
         return Some(mapped);
     }
@@ -103,7 +107,7 @@ fn hear(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), St
 }
 
 /// Maps this process's user to root in the child's namespace, with the same files as the keeper.
-fn map(pid: libc::pid_t) -> Result<(), String> {
+fn write_id_maps(pid: libc::pid_t) -> Result<(), String> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let files = [
         ("setgroups", "deny".to_owned()),
@@ -170,14 +174,14 @@ fn mount_setattr() -> Result<(), Errno> {
 }
 
 /// Makes the first process of a pid namespace mount a `/proc` for this namespace.
-fn own_proc() -> Result<(), Errno> {
-    let tried = child::tried(|| {
+fn private_proc() -> Result<(), Errno> {
+    let tried = child::run_trial(|| {
         die_with_parent();
         Ok(mount_at_proc(c"proc")?)
     });
     tried.map_err(|refused| match refused {
-        Refused::Errno(errno) => errno,
-        Refused::Untrue => Errno::PERM,
+        TrialError::Errno(errno) => errno,
+        TrialError::NotEnforced => Errno::PERM,
     })
 }
 
@@ -189,7 +193,7 @@ fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
 
 /// Makes an empty file system the root and detaches the old one. The first mount point is `/proc`, because
 /// every system has this folder.
-fn pivot() -> Result<(), Errno> {
+fn pivot_root() -> Result<(), Errno> {
     mount_at_proc(c"tmpfs")?;
     let here = c".".as_ptr();
     // SAFETY: the texts end with NUL. This process opens no file afterwards.

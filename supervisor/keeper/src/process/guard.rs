@@ -10,45 +10,26 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use bincode::{BorrowDecode, Encode};
 use bulkhead_linux::errno;
-use bulkhead_linux::wait::{exit_code, is_readable};
+use bulkhead_linux::wait::{wait_for_exit_code, wait_until_readable};
 use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::{END_PATIENCE, becoming};
-use crate::socket::Outbox;
-use crate::spawn::put_at;
-use crate::{Ability, SubordinateIds, wait};
-
-/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
-pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
-
-/// Fourth argument if the first message must contain the layers that the machine supports.
-pub(crate) const FIRST_ARGUMENT: &str = "first";
-
-/// Version of orders and reports. The messages themselves have no version, because both ends are usually the
-/// same program. If the keeper is another program, it must have the same version.
-pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
+use super::{KILL_ALL_TIMEOUT, setup};
+use crate::protocol::socket::Outbox;
+use crate::protocol::{GuardReady, LayerSupport, VERSION};
+use crate::spawn::duplicate_to;
+use crate::{SubordinateIds, wait};
 
 /// Time for the keeper to exit after the application's end, in addition to the keeper's own time limit.
-const KEEPER_TIME_MORE: Duration = Duration::from_secs(5);
-
-/// The guard's only message. Carries the keeper's pidfd, and the namespace of `ids` if there is one.
-#[derive(Debug, Encode, BorrowDecode)]
-pub(crate) struct Ready {
-    pub(crate) keeper: u32,
-    pub(crate) abilities: Vec<Ability>,
-    /// First and last subordinate id, or the reason why there are none.
-    pub(crate) ids: Result<(u32, u32), String>,
-}
+const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
 /// Becomes the guard and forks the keeper. Returns only in the keeper. Standard input is the socket, and
 /// standard output is the pidfd of the application.
-pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
+pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
         let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
         return Err(io::Error::other(format!(
@@ -56,30 +37,30 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
         )));
     }
     rustix::thread::set_name(c"bulkhead-guard")?;
-    becoming::set_signals()?;
-    becoming::close_inherited()?;
+    setup::set_signals()?;
+    setup::close_inherited()?;
     // Fails only for the leader of a process group.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    let abilities = if is_first { crate::probe() } else { Vec::new() };
-    let ids = match is_first {
+    let abilities = if probe { crate::probe() } else { Vec::new() };
+    let ids = match probe {
         true => SubordinateIds::find(),
         false => Err(String::new()),
     };
     rustix::process::chdir("/")?;
     let own = rustix::process::getpid();
-    let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     match fork()? {
         None => {
             // Waits until the guard has sent its message, because the keeper's reports use the same socket
             // and must come later. The pipe also closes if the guard ends.
-            drop(tells);
-            rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut [0]))?;
+            drop(writer);
+            rustix::io::retry_on_intr(|| rustix::io::read(&reader, &mut [0]))?;
             Ok(own)
         }
         Some(keeper) => {
-            drop(told);
-            let ended = attend(keeper, abilities, ids, tells);
+            drop(reader);
+            let ended = watch_keeper(keeper, abilities, ids, writer);
             if let Err(error) = &ended {
                 eprintln!("bulkhead-keeper: failed to guard the keeper: {error}");
             }
@@ -97,42 +78,42 @@ fn fork() -> io::Result<Option<Pid>> {
     Ok(Pid::from_raw(pid))
 }
 
-/// Sends the message to the application, lets the keeper continue by closing `tells`, and waits for the end
+/// Sends the message to the application, lets the keeper continue by closing `writer`, and waits for the end
 /// of either. Returns true if the keeper exited without an error.
-fn attend(
+fn watch_keeper(
     keeper: Pid,
-    abilities: Vec<Ability>,
+    abilities: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
-    tells: OwnedFd,
+    writer: OwnedFd,
 ) -> io::Result<bool> {
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
-    tell(keeper, &process, abilities, ids)?;
-    drop(tells);
+    send_ready(keeper, &process, abilities, ids)?;
+    drop(writer);
     // Closes the guard's copy of the socket, so that the application sees the end of file when the keeper has
     // ended.
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    put_at(&null, libc::STDIN_FILENO)?;
+    duplicate_to(&null, libc::STDIN_FILENO)?;
     let application = std::io::stdout();
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
         // The keeper notices the application's end itself, unless it is stopped.
         let _ = pidfd_send_signal(&process, Signal::CONT);
-        if !is_readable(&process, END_PATIENCE + KEEPER_TIME_MORE)? {
+        if !wait_until_readable(&process, KILL_ALL_TIMEOUT + KEEPER_EXIT_GRACE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);
         }
     }
-    if exit_code(keeper.as_raw_pid())? == Some(0) {
+    if wait_for_exit_code(keeper.as_raw_pid())? == Some(0) {
         return Ok(true);
     }
-    wait::end_all(END_PATIENCE)?;
+    wait::kill_all_descendants(KILL_ALL_TIMEOUT)?;
     Ok(false)
 }
 
-fn tell(
+fn send_ready(
     keeper: Pid,
     process: &OwnedFd,
-    abilities: Vec<Ability>,
+    abilities: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
 ) -> io::Result<()> {
     let mut descriptors = vec![process.try_clone()?];
@@ -140,7 +121,7 @@ fn tell(
         descriptors.push(ids.namespace()?);
     }
     let ids = ids.map(|ids| (ids.first, ids.last));
-    let ready = Ready { keeper: keeper.as_raw_pid() as u32, abilities, ids };
+    let ready = GuardReady { keeper: keeper.as_raw_pid() as u32, abilities, ids };
     let mut message = Vec::new();
     codec::encode(&ready, &[], &mut message).map_err(io::Error::other)?;
     let mut outbox = Outbox::default();

@@ -9,122 +9,133 @@ use bulkhead_linux::rlimits::OPEN_FILES;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::nests::Nest;
 use super::templates::Template;
-use super::{Child, END, FORKS, LISTENER, NEST, Process, STATUS, Stage, deregister, register};
+use super::templates::namespaces::TemplateNamespace;
+use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register};
 use crate::confine::cgroup::Leaf;
-use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
-use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
-use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
+use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
+use crate::protocol::{ReportMessage, SpawnOrder};
+use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
+use crate::wait;
+
+/// A forked child: pid, pidfd, connections, and the confinement that needs no read-back.
+type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
 /// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
 /// the sender's credentials, and accepts no descriptors.
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (ours, theirs) = crate::socket::pair()?;
+    let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
     // Older kernels do not support this.
-    let _ = bulkhead_linux::rights::refuse_descriptors(&ours);
+    let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
 
-impl Process {
+impl EventLoop {
+    /// Starts a worker or a template.
     pub(super) fn spawn(
         &mut self,
         order: &SpawnOrder<'_>,
         mut descriptors: Vec<OwnedFd>,
-    ) -> Result<(), Refusal> {
-        let template = order.is_template.then(template_socket).transpose();
-        let template = template.map_err(|error| Refusal::of("descriptors", &error))?.map(|(ours, theirs)| {
+    ) -> Result<(), SpawnError> {
+        let mut template = None;
+        if order.is_template {
+            let pair = template_socket().map_err(|error| SpawnError::from_io("descriptors", &error));
+            let (ours, theirs) = pair?;
             descriptors.insert(0, theirs);
-            Template::new(ours)
-        });
-        let terms = order.confinement.terms;
-        let folder = match terms.temporary {
-            Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
-            // The folder stays the keeper's. Only the file system mounted over it belongs to the worker.
-            Temporary::Mounted(_) => Some(self.make_folder(order.worker, None)?),
-            Temporary::None | Temporary::FileSystem(_) => None,
+            template = Some(Template::new(ours));
+        }
+        let layers = order.confinement.layers;
+        let folder = match layers.temporary {
+            TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
+            // The keeper stays the owner of the folder. Only the file system mounted over the folder belongs
+            // to the worker.
+            TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
+            TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
-        let leaf = terms.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
-        let started = leaf.and_then(|leaf| {
-            let started = self.start_in(order, descriptors, folder.as_deref(), leaf.as_ref());
-            match started {
-                Ok(started) => Ok((started, leaf)),
-                Err(refusal) => {
-                    leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
-                    Err(refusal)
-                }
-            }
-        });
-        match started {
-            Ok(((pid, pidfd, mut ends, observed), leaf)) => {
-                let status = ends.status.take();
-                // If this fails, the status is read when the first process has ended.
-                let told = status.as_ref().map(|status| register(&self.poll, status, pid as usize | STATUS));
-                debug_assert!(told.is_none_or(|told| told.is_ok()));
-                let nest = ends.nest.take().map(Nest::new);
-                let told = nest.as_ref().map(|nest| register(&self.poll, nest.socket(), pid as usize | NEST));
-                debug_assert!(told.is_none_or(|told| told.is_ok()));
-                let heard =
-                    template.as_ref().map(|it| register(&self.poll, it.socket(), pid as usize | FORKS));
-                debug_assert!(heard.is_none_or(|heard| heard.is_ok()));
-                let child = Child {
-                    worker: order.worker,
-                    pidfd,
-                    stage: Stage::Starting(ends),
-                    terms,
-                    rlimits: order.rlimits.clone(),
-                    // A worker without confinement does not wait for permission.
-                    is_confined: terms == Terms::default(),
-                    process: pid,
-                    listener: None,
-                    violation: None,
-                    folder,
-                    leaf,
-                    observed,
-                    status,
-                    template,
-                    nest,
-                    home: None,
-                };
-                self.insert(pid, child);
-                Ok(())
-            }
-            Err(refusal) => {
+        let forked = self.fork_in_group(order, descriptors, folder.as_deref());
+        let ((pid, pidfd, mut connections, observed), leaf) = match forked {
+            Ok(forked) => forked,
+            Err(error) => {
                 folder.into_iter().for_each(|folder| self.folders.remove(folder));
-                Err(refusal)
+                return Err(error);
+            }
+        };
+        let child = Child {
+            worker: order.worker,
+            pidfd,
+            status: connections.status.take(),
+            namespace: connections.init_socket.take().map(TemplateNamespace::new),
+            stage: Stage::Starting(connections),
+            layers,
+            rlimits: order.rlimits.clone(),
+            // A worker without confinement does not wait for permission.
+            is_confined: layers == Layers::default(),
+            process: pid,
+            listener: None,
+            violation: None,
+            folder,
+            leaf,
+            observed,
+            template,
+            member: None,
+        };
+        let registered = child.register_reports(&self.poll, pid);
+        self.insert(pid, child);
+        if let Err(error) = registered {
+            self.finish_start(pid, Some(SpawnError::from_io("descriptors", &error)));
+        }
+        Ok(())
+    }
+
+    /// Forks a child in a new control group, if the order has limits for one.
+    fn fork_in_group(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        descriptors: Vec<OwnedFd>,
+        folder: Option<&Path>,
+    ) -> Result<(Forked, Option<Leaf>), SpawnError> {
+        let limits = order.confinement.layers.cgroup;
+        let leaf = limits.map(|limits| self.groups.create(order.worker, &limits)).transpose()?;
+        match self.fork_child(order, descriptors, folder, leaf.as_ref()) {
+            Ok(forked) => Ok((forked, leaf)),
+            Err(error) => {
+                leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+                Err(error)
             }
         }
     }
 
-    pub(super) fn make_folder(
-        &mut self,
-        worker: u64,
-        identity: Option<Identity>,
-    ) -> Result<PathBuf, Refusal> {
-        self.folders.make(worker, identity).map_err(|error| {
-            Refusal::of(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
+    fn create_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, SpawnError> {
+        self.folders.create(worker, identity).map_err(|error| {
+            SpawnError::from_io(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
         })
     }
 
-    pub(super) fn start_in(
+    fn fork_child(
         &mut self,
         order: &SpawnOrder<'_>,
         descriptors: Vec<OwnedFd>,
         folder: Option<&Path>,
         leaf: Option<&Leaf>,
-    ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
-        let barriers = Barriers::prepare(order, folder, &mut self.filters, self.namespace.clone())?;
-        let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
+    ) -> Result<Forked, SpawnError> {
+        let confinement = PreparedConfinement::prepare(
+            order,
+            folder,
+            &mut self.filters,
+            self.subordinate_namespace.clone(),
+        )?;
+        let observed = Observed { landlock: confinement.landlock(), ..Observed::default() };
         let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
-        let cgroup = cgroup.map_err(|error| Refusal::of("cgroup", &error))?;
-        let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup, order.is_template)?;
-        let step = spawn::fork_step(order.confinement.terms.namespaces);
-        let in_fork = |error: io::Error| Refusal::of(step, &error);
+        let cgroup = cgroup.map_err(|error| SpawnError::from_io("cgroup", &error))?;
+        let (prepared, connections) =
+            Prepared::new(program, descriptors, confinement, cgroup, order.is_template)?;
+        let step = spawn::fork_step(order.confinement.layers.namespaces);
+        let in_fork = |error: io::Error| SpawnError::from_io(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
-        match self.watch(pid, &ends.progress) {
-            Ok(pidfd) => Ok((pid, pidfd, ends, observed)),
+        match self.register_child(pid, &connections.progress) {
+            Ok(pidfd) => Ok((pid, pidfd, connections, observed)),
             Err(error) => {
                 wait::kill_child(pid);
                 Err(in_fork(error))
@@ -132,104 +143,108 @@ impl Process {
         }
     }
 
-    pub(super) fn watch(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
+    fn register_child(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
         let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
         register(&self.poll, progress, pid as usize)?;
-        register(&self.poll, &pidfd, pid as usize | END)?;
+        register(&self.poll, &pidfd, pid as usize | EXIT)?;
         Ok(pidfd)
     }
 
     /// Reads messages of a starting child, does what the child waits for, and reports the result of the
     /// start.
-    pub(super) fn look_at_start(&mut self, pid: u32) {
-        while let Some(Child { stage: Stage::Starting(ends), terms, .. }) = self.children.get(&pid) {
-            let refusal = match spawn::read_progress(&ends.progress) {
-                Progress::Underway => return,
-                Progress::WantsMap => match maps::write(pid, terms.identity) {
+    pub(super) fn advance_start(&mut self, pid: u32) {
+        while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
+            let failure = match spawn::read_progress(&connections.progress) {
+                Progress::Pending => return,
+                Progress::WaitsForIdMaps => match id_maps::write(pid, layers.identity) {
                     Ok(()) => {
-                        spawn::go_on(&ends.progress);
+                        spawn::let_continue(&connections.progress);
                         continue;
                     }
-                    Err(error) => Some(Refusal::of("user namespace", &error)),
+                    Err(error) => Some(SpawnError::from_io("user namespace", &error)),
                 },
-                Progress::Ready { pid: process, listener } => match self.confined(pid, process, listener) {
-                    Ok(()) => continue,
-                    Err(refusal) => Some(refusal),
-                },
-                Progress::Failed(failure) => Some(ends.refusal(&failure)),
+                Progress::Confined { pid: process, listener } => {
+                    match self.check_confinement(pid, process, listener) {
+                        Ok(()) => continue,
+                        Err(failure) => Some(failure),
+                    }
+                }
+                Progress::Failed(failure) => Some(connections.describe(&failure)),
                 Progress::Executed => None,
             };
-            self.started(pid, refusal);
+            self.finish_start(pid, failure);
         }
     }
 
     /// Handles a child's report that it is confined. If the confinement is as ordered, the child may execute
     /// its program.
-    pub(super) fn confined(
+    pub(super) fn check_confinement(
         &mut self,
         pid: u32,
         process: u32,
         listener: Option<OwnedFd>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), SpawnError> {
         let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
-        let failed = |error: io::Error| Refusal::of("read-back from /proc", &error);
+        let failed = |error: io::Error| SpawnError::from_io("read-back from /proc", &error);
         child.process = process;
-        if let Some(nest) = &mut child.nest {
-            nest.template = Some(observe::place(process).map_err(failed)?.inner);
+        if let Some(namespace) = &mut child.namespace {
+            namespace.template = Some(observe::namespace_pids(process).map_err(failed)?.inner);
         }
-        child.observed.namespaces = self.own.compare(process).map_err(failed)?;
+        child.observed.namespaces = self.own_status.differing_namespaces(process).map_err(failed)?;
         // Open in addition to the worker's descriptors: the child's end of the progress socket, the listener,
-        // and the descriptors in `beside`.
+        // and the descriptors in `extra_descriptors`.
         let executable = match &child.stage {
-            Stage::Starting(ends) => ends.beside,
+            Stage::Starting(connections) => connections.extra_descriptors,
             Stage::Running | Stage::Failed | Stage::Ended => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
-        let open = observe::descriptors(process).map_err(failed)?;
+        let open = observe::open_descriptors(process).map_err(failed)?;
         child.observed.descriptors = open.saturating_sub(closing);
-        child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
-        let filters = observe::status(process, &mut child.observed).map_err(failed)?;
+        child.observed.cgroup =
+            child.leaf.as_ref().is_some_and(|leaf| observe::is_in_cgroup(process, leaf.path()));
+        let filters = observe::read_status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
         // The supervisor can be under a filter itself, which does not count here.
-        let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
-        let filter = is_bare.then_some("Seccomp_filters");
-        if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {
+        let lacks_filter =
+            child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
+        let filter = lacks_filter.then_some("Seccomp_filters");
+        if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
             let step = format!("read-back from /proc: {what} is not as ordered");
-            return Err(Refusal::new(&step, Errno::PERM));
+            return Err(SpawnError::new(&step, Errno::PERM));
         }
         if let Some(listener) = listener {
             register(&self.poll, &listener, pid as usize | LISTENER).map_err(failed)?;
             child.listener = Some(listener);
         }
         child.is_confined = true;
-        if let Stage::Starting(ends) = &child.stage {
-            spawn::go_on(&ends.progress);
+        if let Stage::Starting(connections) = &child.stage {
+            spawn::let_continue(&connections.progress);
         }
         Ok(())
     }
 
     /// Handles a child that has executed its program or has failed.
-    pub(super) fn started(&mut self, pid: u32, refusal: Option<Refusal>) {
+    pub(super) fn finish_start(&mut self, pid: u32, failure: Option<SpawnError>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
-        let stage = if refusal.is_some() { Stage::Failed } else { Stage::Running };
-        if let Stage::Starting(ends) = std::mem::replace(&mut child.stage, stage) {
-            deregister(&self.poll, &ends.progress);
+        let stage = if failure.is_some() { Stage::Failed } else { Stage::Running };
+        if let Stage::Starting(connections) = std::mem::replace(&mut child.stage, stage) {
+            deregister(&self.poll, &connections.progress);
         }
         let worker = child.worker;
-        if let Some(refusal) = refusal {
+        if let Some(failure) = failure {
             self.kill(pid);
-            return self.report_failure(worker, &refusal);
+            return self.report_failure(worker, &failure);
         }
         if !child.is_confined {
             // The child was killed on the way, because it never got permission to continue. Its end is
             // reported next.
             self.kill(pid);
-        } else if let Some(what) = child.look_again() {
+        } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;
             self.kill(pid);
             let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
-            return self.report_failure(worker, &Refusal::new(&step, Errno::PERM));
+            return self.report_failure(worker, &SpawnError::new(&step, Errno::PERM));
         }
         let Some(child) = self.children.get_mut(&pid) else { return };
         let (process, observed) = (child.process, child.observed);
@@ -240,7 +255,7 @@ impl Process {
             Err(error) => {
                 child.stage = Stage::Failed;
                 self.kill(pid);
-                self.report_failure(worker, &Refusal::of("descriptors", &error));
+                self.report_failure(worker, &SpawnError::from_io("descriptors", &error));
             }
         }
     }
@@ -249,12 +264,12 @@ impl Process {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::socket::Outbox;
+    use crate::protocol::socket::Outbox;
 
     #[test]
-    fn a_template_passes_no_descriptors_to_the_keeper() {
+    fn template_cannot_pass_descriptors() {
         let (ours, theirs) = template_socket().unwrap();
-        if bulkhead_linux::rights::refuse_descriptors(&ours).is_err() {
+        if bulkhead_linux::scm_rights::refuse_descriptors(&ours).is_err() {
             return;
         }
         let mut outbox = Outbox::default();

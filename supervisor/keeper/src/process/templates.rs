@@ -6,58 +6,65 @@
 //! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
 //! begins during a fork.
 
+mod attributes;
+pub(super) mod namespaces;
+
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word, folder_name};
+use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, TemplateMessage, TemplateOrder, folder_name};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::inherited::Inherited;
-use super::nests::Home;
-use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage, deregister, register, register_again};
-use crate::confinement::{Observed, Temporary};
-use crate::socket::Outbox;
-use crate::spawn::Refusal;
-use crate::{ReportMessage, TemplateWord, observe, wait};
+use self::attributes::RecordedAttributes;
+use self::namespaces::NamespaceMember;
+use super::{
+    Child, EXIT, EventLoop, PENDING_REPORTS_MAX, Stage, TEMPLATE, deregister, observe, register,
+    register_again,
+};
+use crate::protocol::confinement::{Observed, TemporaryFiles};
+use crate::protocol::socket::Outbox;
+use crate::protocol::{ReportMessage, TemplateReport};
+use crate::spawn::SpawnError;
+use crate::wait;
 
 /// Time limit for a fork. A template that takes longer is hung.
-const FORK_PATIENCE: Duration = Duration::from_secs(10);
+const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Refusal for workers whose template was hung.
-const HUNG: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
+/// Step name for workers whose template was hung.
+const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or waits in `before_fork`";
 
 /// Maximum time that a hunt waits for forks in progress. A process forked later, during a hunt, counts as
 /// left behind, and its start fails.
-const QUIET_PATIENCE: Duration = Duration::from_millis(500);
+const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum number of status messages forwarded from a template in each interval.
-const TALK_MAX: u32 = 64;
-const TALK_INTERVAL: Duration = Duration::from_secs(1);
+const STATUS_MESSAGES_MAX: u32 = 64;
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Maximum number of a template's messages read at a time.
-const WORDS_MAX: usize = 64;
+const MESSAGES_MAX: usize = 64;
 
 /// The keeper's additional state for a template.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
     /// Forks in progress.
-    underway: VecDeque<Fork>,
+    forks: VecDeque<Fork>,
     /// True if the template was killed because a fork took too long.
     is_hung: bool,
     /// Attributes that workers inherit; `None` until the template is ready.
-    inherited: Option<Inherited>,
+    attributes: Option<RecordedAttributes>,
     /// True if the template has sent its reason for failing.
-    is_refused: bool,
+    has_refused: bool,
     /// Start of the current interval for status messages, and number of messages since then.
-    talk: Option<(Instant, u32)>,
+    status_rate: Option<(Instant, u32)>,
 }
 
 struct Fork {
@@ -67,11 +74,11 @@ struct Fork {
     /// Pid of the forked process, according to the template.
     pid: Option<u32>,
     /// True if the worker must be killed as soon as it exists.
-    is_doomed: bool,
+    is_cancelled: bool,
 }
 
 /// A fork order that waits for the end of a hunt.
-pub(super) struct Held {
+pub(super) struct DeferredFork {
     pub(super) worker: u64,
     pub(super) template: u64,
     pub(super) descriptors: Vec<OwnedFd>,
@@ -82,11 +89,11 @@ impl Template {
         Self {
             socket,
             outbox: Outbox::default(),
-            underway: VecDeque::new(),
+            forks: VecDeque::new(),
             is_hung: false,
-            inherited: None,
-            is_refused: false,
-            talk: None,
+            attributes: None,
+            has_refused: false,
+            status_rate: None,
         }
     }
 
@@ -95,70 +102,70 @@ impl Template {
     }
 
     pub(super) fn has_forks(&self) -> bool {
-        !self.underway.is_empty()
+        !self.forks.is_empty()
     }
 
     /// Start of the oldest fork in progress.
     pub(super) fn forks_since(&self) -> Option<Instant> {
-        self.underway.front().map(|fork| fork.since)
+        self.forks.front().map(|fork| fork.since)
     }
 
     /// Returns true if the template has not exceeded its rate of status messages.
-    fn may_be_heard(&mut self, now: Instant) -> bool {
-        let (since, count) = self.talk.get_or_insert((now, 0));
-        if now.saturating_duration_since(*since) >= TALK_INTERVAL {
+    fn accepts_status(&mut self, now: Instant) -> bool {
+        let (since, count) = self.status_rate.get_or_insert((now, 0));
+        if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
             (*since, *count) = (now, 0);
         }
         *count += 1;
-        *count <= TALK_MAX
+        *count <= STATUS_MESSAGES_MAX
     }
 
-    fn take(&mut self, worker: u64) -> Option<Fork> {
-        let at = self.underway.iter().position(|fork| fork.worker == worker)?;
-        self.underway.remove(at)
+    fn take_fork(&mut self, worker: u64) -> Option<Fork> {
+        let at = self.forks.iter().position(|fork| fork.worker == worker)?;
+        self.forks.remove(at)
     }
 }
 
-impl Process {
+impl EventLoop {
     fn template_mut(&mut self, pid: u32) -> Option<&mut Template> {
         self.children.get_mut(&pid)?.template.as_mut()
     }
 
     /// Makes a template fork a worker.
-    pub(super) fn fork(&mut self, held: Held) -> Result<(), Refusal> {
-        let found = self.by_worker.get(&held.template).copied();
+    pub(super) fn fork(&mut self, deferred: DeferredFork) -> Result<(), SpawnError> {
+        let found = self.by_worker.get(&deferred.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
         let Some((pid, child)) = child.filter(|(_, child)| matches!(child.stage, Stage::Running)) else {
-            return Err(Refusal::new("fork: the template has ended", Errno::CHILD));
+            return Err(SpawnError::new("fork: the template has ended", Errno::CHILD));
         };
-        if self.sweep.wants_quiet() && child.nest.is_none() {
-            self.held.push_back(held);
+        if self.reaper.blocks_forks() && child.namespace.is_none() {
+            self.deferred_forks.push_back(deferred);
             return Ok(());
         }
-        let is_template = || match child.nest {
-            Some(_) => observe::place(child.process).is_ok_and(|place| place.parent == pid),
+        let is_template = || match child.namespace {
+            Some(_) => observe::namespace_pids(child.process).is_ok_and(|place| place.parent == pid),
             None => bulkhead_linux::wait::is_child(pid),
         };
-        let inherited = child.template.as_ref().and_then(|template| template.inherited.as_ref());
-        if let Some(Err(name)) = inherited.map(|it| it.restore(child.process, is_template)) {
+        let attributes = child.template.as_ref().and_then(|template| template.attributes.as_ref());
+        if let Some(Err(name)) = attributes.map(|it| it.restore(child.process, is_template)) {
             // The template's workers would inherit the changed attribute. The next template does not have it.
             self.kill(pid);
-            return Err(Refusal::new(&format!("fork: restore the template's {name}"), Errno::PERM));
+            return Err(SpawnError::new(&format!("fork: restore the template's {name}"), Errno::PERM));
         }
-        let Held { worker, descriptors, .. } = held;
+        let DeferredFork { worker, descriptors, .. } = deferred;
         let mut secret = [0; 16];
-        let drawn = getrandom(&mut secret, GetRandomFlags::empty());
-        if drawn != Ok(secret.len()) {
-            return Err(Refusal::new("fork: random numbers", drawn.err().unwrap_or(Errno::IO)));
+        let filled = getrandom(&mut secret, GetRandomFlags::empty());
+        if filled != Ok(secret.len()) {
+            return Err(SpawnError::new("fork: random numbers", filled.err().unwrap_or(Errno::IO)));
         }
         let secret = u128::from_ne_bytes(secret);
         let Some(template) = self.template_mut(pid) else {
-            return Err(Refusal::new("fork: the worker to fork from is not a template", Errno::INVAL));
+            return Err(SpawnError::new("fork: the worker to fork from is not a template", Errno::INVAL));
         };
-        template.outbox.push(Order::Fork { worker, secret }.encode().to_vec(), descriptors);
-        let fork = Fork { worker, secret, since: Instant::now(), pid: None, is_doomed: false };
-        template.underway.push_back(fork);
-        self.send_orders(pid);
+        template.outbox.push(TemplateOrder::Fork { worker, secret }.encode().to_vec(), descriptors);
+        let fork = Fork { worker, secret, since: Instant::now(), pid: None, is_cancelled: false };
+        template.forks.push_back(fork);
+        self.send_template_orders(pid);
         Ok(())
     }
 
@@ -166,38 +173,38 @@ impl Process {
     /// cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
-            template.outbox.push(Order::Remove { worker, secret }.encode().to_vec(), Vec::new());
-            self.send_orders(pid);
+            template.outbox.push(TemplateOrder::Remove { worker, secret }.encode().to_vec(), Vec::new());
+            self.send_template_orders(pid);
         }
     }
 
-    fn send_orders(&mut self, pid: u32) {
+    fn send_template_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
         let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
         // If sending failed, the template is about to end, and its forks then fail.
         let Ok(is_sent) = is_sent else { return self.kill(pid) };
-        let _ = register_again(&self.poll, &socket, pid as usize | FORKS, !is_sent);
+        let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
 
     /// Marks a worker to be killed as soon as it is forked.
-    pub(super) fn doom(&mut self, worker: u64) {
-        if let Some(at) = self.held.iter().position(|held| held.worker == worker) {
-            self.held.remove(at);
+    pub(super) fn cancel_fork(&mut self, worker: u64) {
+        if let Some(at) = self.deferred_forks.iter().position(|deferred| deferred.worker == worker) {
+            self.deferred_forks.remove(at);
             self.report_failure(
                 worker,
-                &Refusal::new("fork: the worker was killed before the fork", Errno::CANCELED),
+                &SpawnError::new("fork: the worker was killed before the fork", Errno::CANCELED),
             );
         }
         for pid in &self.templates {
             let template = self.children.get_mut(pid).and_then(|child| child.template.as_mut());
-            let mut forks = template.into_iter().flat_map(|template| template.underway.iter_mut());
+            let mut forks = template.into_iter().flat_map(|template| template.forks.iter_mut());
             if let Some(fork) = forks.find(|fork| fork.worker == worker) {
-                fork.is_doomed = true;
+                fork.is_cancelled = true;
             }
         }
     }
 
-    fn forking(&self) -> impl Iterator<Item = (u32, &Child, Instant)> {
+    fn forking_templates(&self) -> impl Iterator<Item = (u32, &Child, Instant)> {
         let of = |&pid: &u32| {
             let child = self.children.get(&pid)?;
             Some((pid, child, child.template.as_ref()?.forks_since()?))
@@ -206,39 +213,44 @@ impl Process {
     }
 
     /// Returns templates that are forking children of the keeper.
-    fn forking_own_children(&self) -> Vec<u32> {
-        self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid).collect()
+    fn templates_forking_own_children(&self) -> Vec<u32> {
+        self.forking_templates()
+            .filter(|(_, child, _)| child.namespace.is_none())
+            .map(|(pid, ..)| pid)
+            .collect()
     }
 
     /// True if a hunt has to wait for a fork in progress. Nests do not count, because their processes are not
     /// hunted.
     pub(super) fn is_forking(&self) -> bool {
-        self.forking().any(|(_, child, since)| child.nest.is_none() && since.elapsed() < QUIET_PATIENCE)
+        self.forking_templates()
+            .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
     /// Executes fork orders that waited for the end of a hunt.
-    pub(super) fn fork_held(&mut self) {
-        while !self.sweep.wants_quiet()
-            && let Some(held) = self.held.pop_front()
+    pub(super) fn run_deferred_forks(&mut self) {
+        while !self.reaper.blocks_forks()
+            && let Some(deferred) = self.deferred_forks.pop_front()
         {
-            let worker = held.worker;
-            if let Err(refusal) = self.fork(held) {
-                self.report_failure(worker, &refusal);
+            let worker = deferred.worker;
+            if let Err(failure) = self.fork(deferred) {
+                self.report_failure(worker, &failure);
             }
         }
     }
 
     /// Returns the next time at which a forking template counts as hung.
-    pub(super) fn forks_due(&self) -> Option<Instant> {
+    pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
-        let forking = self.forking().filter(|(_, child, _)| is_awaited(child));
-        forking.map(|(_, _, since)| since + FORK_PATIENCE).min()
+        let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
+        forking.map(|(_, _, since)| since + FORK_TIMEOUT).min()
     }
 
-    pub(super) fn end_hung_templates(&mut self, now: Instant) {
-        let late = self.forking().filter(|(.., since)| now >= *since + FORK_PATIENCE).map(|(pid, ..)| pid);
-        let late: Vec<u32> = late.collect();
-        for pid in late {
+    pub(super) fn kill_hung_templates(&mut self, now: Instant) {
+        let hung =
+            self.forking_templates().filter(|(.., since)| now >= *since + FORK_TIMEOUT).map(|(pid, ..)| pid);
+        let hung: Vec<u32> = hung.collect();
+        for pid in hung {
             if let Some(template) = self.template_mut(pid)
                 && !std::mem::replace(&mut template.is_hung, true)
             {
@@ -249,60 +261,63 @@ impl Process {
 
     /// Reads the messages of all templates that are forking, because a worker can have identified itself
     /// before it ended. Returns the number of bytes read.
-    pub(super) fn hear_forks(&mut self) -> u64 {
-        self.forking_own_children().into_iter().map(|pid| self.hear_what_waits(pid)).sum()
+    pub(super) fn read_fork_messages(&mut self) -> u64 {
+        self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
     /// Reads the waiting messages of a template and its workers, but not many more, because senders can be
     /// faster than the keeper. Returns the number of bytes that were waiting.
-    pub(super) fn hear_what_waits(&mut self, pid: u32) -> u64 {
+    pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
         let mut left = waiting;
         while left > 0
-            && let Some(heard) = self.hear_one(pid)
+            && let Some(length) = self.read_message(pid)
         {
-            left = left.saturating_sub(heard as u64);
+            left = left.saturating_sub(length as u64);
         }
         waiting
     }
 
     /// Handles messages from a template or from its forked processes.
-    pub(super) fn hear_template(&mut self, pid: u32) {
-        if (0..WORDS_MAX).all(|_| self.hear_one(pid).is_some())
+    pub(super) fn handle_template_messages(&mut self, pid: u32) {
+        if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
             // More messages may be waiting, for which there is no new event.
             let socket = template.socket.as_raw_fd();
-            let _ = register_again(&self.poll, &socket, pid as usize | FORKS, false);
+            let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
         if self.template_mut(pid).is_some_and(|template| template.outbox.len() > 0) {
-            self.send_orders(pid);
+            self.send_template_orders(pid);
         }
     }
 
     /// Reads a message and returns its size in bytes. Returns `None` if there is no message, or if the
     /// template was killed for the message.
-    fn hear_one(&mut self, pid: u32) -> Option<usize> {
+    fn read_message(&mut self, pid: u32) -> Option<usize> {
         let template = self.template_mut(pid)?;
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let (length, sender) = receive(&template.socket, &mut bytes)?;
-        let word = bytes.get(..length).and_then(Word::decode);
-        let is_sense = word.is_some_and(|word| self.obey_template(pid, word, sender));
-        if !is_sense {
-            self.end_template(pid, "the program does not follow the protocol of templates: see `start.mode`");
+        let word = bytes.get(..length).and_then(TemplateMessage::decode);
+        let is_valid = word.is_some_and(|word| self.handle_message(pid, word, sender));
+        if !is_valid {
+            self.kill_for_protocol_error(
+                pid,
+                "the program does not follow the protocol of templates: see `start.mode`",
+            );
             return None;
         }
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. All processes in the template's nest die too, because
+    /// Kills a template because of a protocol error. All processes in the template's namespace die too, because
     /// any process there can have caused the error.
-    pub(super) fn end_template(&mut self, pid: u32, text: &str) {
+    pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
             self.report(
-                &ReportMessage::Template { worker, word: TemplateWord::Refused(text.to_owned()) },
+                &ReportMessage::Template { worker, message: TemplateReport::Refused(text.to_owned()) },
                 None,
             );
             wait::kill_group(pid);
@@ -310,59 +325,61 @@ impl Process {
     }
 
     /// Handles a message. Returns false if the message violates the protocol.
-    fn obey_template(&mut self, pid: u32, word: Word<'_>, sender: u32) -> bool {
+    fn handle_message(&mut self, pid: u32, word: TemplateMessage<'_>, sender: u32) -> bool {
         let Some(child) = self.children.get_mut(&pid) else { return true };
         let (worker, process) = (child.worker, child.process);
         let Some(template) = &mut child.template else { return true };
-        let told = match word {
-            Word::Born { worker } => return sender != process && self.born(pid, worker, sender),
-            Word::NotForked { worker, errno, step } => {
-                if let Some(fork) = template.take(worker) {
+        let message = match word {
+            TemplateMessage::Started { worker } => {
+                return sender != process && self.register_worker(pid, worker, sender);
+            }
+            TemplateMessage::ForkFailed { worker, errno, step } => {
+                if let Some(fork) = template.take_fork(worker) {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
-                    let refusal = Refusal::new(&step, Errno::from_raw_os_error(errno));
-                    self.fork_failed(pid, &fork, &refusal);
-                    // Processes left behind in the nest can have waited for this fork.
-                    self.tidy_nest(pid, Instant::now());
+                    let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
+                    self.fork_failed(pid, &fork, &failure);
+                    // Processes left behind in the namespace can have waited for this fork.
+                    self.clean_namespace(pid, Instant::now());
                 }
                 return true;
             }
             _ if sender != process => return false,
-            Word::Ready if template.inherited.is_some() => return false,
-            Word::Ready => {
-                template.inherited = Some(Inherited::of(process));
-                TemplateWord::Ready
+            TemplateMessage::Ready if template.attributes.is_some() => return false,
+            TemplateMessage::Ready => {
+                template.attributes = Some(RecordedAttributes::record(process));
+                TemplateReport::Ready
             }
-            Word::Refused(_) if template.is_refused => return false,
-            Word::Refused(text) => {
-                template.is_refused = true;
-                TemplateWord::Refused(text.to_owned())
+            TemplateMessage::StartFailed(_) if template.has_refused => return false,
+            TemplateMessage::StartFailed(text) => {
+                template.has_refused = true;
+                TemplateReport::Refused(text.to_owned())
             }
             // A template may send any number of these. Excess messages are not forwarded.
-            Word::Status(_) | Word::Extend(_)
-                if !template.may_be_heard(Instant::now()) || self.outbox.len() >= REPORTS_WAITING_MAX =>
+            TemplateMessage::Status(_) | TemplateMessage::Extend(_)
+                if !template.accepts_status(Instant::now()) || self.outbox.len() >= PENDING_REPORTS_MAX =>
             {
                 return true;
             }
-            Word::Status(text) => TemplateWord::Status(text.to_owned()),
-            Word::Extend(more_ms) => TemplateWord::Extend(Duration::from_millis(more_ms.into())),
-            Word::Forked { worker, pid: forked } => {
+            TemplateMessage::Status(text) => TemplateReport::Status(text.to_owned()),
+            TemplateMessage::Extend(more_ms) => TemplateReport::Extend(Duration::from_millis(more_ms.into())),
+            TemplateMessage::Forked { worker, pid: forked } => {
                 // If the worker has already identified itself, the fork is no longer in the list.
-                let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
+                let fork = template.forks.iter_mut().find(|fork| fork.worker == worker);
                 if let Some(fork) = fork {
                     fork.pid = Some(forked);
-                    let is_gone = match &child.nest {
-                        Some(nest) => nest.has_ended(forked),
+                    let is_gone = match &child.namespace {
+                        Some(namespace) => namespace.has_ended(forked),
                         None => !bulkhead_linux::wait::is_child(forked),
                     };
                     if is_gone {
                         self.fork_ended(pid, forked);
-                        self.tidy_nest(pid, Instant::now());
+                        self.clean_namespace(pid, Instant::now());
                     }
                 }
                 return true;
             }
         };
-        self.report(&ReportMessage::Template { worker, word: told }, None);
+        self.report(&ReportMessage::Template { worker, message }, None);
         true
     }
 
@@ -370,55 +387,55 @@ impl Process {
     /// start has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
         let Some(found) = self.template_mut(template) else { return };
-        let Some(at) = found.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
-        if let Some(fork) = found.underway.remove(at) {
+        let Some(at) = found.forks.iter().position(|fork| fork.pid == Some(pid)) else { return };
+        if let Some(fork) = found.forks.remove(at) {
             self.fork_failed(
                 template,
                 &fork,
-                &Refusal::new("fork: the forked process exited at once", Errno::CHILD),
+                &SpawnError::new("fork: the forked process exited at once", Errno::CHILD),
             );
         }
     }
 
     /// Reports that a fork did not become a worker. The process can have created its temporary folder
     /// already.
-    fn fork_failed(&mut self, template: u32, fork: &Fork, refusal: &Refusal) {
+    fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
-            match (child.terms.temporary, &child.folder) {
-                (Temporary::Folder, Some(folder)) => {
+            match (child.layers.temporary, &child.folder) {
+                (TemporaryFiles::Folder, Some(folder)) => {
                     self.folders.remove(folder.join(folder_name(worker, secret)));
                 }
-                (Temporary::FileSystem(_) | Temporary::Mounted(_), _) => {
+                (TemporaryFiles::PrivateTmp(_) | TemporaryFiles::MountedTmpfs(_), _) => {
                     self.remove_folder(template, worker, secret);
                 }
-                (Temporary::Folder | Temporary::None, _) => {}
+                (TemporaryFiles::Folder | TemporaryFiles::None, _) => {}
             }
         }
-        self.report_failure(worker, refusal);
+        self.report_failure(worker, failure);
     }
 
     /// Calls `fork_ended` for each forking template whose workers are children of the keeper.
     pub(super) fn any_fork_ended(&mut self, pid: u32) {
-        self.forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
+        self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
     /// Handles a process's message that it is a worker forked by the template. Returns false if the message
     /// violates the protocol.
-    fn born(&mut self, template: u32, worker: u64, pid: u32) -> bool {
+    fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
         }
         let Some(child) = self.children.get_mut(&template) else { return true };
-        if child.nest.is_none() && !bulkhead_linux::wait::is_child(pid) {
+        if child.namespace.is_none() && !bulkhead_linux::wait::is_child(pid) {
             return false;
         }
-        let Some(fork) = child.template.as_mut().and_then(|it| it.take(worker)) else { return false };
-        match self.adopt(template, &fork, pid) {
-            Ok(is_sense) => is_sense,
-            Err(refusal) => {
-                self.fork_failed(template, &fork, &refusal);
-                self.tidy_nest(template, Instant::now());
+        let Some(fork) = child.template.as_mut().and_then(|it| it.take_fork(worker)) else { return false };
+        match self.adopt_worker(template, &fork, pid) {
+            Ok(is_valid) => is_valid,
+            Err(failure) => {
+                self.fork_failed(template, &fork, &failure);
+                self.clean_namespace(template, Instant::now());
                 true
             }
         }
@@ -426,90 +443,92 @@ impl Process {
 
     /// Adopts the process as the worker. Returns false if this violates the protocol. On an error, the
     /// process does not become a worker.
-    fn adopt(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, Refusal> {
-        let Fork { worker, secret, is_doomed, .. } = *fork;
+    fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
+        let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
-        let (terms, rlimits) = (parent.terms, parent.rlimits.clone());
+        let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
         let observed = Observed { is_inherited: true, ..parent.observed };
-        let number = Pid::from_raw(pid as i32).ok_or(Refusal::new("fork", Errno::SRCH))?;
+        let number = Pid::from_raw(pid as i32).ok_or(SpawnError::new("fork", Errno::SRCH))?;
         let opened = rustix::process::pidfd_open(number, PidfdFlags::empty())
             .and_then(|pidfd| Ok((rustix::io::fcntl_dupfd_cloexec(&pidfd, 0)?, pidfd)));
         let (copy, pidfd) = match opened {
             Ok(opened) => opened,
             Err(errno) => {
-                self.refuse_birth(template, pid);
+                self.kill_rejected(template, pid);
                 let step = if errno == Errno::SRCH {
                     "fork: the forked process exited at once"
                 } else {
                     "descriptors"
                 };
-                return Err(Refusal::new(step, errno));
+                return Err(SpawnError::new(step, errno));
             }
         };
-        let home = match &parent.nest {
+        let member = match &parent.namespace {
             None => None,
-            Some(nest) => {
-                let place = observe::place(pid);
+            Some(namespace) => {
+                let place = observe::namespace_pids(pid);
                 // If the process is reaped during this read, its parent or pid, or both, are missing.
                 let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
                 let place = place.ok().filter(|_| !is_over);
                 let place =
-                    place.ok_or(Refusal::new("fork: the forked process exited at once", Errno::CHILD))?;
-                if place.parent != template || nest.has(place.inner) {
+                    place.ok_or(SpawnError::new("fork: the forked process exited at once", Errno::CHILD))?;
+                if place.parent != template || namespace.contains(place.inner) {
                     self.report_failure(
                         worker,
-                        &Refusal::new(
+                        &SpawnError::new(
                             "fork: another process than the template forked the worker",
                             Errno::PERM,
                         ),
                     );
                     return Ok(false);
                 }
-                Some(Home { nest: template, inner: place.inner, secret: None })
+                Some(NamespaceMember { namespace: template, inner: place.inner, secret: None })
             }
         };
-        let folder = match (terms.temporary, &parent.folder) {
-            (Temporary::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
+        let folder = match (layers.temporary, &parent.folder) {
+            (TemporaryFiles::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
             _ => None,
         };
-        let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
-        let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
+        let is_inside =
+            matches!(layers.temporary, TemporaryFiles::PrivateTmp(_) | TemporaryFiles::MountedTmpfs(_));
+        let member = member.map(|member| NamespaceMember { secret: is_inside.then_some(secret), ..member });
         // Registered before the worker has anything to clean up. Closing the pidfd removes the registration.
-        if home.is_none()
-            && let Err(error) = register(&self.poll, &pidfd, pid as usize | END)
+        if member.is_none()
+            && let Err(error) = register(&self.poll, &pidfd, pid as usize | EXIT)
         {
-            self.refuse_birth(template, pid);
-            return Err(Refusal::of("descriptors", &error));
+            self.kill_rejected(template, pid);
+            return Err(SpawnError::from_io("descriptors", &error));
         }
-        let leaf = terms.cgroup.map(|limits| self.groups.make(worker, &limits));
+        let leaf = layers.cgroup.map(|limits| self.groups.create(worker, &limits));
         let leaf = leaf.map(|made| {
             let leaf = made?;
-            match leaf.take_in(pid) {
+            match leaf.add_process(pid) {
                 Ok(()) => Ok(leaf),
                 Err(failure) => {
                     self.groups.remove(leaf);
-                    Err(Refusal::new(&format!("cgroup: {}", failure.attempted), failure.errno))
+                    Err(SpawnError::new(&format!("cgroup: {}", failure.attempted), failure.errno))
                 }
             }
         });
         let leaf = match leaf.transpose() {
             Ok(leaf) => leaf,
-            Err(refusal) => {
-                self.refuse_birth(template, pid);
-                return Err(refusal);
+            Err(failure) => {
+                self.kill_rejected(template, pid);
+                return Err(failure);
             }
         };
-        if let Some(home) = &home
-            && let Some(nest) = self.children.get_mut(&template).and_then(|child| child.nest.as_mut())
+        if let Some(member) = &member
+            && let Some(namespace) =
+                self.children.get_mut(&template).and_then(|child| child.namespace.as_mut())
         {
-            nest.born(home.inner, pid);
+            namespace.add_worker(member.inner, pid);
         }
         let observed = Observed { cgroup: leaf.is_some(), ..observed };
         let child = Child {
             worker,
             pidfd,
             stage: Stage::Running,
-            terms,
+            layers,
             rlimits,
             is_confined: true,
             process: pid,
@@ -520,22 +539,22 @@ impl Process {
             observed,
             status: None,
             template: None,
-            nest: None,
-            home,
+            namespace: None,
+            member,
         };
         self.insert(pid, child);
         self.report(&ReportMessage::Spawned { worker, pid, observed }, Some(copy));
-        if is_doomed {
+        if is_cancelled {
             self.kill(pid);
         }
-        self.tidy_nest(template, Instant::now());
+        self.clean_namespace(template, Instant::now());
         Ok(true)
     }
 
     /// Kills a process that must not become a worker.
-    fn refuse_birth(&mut self, template: u32, pid: u32) {
-        // In a nest, the process is unknown and is killed as such.
-        if self.children.get(&template).is_some_and(|child| child.nest.is_none()) {
+    fn kill_rejected(&mut self, template: u32, pid: u32) {
+        // In a namespace, the process is unknown and is killed as such.
+        if self.children.get(&template).is_some_and(|child| child.namespace.is_none()) {
             wait::kill_group(pid);
         }
     }
@@ -543,12 +562,12 @@ impl Process {
     /// Handles the end of a template, whose forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
-        let refusal = match template.is_hung {
-            true => Refusal::new(HUNG, Errno::TIME),
-            false => Refusal::new("fork: the template has ended", Errno::CHILD),
+        let failure = match template.is_hung {
+            true => SpawnError::new(HUNG_STEP, Errno::TIME),
+            false => SpawnError::new("fork: the template has ended", Errno::CHILD),
         };
-        for fork in template.underway {
-            self.report_failure(fork.worker, &refusal);
+        for fork in template.forks {
+            self.report_failure(fork.worker, &failure);
         }
     }
 }

@@ -4,18 +4,18 @@ use bulkhead_linux::process_tree;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX, deregister, register_again};
-use crate::confine::seccomp::{self, News};
-use crate::{ReportMessage, observe};
+use super::{Child, EventLoop, LISTENER, PENDING_REPORTS_MAX, deregister, observe, register_again};
+use crate::confine::seccomp::{self, ListenerState};
+use crate::protocol::ReportMessage;
 
-impl Process {
+impl EventLoop {
     /// Handles a notification of a forbidden call.
-    pub(super) fn look_at_violation(&mut self, pid: u32) {
+    pub(super) fn handle_violation(&mut self, pid: u32) {
         let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
-        let received = match seccomp::news(listener) {
-            Ok(News::Call) => seccomp::receive(listener),
-            Ok(News::None) => return,
-            Ok(News::Over) => return self.drop_listener(pid),
+        let received = match seccomp::poll_listener(listener) {
+            Ok(ListenerState::Pending) => seccomp::receive(listener),
+            Ok(ListenerState::Idle) => return,
+            Ok(ListenerState::Closed) => return self.drop_listener(pid),
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
@@ -23,65 +23,65 @@ impl Process {
         // meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
-            self.end_violator(pid, &notification);
+            self.kill_violator(pid, &notification);
         }
     }
 
     /// Kills the process that made a forbidden call. The violation is reported before the death can be.
-    pub(super) fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
+    pub(super) fn kill_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
         let Some(listener) = &child.listener else { return };
-        let found = observe::process_of(notification.thread).and_then(|(process, inner)| {
+        let found = observe::process_of_thread(notification.thread).and_then(|(process, inner)| {
             let number = Pid::from_raw(process as i32).ok_or(Errno::SRCH)?;
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
         // The thread is still waiting in the call. So the pids and the pidfd found above belong to this
         // thread's process.
-        if seccomp::is_waiting(listener, notification.id).is_err() {
+        if seccomp::check_pending(listener, notification.id).is_err() {
             return;
         }
         // If the process cannot be found, the worker itself counts as the violator, and all of its processes
         // are killed.
-        let (process, inner, of, pidfd) = match found {
-            Ok((process, inner, of, pidfd)) => (process, inner, of, Some(pidfd)),
+        let (process, inner, owner, pidfd) = match found {
+            Ok((process, inner, owner, pidfd)) => (process, inner, owner, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
         };
-        let Some(child) = self.children.get_mut(&of) else { return };
+        let Some(child) = self.children.get_mut(&owner) else { return };
         let other = pidfd.filter(|_| process != child.process);
         if other.is_none() {
             child.violation.get_or_insert(call);
         }
         let worker = child.worker;
         self.report_violation(worker, inner, call);
-        let Some(pidfd) = other else { return self.kill(of) };
+        let Some(pidfd) = other else { return self.kill(owner) };
         if rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err()
             && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
         {
-            let _ = seccomp::refuse(listener, notification.id, Errno::PERM);
+            let _ = seccomp::respond_with_error(listener, notification.id, Errno::PERM);
         }
     }
 
     /// Returns the worker to which a process belongs. The filter of a template also applies to all workers
     /// that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
-        let is_nest = self.children.get(&pid).is_some_and(|child| child.nest.is_some());
-        if !is_nest {
+        let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());
+        if !is_namespace {
             return pid;
         }
-        let is_worker = |pid: &u32| self.children.get(pid).is_some_and(|child| child.home.is_some());
+        let is_worker = |pid: &u32| self.children.get(pid).is_some_and(|child| child.member.is_some());
         if is_worker(&process) {
             return process;
         }
-        let line = process_tree::lineage(process, pid).unwrap_or_default();
+        let line = process_tree::ancestors(process, pid).unwrap_or_default();
         line.into_iter().find(is_worker).unwrap_or(pid)
     }
 
     /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
     /// that are killed. If the supervisor cannot keep up, only the worker's end is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
-        if self.outbox.len() < REPORTS_WAITING_MAX {
+        if self.outbox.len() < PENDING_REPORTS_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);
         }
         let _ = self.flush();

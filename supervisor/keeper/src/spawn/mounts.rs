@@ -1,5 +1,9 @@
 //! Mounts made by the child.
 
+pub(super) mod covers;
+pub(super) mod proc_entries;
+pub(super) mod root;
+
 use std::ffi::CStr;
 use std::ptr::null;
 
@@ -49,6 +53,6 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
         (libc::MOUNT_ATTR_NODEV, StatVfsMountFlags::NODEV),
         (libc::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
     ];
-    let is_in_force = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
-    if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
+    let is_enforced = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
+    if rows.into_iter().all(is_enforced) { Ok(()) } else { Err(Errno::PERM) }
 }

@@ -14,13 +14,13 @@ use rustix::net::{
 };
 
 /// The child waits for its user and group maps.
-const MAP: u8 = b'U';
+const WAITS_FOR_ID_MAPS: u8 = b'U';
 
 /// The child is confined, and waits for permission to execute its program.
-const READY: u8 = b'R';
+const CONFINED: u8 = b'R';
 
 /// The keeper's permission to continue.
-const GO: u8 = b'G';
+const CONTINUE: u8 = b'G';
 
 /// Creates both ends: the keeper's, which never blocks, and the child's.
 pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
@@ -33,7 +33,7 @@ pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
 
 /// A child's failure: the step, a detail and the error number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Failure {
+pub(crate) struct StepFailure {
     pub(crate) step: u32,
     pub(crate) detail: u32,
     pub(crate) errno: i32,
@@ -41,18 +41,18 @@ pub(crate) struct Failure {
 
 /// Cause of a failed step. `detail` is the resource's number for limits, and the number of the inner step for
 /// the root folder.
-pub(super) struct Stop {
+pub(super) struct StepError {
     pub(super) errno: Errno,
     pub(super) detail: u32,
 }
 
-impl From<Errno> for Stop {
+impl From<Errno> for StepError {
     fn from(errno: Errno) -> Self {
         Self { errno, detail: 0 }
     }
 }
 
-impl Failure {
+impl StepFailure {
     const BYTES: usize = 12;
 
     fn encode(&self) -> [u8; Self::BYTES] {
@@ -78,11 +78,11 @@ impl Failure {
 #[derive(Debug)]
 pub(crate) enum Progress {
     /// The child is still on the way, or stuck on a file system.
-    Underway,
-    /// The child has a user namespace without maps, and waits for [`go_on`].
-    WantsMap,
-    /// The child is confined, and waits for [`go_on`] to execute its program.
-    Ready {
+    Pending,
+    /// The child has a user namespace without maps, and waits for [`let_continue`].
+    WaitsForIdMaps,
+    /// The child is confined, and waits for [`let_continue`] to execute its program.
+    Confined {
         /// Pid of the confined process. It can differ from the forked process.
         pid: u32,
         /// Receives notifications of forbidden system calls.
@@ -91,12 +91,12 @@ pub(crate) enum Progress {
     /// The child has executed the worker's program (or was killed before).
     Executed,
     /// A step failed.
-    Failed(Failure),
+    Failed(StepFailure),
 }
 
 /// Reads a message of a child.
 pub(crate) fn read(socket: &OwnedFd) -> Progress {
-    let mut bytes = [0; Failure::BYTES];
+    let mut bytes = [0; StepFailure::BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC;
@@ -112,35 +112,35 @@ pub(crate) fn read(socket: &OwnedFd) -> Progress {
         }
     }
     match received.map(|message| message.bytes) {
-        Ok(Failure::BYTES) => Progress::Failed(Failure::decode(bytes)),
-        Ok(1) if bytes[0] == MAP => Progress::WantsMap,
-        Ok(1) if bytes[0] == READY => Progress::Ready { pid, listener },
-        Err(Errno::AGAIN) => Progress::Underway,
+        Ok(StepFailure::BYTES) => Progress::Failed(StepFailure::decode(bytes)),
+        Ok(1) if bytes[0] == WAITS_FOR_ID_MAPS => Progress::WaitsForIdMaps,
+        Ok(1) if bytes[0] == CONFINED => Progress::Confined { pid, listener },
+        Err(Errno::AGAIN) => Progress::Pending,
         Ok(_) | Err(_) => Progress::Executed,
     }
 }
 
 /// Lets a waiting child continue. A child that is gone does not matter.
-pub(crate) fn go_on(socket: &OwnedFd) {
-    let _ = rustix::net::send(socket, &[GO], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+pub(crate) fn let_continue(socket: &OwnedFd) {
+    let _ = rustix::net::send(socket, &[CONTINUE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 // The child's side, which makes only system calls.
 
 /// Reports a failed step. If even this fails, the supervisor sees a worker that ends at once.
-pub(super) fn fail(socket: BorrowedFd<'_>, failure: &Failure) {
+pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
 
 /// Requests user and group maps, and waits for them.
-pub(super) fn want_map(socket: BorrowedFd<'_>) -> Result<(), Errno> {
-    rustix::net::send(socket, &[MAP], SendFlags::NOSIGNAL)?;
-    wait(socket)
+pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
+    rustix::net::send(socket, &[WAITS_FOR_ID_MAPS], SendFlags::NOSIGNAL)?;
+    wait_for_keeper(socket)
 }
 
 /// Reports that the child is confined, passes the listener to the keeper, and waits for permission to
 /// continue.
-pub(super) fn ready(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
+pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
     // SAFETY: the kernel has just created the descriptor for this process, and nothing else uses it.
     // Close-on-exec closes the descriptor. `close` must not be called here, because the filter can make the
     // call fatal.
@@ -150,15 +150,15 @@ pub(super) fn ready(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(
     if !ancillary.push(SendAncillaryMessage::ScmRights(listener.as_slice())) {
         return Err(Errno::INVAL);
     }
-    rustix::net::sendmsg(socket, &[IoSlice::new(&[READY])], &mut ancillary, SendFlags::NOSIGNAL)?;
-    wait(socket)
+    rustix::net::sendmsg(socket, &[IoSlice::new(&[CONFINED])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    wait_for_keeper(socket)
 }
 
 /// Waits for the keeper. Fails if the keeper is gone.
-fn wait(socket: BorrowedFd<'_>) -> Result<(), Errno> {
+fn wait_for_keeper(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     let mut word = [0];
     let (length, _) = rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut word, RecvFlags::empty()))?;
-    if length == 1 && word[0] == GO { Ok(()) } else { Err(Errno::SRCH) }
+    if length == 1 && word[0] == CONTINUE { Ok(()) } else { Err(Errno::SRCH) }
 }
 
 #[cfg(test)]
@@ -168,25 +168,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_child_says_arrives() {
+    fn child_messages_arrive() {
         let (ours, theirs) = pair().unwrap();
-        assert!(matches!(read(&ours), Progress::Underway));
-        go_on(&ours);
-        want_map(theirs.as_fd()).unwrap();
-        assert!(matches!(read(&ours), Progress::WantsMap));
-        go_on(&ours);
+        assert!(matches!(read(&ours), Progress::Pending));
+        let_continue(&ours);
+        request_id_maps(theirs.as_fd()).unwrap();
+        assert!(matches!(read(&ours), Progress::WaitsForIdMaps));
+        let_continue(&ours);
         let null = std::fs::File::open("/dev/null").unwrap();
-        ready(theirs.as_fd(), Some(null.as_raw_fd())).unwrap();
-        let Progress::Ready { pid, listener: Some(_) } = read(&ours) else { panic!("not ready") };
+        report_confined(theirs.as_fd(), Some(null.as_raw_fd())).unwrap();
+        let Progress::Confined { pid, listener: Some(_) } = read(&ours) else { panic!("not ready") };
         assert_eq!(pid, std::process::id());
-        go_on(&ours);
-        ready(theirs.as_fd(), None).unwrap();
-        assert!(matches!(read(&ours), Progress::Ready { listener: None, .. }));
-        let failure = Failure { step: 3, detail: 4, errno: 5 };
-        fail(theirs.as_fd(), &failure);
-        assert!(matches!(read(&ours), Progress::Failed(said) if said == failure));
+        let_continue(&ours);
+        report_confined(theirs.as_fd(), None).unwrap();
+        assert!(matches!(read(&ours), Progress::Confined { listener: None, .. }));
+        let failure = StepFailure { step: 3, detail: 4, errno: 5 };
+        report_failure(theirs.as_fd(), &failure);
+        assert!(matches!(read(&ours), Progress::Failed(reported) if reported == failure));
         drop(ours);
-        assert!(want_map(theirs.as_fd()).is_err());
+        assert!(request_id_maps(theirs.as_fd()).is_err());
         let (ours, theirs) = pair().unwrap();
         drop(theirs);
         assert!(matches!(read(&ours), Progress::Executed));

@@ -6,7 +6,7 @@
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
-use bulkhead_linux::descriptors::close_all_but;
+use bulkhead_linux::descriptors::close_all_except;
 use bulkhead_linux::errno::check;
 use bulkhead_linux::rlimits::{OPEN_FILES, Resource};
 use rustix::fs::{Mode, OFlags};
@@ -14,13 +14,15 @@ use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::progress::{self, Failure, Stop};
-use super::root::Root;
-use super::shown::Shown;
-use super::{LINK_FD, Oom, Plan};
-use crate::Rlimit;
-use crate::confine::landlock::Unrestricted;
-use crate::confinement::Identity;
+use super::child::Plan;
+use super::forker::OomSettings;
+use super::mounts::covers::Covers;
+use super::mounts::root::{self, PrivateRoot};
+use super::progress::{self, StepError, StepFailure};
+use super::{LINK_FD, mounts};
+use crate::confine::landlock::RestrictError;
+use crate::protocol::Rlimit;
+use crate::protocol::confinement::Identity;
 
 /// Files that a worker creates are accessible only to its user.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
@@ -31,25 +33,25 @@ const SIGNAL_MAX: i32 = 64;
 /// Highest possible number of a capability.
 const CAPABILITY_MAX: libc::c_ulong = 63;
 
-pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
+pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
 
 /// Steps of the first process in new namespaces.
 ///
 /// The child of a privileged keeper makes the root folder while it is still root, and enters a user namespace
 /// afterwards. So every folder above the given paths is accessible. The child of an unprivileged keeper needs
 /// the user namespace first, for the right to mount.
-pub(super) const OUTER: [(&str, Step); 14] = [
+pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("session", session),
-    ("out-of-memory score", memory_score),
-    ("working directory", enter_directory),
+    ("out-of-memory score", oom_score),
+    ("working directory", enter_directory_early),
     ("parent-death signal", parent_death_signal),
     ("user namespace", user_namespace_before_root),
     ("identity in the user namespace", identity_before_root),
     ("parent-death signal after the identity", parent_death_signal),
-    (ROOT, private_root),
-    ("own /proc", own_proc),
-    ("own /dev/shm", own_shared_memory),
-    ("cgroup namespace", own_cgroup),
+    (ROOT_STEP, private_root),
+    ("own /proc", private_proc),
+    ("own /dev/shm", private_shared_memory),
+    ("cgroup namespace", cgroup_namespace),
     ("user namespace", user_namespace_after_root),
     ("identity in the user namespace", identity_after_root),
     ("parent-death signal after the identity", parent_death_signal),
@@ -62,18 +64,18 @@ pub(super) const OUTER: [(&str, Step); 14] = [
 /// that a limit or a filter could prevent come before that limit or filter. The limit of open files also
 /// bounds the descriptors that a process can pass over sockets. The kernel counts descriptors in flight from
 /// all processes of the user. So this limit comes last, when nothing more has to be passed.
-pub(super) const INNER: [(&str, Step); 22] = [
+pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
-    ("out-of-memory score", inherited_memory_score),
+    ("out-of-memory score", oom_score_without_namespaces),
     ("umask", umask),
     ("priority", priority),
     ("stdio", stdio),
     ("descriptors", descriptors),
     ("child subreaper", child_subreaper),
-    (SHOWN, shown),
-    ("temporary file system", own_temporary),
-    (RLIMIT, rlimits),
+    (COVERS_STEP, covers),
+    ("temporary file system", private_temporary),
+    (RLIMIT_STEP, rlimits),
     ("bounding set", bounding_set),
     ("working directory", working_directory_before_identity),
     ("identity", identity),
@@ -81,46 +83,48 @@ pub(super) const INNER: [(&str, Step); 22] = [
     ("parent-death signal", parent_death_signal),
     ("working directory", working_directory),
     ("no_new_privs", no_new_privs),
-    (LANDLOCK, landlock),
-    (SECCOMP, seccomp),
-    (RLIMIT, open_files),
+    (LANDLOCK_STEP, landlock),
+    (SECCOMP_STEP, seccomp),
+    (RLIMIT_STEP, open_files),
     ("exec", exec),
 ];
 
-pub(super) const ROOT: &str = "mount namespace";
-const SHOWN: &str = "what its user cannot reach";
-pub(super) const LANDLOCK: &str = "landlock";
-pub(super) const SECCOMP: &str = "seccomp";
-const RLIMIT: &str = "rlimit";
+pub(super) const ROOT_STEP: &str = "mount namespace";
+const COVERS_STEP: &str = "what its user cannot reach";
+pub(super) const LANDLOCK_STEP: &str = "landlock";
+pub(super) const SECCOMP_STEP: &str = "seccomp";
+const RLIMIT_STEP: &str = "rlimit";
 
 /// Detail of the Landlock step if the kernel accepted the rules but does not enforce them.
-const LANDLOCK_UNTRUE: u32 = 1;
+const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
 /// Step number of the fork between the tables.
-pub(super) const PID_NAMESPACE: u32 = u32::MAX;
+pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
 /// Step number for the requirements of a nest's first process.
-pub(super) const NEST: u32 = u32::MAX - 1;
+pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
 /// Describes the failure of a child.
-pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Shown>) -> String {
-    let mut steps = OUTER.iter().chain(&INNER);
+pub(super) fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&Covers>) -> String {
+    let mut steps = NAMESPACE_STEPS.iter().chain(&WORKER_STEPS);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
-        Some(RLIMIT) => format!("{RLIMIT} {}", rlimit_name(failure.detail)),
-        Some(ROOT) => {
+        Some(RLIMIT_STEP) => format!("{RLIMIT_STEP} {}", rlimit_name(failure.detail)),
+        Some(ROOT_STEP) => {
             let what = root.map(|root| root.describe(failure.detail)).unwrap_or_default();
-            format!("{ROOT}: {what}")
+            format!("{ROOT_STEP}: {what}")
         }
-        Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
-            format!("{LANDLOCK} read-back: the kernel accepted the rules, but does not enforce the rules")
+        Some(LANDLOCK_STEP) if failure.detail == LANDLOCK_NOT_ENFORCED => {
+            format!(
+                "{LANDLOCK_STEP} read-back: the kernel accepted the rules, but does not enforce the rules"
+            )
         }
-        Some(SHOWN) => {
-            let what = shown.map(|shown| shown.describe(failure.detail)).unwrap_or_default();
-            format!("{SHOWN}: {what}")
+        Some(COVERS_STEP) => {
+            let what = covers.map(|covers| covers.describe(failure.detail)).unwrap_or_default();
+            format!("{COVERS_STEP}: {what}")
         }
         Some(name) => name.to_owned(),
-        None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
-        None if failure.step == NEST => {
+        None if failure.step == WORKER_FORK_STEP => "pid namespace".to_owned(),
+        None if failure.step == TEMPLATE_INIT_STEP => {
             "read of the first process's children in /proc, which `start.mode = \"fork\"` \
              needs (CONFIG_PROC_CHILDREN)"
                 .to_owned()
@@ -130,55 +134,55 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
 }
 
 fn rlimit_name(resource: u32) -> &'static str {
-    Resource::numbered(resource).map_or("unknown", Resource::name)
+    Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
 /// Waits for the user and group maps. The fork has already created the user namespace.
-fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user || plan.prepared.barriers.root_comes_first() {
+fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
     }
-    Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+    Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
 /// Creates a user namespace after the root folder, and waits for the user and group maps.
-fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
+fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
     }
     // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWUSER) })?;
-    Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+    Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-fn identity_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.prepared.barriers.root_comes_first() { Ok(()) } else { inner_identity(plan) }
+fn identity_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.prepared.confinement.makes_root_first() { Ok(()) } else { identity_in_namespace(plan) }
 }
 
-fn identity_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.prepared.barriers.root_comes_first() { inner_identity(plan) } else { Ok(()) }
+fn identity_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.prepared.confinement.makes_root_first() { identity_in_namespace(plan) } else { Ok(()) }
 }
 
 /// Becomes the worker's user in the new user namespace. A process there has all rights, but cannot create
 /// files as a user that is not mapped. The change takes no rights from the process.
-fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user {
+fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().namespaces.user {
         return Ok(());
     }
     // Fails if the keeper has no privileges. Then the keeper has no groups whose loss matters.
     let _ = rustix::thread::set_thread_groups(&[]);
-    become_one(plan.terms().identity.unwrap_or(plan.own))
+    set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
 /// Becomes the worker's user outside of a new user namespace. Inside of a new user namespace, this has been
 /// done already.
-fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    match plan.terms().identity {
-        Some(identity) if !plan.terms().namespaces.user => {
+fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
+    match plan.layers().identity {
+        Some(identity) if !plan.layers().namespaces.user => {
             rustix::thread::set_thread_groups(&[])?;
-            become_one(identity)?;
-            if plan.terms().subordinate {
-                be_readable();
+            set_identity(identity)?;
+            if plan.layers().subordinate_ids {
+                restore_dumpable();
             }
             Ok(())
         }
@@ -188,47 +192,47 @@ fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Makes this process readable in `/proc` again. After a change of user, reading needs rights over all
 /// processes. The keeper owns the user namespace, but has no such rights.
-fn be_readable() {
+fn restore_dumpable() {
     // SAFETY: sets a flag of this process. If this fails, the keeper's read-back fails and is reported.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
 }
 
-fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
+fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
 }
 
-fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
-    let barriers = &plan.prepared.barriers;
-    let Some(root) = &barriers.root else { return Ok(()) };
+fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
+    let confinement = &plan.prepared.confinement;
+    let Some(root) = &confinement.root else { return Ok(()) };
     // The worker can have another user, and must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
     // The rules contain the files of the system, but not the new mounts.
-    let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
-    root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
-    Ok(ruleset.add_mounted(barriers.has_tmp())?)
+    let Some(ruleset) = &confinement.ruleset else { return Ok(()) };
+    root.expanded().iter().try_for_each(|folder| ruleset.add_readable(folder))?;
+    Ok(ruleset.add_private_mounts(confinement.has_tmp())?)
 }
 
 /// Mounts a private `/proc` on the system's root folder. A private root folder has one already.
-fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.proc {
+fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().namespaces.proc {
         return Ok(());
     }
-    super::root::mount_own_proc()?;
-    let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
-    Ok(ruleset.add_mounted(false)?)
+    root::mount_private_proc()?;
+    let Some(ruleset) = &plan.prepared.confinement.ruleset else { return Ok(()) };
+    Ok(ruleset.add_private_mounts(false)?)
 }
 
 /// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So named shared memory
 /// and semaphores belong only to this worker, and count as temporary files.
-fn own_shared_memory(plan: &Plan<'_>) -> Result<(), Stop> {
-    plan.prepared.barriers.shared_memory.as_deref().map_or(Ok(()), show_as_shared_memory)
+fn private_shared_memory(plan: &Plan<'_>) -> Result<(), StepError> {
+    plan.prepared.confinement.shared_memory.as_deref().map_or(Ok(()), bind_shared_memory)
 }
 
-fn show_as_shared_memory(folder: &CStr) -> Result<(), Stop> {
-    match super::mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
+fn bind_shared_memory(folder: &CStr) -> Result<(), StepError> {
+    match mounts::mount(Some(folder), c"/dev/shm", None, libc::MS_BIND, None) {
         Err(Errno::NOENT) => Ok(()), // The system has no such folder.
         result => Ok(result?),
     }
@@ -236,8 +240,8 @@ fn show_as_shared_memory(folder: &CStr) -> Result<(), Stop> {
 
 /// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
 /// folder. The group's location on this machine then stays hidden.
-fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.mount {
+fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().namespaces.mount {
         return Ok(());
     }
     // SAFETY: this process has one thread, and nothing in it depends on the previous namespace.
@@ -248,30 +252,30 @@ fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 /// Makes mounts for paths that the worker's user cannot reach. Only without a private root folder.
-fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
-    let barriers = &plan.prepared.barriers;
-    let Some(shown) = &barriers.shown else { return Ok(()) };
+fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
+    let confinement = &plan.prepared.confinement;
+    let Some(covers) = &confinement.covers else { return Ok(()) };
     let mask = rustix::process::umask(Mode::empty());
-    let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
+    let entered = covers.enter(confinement.ruleset.as_ref(), plan.layers().namespaces.proc);
     rustix::process::umask(mask);
     entered
 }
 
 /// Mounts a temporary file system over the worker's folder, on the system's root folder.
-fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
-    let barriers = &plan.prepared.barriers;
-    let Some((folder, options)) = &barriers.own_temporary else { return Ok(()) };
+fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
+    let confinement = &plan.prepared.confinement;
+    let Some((folder, options)) = &confinement.private_temporary else { return Ok(()) };
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
-    super::mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
-    show_as_shared_memory(folder)?;
-    let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
+    mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
+    bind_shared_memory(folder)?;
+    let Some(ruleset) = &confinement.ruleset else { return Ok(()) };
     Ok(ruleset.add_temporary(folder)?)
 }
 
 /// Drops the bounding set, so that no executed program can give capabilities to the worker. Must come before
 /// the identity, which removes the capability that this step needs.
-fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().no_capabilities {
+fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
@@ -283,8 +287,8 @@ fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 /// Clears all capability sets.
-fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().no_capabilities {
+fn capabilities(plan: &Plan<'_>) -> Result<(), StepError> {
+    if !plan.layers().no_capabilities {
         return Ok(());
     }
     // SAFETY: changes a set of this process. Fails only on a kernel without this set.
@@ -294,15 +298,15 @@ fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(rustix::thread::set_capabilities(None, sets)?)
 }
 
-fn no_new_privs(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().no_new_privs { Ok(rustix::thread::set_no_new_privs(true)?) } else { Ok(()) }
+fn no_new_privs(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.layers().no_new_privs { Ok(rustix::thread::set_no_new_privs(true)?) } else { Ok(()) }
 }
 
-fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
-    let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
+fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
+    let Some(ruleset) = &plan.prepared.confinement.ruleset else { return Ok(()) };
     ruleset.restrict().map_err(|unrestricted| match unrestricted {
-        Unrestricted::Refused(errno) => errno.into(),
-        Unrestricted::Untrue => Stop { errno: Errno::PERM, detail: LANDLOCK_UNTRUE },
+        RestrictError::Rejected(errno) => errno.into(),
+        RestrictError::NotEnforced => StepError { errno: Errno::PERM, detail: LANDLOCK_NOT_ENFORCED },
     })?;
     // SAFETY: this process does not use the descriptor any more, and runs no destructors.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
@@ -310,18 +314,18 @@ fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 /// Installs the filter, which is the last layer, and waits for the keeper's read-back of all layers.
-fn seccomp(plan: &Plan<'_>) -> Result<(), Stop> {
-    let barriers = &plan.prepared.barriers;
-    let listener = barriers.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
-    if barriers.are_any() {
-        progress::ready(plan.prepared.progress.as_fd(), listener)?;
+fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
+    let confinement = &plan.prepared.confinement;
+    let listener = confinement.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
+    if confinement.is_any() {
+        progress::report_confined(plan.prepared.progress.as_fd(), listener)?;
     }
     Ok(())
 }
 
 /// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD. Both
 /// would survive `execve`.
-fn signals(_: &Plan<'_>) -> Result<(), Stop> {
+fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the kernel's own structures, because the C library's functions refuse the two signals that the
     // library uses itself.
     const DEFAULT: [u64; 4] = [0; 4];
@@ -339,7 +343,7 @@ fn signals(_: &Plan<'_>) -> Result<(), Stop> {
     Ok(check(result as i32)?)
 }
 
-fn session(_: &Plan<'_>) -> Result<(), Stop> {
+fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
         // Both tables start a session, but only a pid namespace causes a fork between them. Otherwise the
         // process already leads a session.
@@ -351,72 +355,72 @@ fn session(_: &Plan<'_>) -> Result<(), Stop> {
 
 /// Makes the kernel prefer to kill the worker when memory runs out. Must come this early, because the file
 /// belongs to the user that this process still has.
-fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
-    let Oom { is_spared, workers } = plan.standing.oom;
+fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
+    let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats without an allocation. A leading zero would make the number octal.
-    let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (workers / unit % 10) as u8);
+    let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (worker_score / unit % 10) as u8);
     let first = digits.iter().position(|&digit| digit != b'0').unwrap_or(digits.len() - 1);
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
         .and_then(|file| rustix::io::write(file, &digits[first..]));
     match written {
         // If the write fails, the worker keeps the keeper's score, which is above the supervisor's. This is
         // acceptable, unless the supervisor is protected.
-        Err(errno) if is_spared => Err(errno.into()),
+        Err(errno) if is_protected => Err(errno.into()),
         _ => Ok(()),
     }
 }
 
 /// Sets the score if there are no new namespaces. Otherwise the first process has set it for all.
-fn inherited_memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().namespaces.any() { Ok(()) } else { memory_score(plan) }
+fn oom_score_without_namespaces(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.layers().namespaces.any() { Ok(()) } else { oom_score(plan) }
 }
 
-fn umask(_: &Plan<'_>) -> Result<(), Stop> {
+fn umask(_: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::umask(UMASK);
     Ok(())
 }
 
 /// Sets the nice value that the keeper was started with. The child has a separate session, so it is outside
 /// of the keeper's autogroup.
-fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
+fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     // The supervisor's unit can have a real-time policy, which a worker must not inherit. If the call fails,
     // there is nothing to give up.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a local. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
-    Ok(rustix::process::setpriority_process(None, plan.standing.nice)?)
+    Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
 /// Standard input is the keeper's `/dev/null`, or the rules for a host of programs.
-fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
-    if let Some(rules) = &plan.prepared.barriers.program_rules {
-        put_at(rules, libc::STDIN_FILENO)?;
+fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
+    if let Some(rules) = &plan.prepared.confinement.program_rules {
+        duplicate_to(rules, libc::STDIN_FILENO)?;
     }
-    put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
-    put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
-    if let Some(hosted) = &plan.prepared.barriers.hosted {
-        rustix::io::fcntl_setfd(hosted, rustix::io::FdFlags::empty())?;
+    duplicate_to(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
+    duplicate_to(&plan.prepared.stderr, libc::STDERR_FILENO)?;
+    if let Some(hosted_file) = &plan.prepared.confinement.hosted_file {
+        rustix::io::fcntl_setfd(hosted_file, rustix::io::FdFlags::empty())?;
     }
-    Ok(put_at(&plan.prepared.link, LINK_FD)?)
+    Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
 /// Makes a descriptor available under this number, and closes the previous descriptor with the number.
-pub(crate) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
+pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
     check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
-fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
+fn child_subreaper(_: &Plan<'_>) -> Result<(), StepError> {
     // The kernel takes any number except zero as true.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
+fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     let limits = plan.prepared.rlimits.iter();
     limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
     // Raises the limit of open files here, because later steps have no right to raise it.
-    let (_, hard) = plan.standing.open_files;
+    let (_, hard) = plan.original.open_files;
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
@@ -425,27 +429,27 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
 /// limit. A confined worker gets at most three quarters of the keeper's hard limit. Descriptors that the
 /// worker sends to itself and does not receive count for all processes of the same user. A worker must not
 /// prevent the keeper from starting other workers in this way.
-fn open_files(plan: &Plan<'_>) -> Result<(), Stop> {
+fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
     }
-    let (soft, hard) = plan.standing.open_files;
-    let hard = if plan.prepared.barriers.are_any() { hard - hard / 4 } else { hard };
+    let (soft, hard) = plan.original.open_files;
+    let hard = if plan.prepared.confinement.is_any() { hard - hard / 4 } else { hard };
     set_limit(&Rlimit { resource: OPEN_FILES, soft: soft.min(hard), hard })
 }
 
-fn set_limit(limit: &Rlimit) -> Result<(), Stop> {
+fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
     // SAFETY: the pointer is to a local. The kernel refuses a resource that does not exist.
     let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
-    result.map_err(|errno| Stop { errno, detail: limit.resource })
+    result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
 
 /// Second safety net if the keeper is killed. A change of identity clears the signal.
-fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
+fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     // A parent outside of the namespace has no pid here. Only a living parent lets this process continue.
-    let is_numbered = !plan.terms().namespaces.pid;
+    let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
     } else {
@@ -455,19 +459,20 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Closes all descriptors except standard input, output and error, the link, the file that a host loads or
 /// runs, and descriptors that later steps need. The latter are close-on-exec.
-fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
+fn descriptors(plan: &Plan<'_>) -> Result<(), StepError> {
     let prepared = plan.prepared;
-    let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
-    let executable = prepared.barriers.executable.as_ref().map(AsRawFd::as_raw_fd);
-    let hosted = prepared.barriers.hosted.as_ref().map(AsRawFd::as_raw_fd);
+    let ruleset = prepared.confinement.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
+    let executable = prepared.confinement.executable.as_ref().map(AsRawFd::as_raw_fd);
+    let hosted_file = prepared.confinement.hosted_file.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
-    let [ruleset, executable, hosted] = [ruleset, executable, hosted].map(|one| one.unwrap_or(progress));
+    let [ruleset, executable, hosted_file] =
+        [ruleset, executable, hosted_file].map(|one| one.unwrap_or(progress));
     // SAFETY: the descriptors are copies of the keeper's, and nothing in this process uses them.
-    Ok(unsafe { close_all_but(LINK_FD + 1, &mut [progress, ruleset, executable, hosted]) }?)
+    Ok(unsafe { close_all_except(LINK_FD + 1, &mut [progress, ruleset, executable, hosted_file]) }?)
 }
 
-fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.prepared.barriers.executable.is_some() {
+fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.prepared.confinement.executable.is_some() {
         return Ok(());
     }
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
@@ -475,21 +480,21 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Enters the working directory before the change of identity, if the worker's user cannot and no mount can
 /// help.
-fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
+fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }
 
 /// Enters the working directory early in new namespaces, where the process soon becomes the worker's user.
-fn enter_directory(plan: &Plan<'_>) -> Result<(), Stop> {
-    if plan.prepared.barriers.executable.is_none() {
+fn enter_directory_early(plan: &Plan<'_>) -> Result<(), StepError> {
+    if plan.prepared.confinement.executable.is_none() {
         return Ok(());
     }
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
+fn exec(plan: &Plan<'_>) -> Result<(), StepError> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
-    if let Some(executable) = &plan.prepared.barriers.executable {
+    if let Some(executable) = &plan.prepared.confinement.executable {
         let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
         // SAFETY: both lists end with a null pointer, and `plan` owns the lists and their texts. The path
         // ends with NUL.
@@ -506,12 +511,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_documentation_has_each_step_in_order() {
+    fn documentation_lists_all_steps_in_order() {
         let page = include_str!("../../../../docs/keeper.md");
         let section = page.split("## The steps of a worker").nth(1).unwrap().split("## ").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
-        let told: Vec<_> = rows.filter(|first| !matches!(*first, "step" | "---")).collect();
-        let steps: Vec<_> = OUTER.iter().chain(&INNER).map(|(name, _)| *name).collect();
-        assert_eq!(told, steps);
+        let documented: Vec<_> = rows.filter(|first| !matches!(*first, "step" | "---")).collect();
+        let steps: Vec<_> = NAMESPACE_STEPS.iter().chain(&WORKER_STEPS).map(|(name, _)| *name).collect();
+        assert_eq!(documented, steps);
     }
 }

@@ -5,7 +5,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::ExitCode;
 
-use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, Word};
+use bulkhead_shared::template_protocol::{
+    FORK_DESCRIPTORS, MESSAGE_BYTES_MAX, TemplateMessage, TemplateOrder,
+};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 
 use crate::calls::call;
@@ -31,11 +33,11 @@ fn play(how: &str) -> io::Result<()> {
     match how {
         // Sends status messages without end, and never becomes ready.
         "talks" => loop {
-            say(Word::Status("and so on"))?;
+            say(TemplateMessage::Status("and so on"))?;
         },
         // Sends oversized messages and an empty one.
         "shouts" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             next_order()?;
             rustix::net::send(keeper(), &[], SendFlags::NOSIGNAL)?;
             loop {
@@ -44,7 +46,7 @@ fn play(how: &str) -> io::Result<()> {
         }
         // Forks without an order, and does not fork when ordered.
         "forks-unasked" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             for _ in 0..SIBLINGS {
                 if fork_sibling()? == 0 {
                     sleep();
@@ -55,29 +57,29 @@ fn play(how: &str) -> io::Result<()> {
         }
         // A grandchild claims to be the worker.
         "names-a-grandchild" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let worker = next_order()?;
             if fork_child()? == 0 {
-                say(Word::Born { worker })?;
+                say(TemplateMessage::Started { worker })?;
             }
             sleep()
         }
         // A sibling claims to be a worker that was not ordered.
         "invents-a-worker" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let worker = next_order()?;
             if fork_sibling()? == 0 {
-                say(Word::Born { worker: worker + 1_000_000 })?;
+                say(TemplateMessage::Started { worker: worker + 1_000_000 })?;
             }
             sleep()
         }
         // Two siblings claim to be the same worker.
         "has-twins" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let worker = next_order()?;
             for _ in 0..2 {
                 if fork_sibling()? == 0 {
-                    say(Word::Born { worker })?;
+                    say(TemplateMessage::Started { worker })?;
                     sleep();
                 }
             }
@@ -86,7 +88,7 @@ fn play(how: &str) -> io::Result<()> {
         // Never forks the ordered worker, produces deaths that the keeper has to handle, and floods the
         // keeper with messages.
         "floods" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let worker = next_order()?;
             for number in 0..4 {
                 match (fork_sibling()?, number) {
@@ -97,7 +99,7 @@ fn play(how: &str) -> io::Result<()> {
                         std::thread::sleep(std::time::Duration::from_millis(1));
                     },
                     (0, _) => loop {
-                        say(Word::NotForked { worker: worker + 1_000_000, errno: 0, step: "" })?;
+                        say(TemplateMessage::ForkFailed { worker: worker + 1_000_000, errno: 0, step: "" })?;
                     },
                     _ => {}
                 }
@@ -106,23 +108,23 @@ fn play(how: &str) -> io::Result<()> {
         }
         // Keeps the descriptors of each worker. The workers exit at once.
         "keeps-descriptors" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let mut kept = Vec::new();
             loop {
                 let (worker, descriptors) = next_order_with_descriptors()?;
                 kept.push(descriptors);
                 if fork_sibling()? == 0 {
-                    say(Word::Born { worker })?;
+                    say(TemplateMessage::Started { worker })?;
                     return Ok(());
                 }
             }
         }
         // Reports forks that did not happen.
         "lies" => {
-            say(Word::Ready)?;
+            say(TemplateMessage::Ready)?;
             let worker = next_order()?;
-            say(Word::Forked { worker, pid: 1 })?;
-            say(Word::Forked { worker, pid: u32::MAX })?;
+            say(TemplateMessage::Forked { worker, pid: 1 })?;
+            say(TemplateMessage::Forked { worker, pid: u32::MAX })?;
             sleep()
         }
         _ => Err(io::ErrorKind::InvalidInput.into()),
@@ -138,7 +140,7 @@ fn keeper() -> BorrowedFd<'static> {
     }
 }
 
-fn say(word: Word<'_>) -> io::Result<()> {
+fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     let mut bytes = [0; MESSAGE_BYTES_MAX];
     let length = word.encode(&mut bytes);
     rustix::net::send(keeper(), &bytes[..length], SendFlags::NOSIGNAL)?;
@@ -152,7 +154,7 @@ fn next_order() -> io::Result<u64> {
 
 fn next_order_with_descriptors() -> io::Result<(u64, Vec<OwnedFd>)> {
     let mut bytes = [0; MESSAGE_BYTES_MAX];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ORDER_DESCRIPTORS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FORK_DESCRIPTORS))];
     loop {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let slices = &mut [IoSliceMut::new(&mut bytes)];
@@ -162,9 +164,9 @@ fn next_order_with_descriptors() -> io::Result<(u64, Vec<OwnedFd>)> {
             _ => None,
         });
         let descriptors = rights.flatten().collect();
-        match Order::decode(&bytes[..length]) {
-            Some(Order::Fork { worker, .. }) => return Ok((worker, descriptors)),
-            Some(Order::Remove { .. }) => {}
+        match TemplateOrder::decode(&bytes[..length]) {
+            Some(TemplateOrder::Fork { worker, .. }) => return Ok((worker, descriptors)),
+            Some(TemplateOrder::Remove { .. }) => {}
             None => return Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::OnceLock;
 
-use bulkhead_linux::process_tree::read_small;
+use bulkhead_linux::process_tree::read_proc_file;
 use rustix::process::{Resource, getrlimit};
 
 /// Usage in the units of the metrics.
@@ -19,7 +19,7 @@ pub(super) struct OwnProcess {
 impl OwnProcess {
     /// Reads `/proc/self/stat`; `None` without `/proc`.
     pub(super) fn read() -> Option<Self> {
-        let stat = read_small("/proc/self/stat").ok()?;
+        let stat = read_proc_file("/proc/self/stat").ok()?;
         let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
         // Field numbers follow proc_pid_stat(5), which counts from 1. The third field is the first after the
         // name.

@@ -1,4 +1,5 @@
-//! Starts a process in a control group. Moving a process afterwards takes the kernel a hundred times as long.
+//! Starts a process in a control group, because moving a process afterwards takes the kernel a hundred times as
+//! long.
 #![expect(unsafe_code, reason = "clone3 has no safe wrapper")]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -6,12 +7,13 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use bulkhead_linux::errno;
 use rustix::io::Errno;
 
-/// Forks. The child is in this group and in these new namespaces (flags of `clone`) from the start. Returns
+/// Forks a child that is in the group `cgroup` and in new namespaces (flags of `clone`) from the start. Returns
 /// the child's pid, and zero in the child.
 ///
 /// # Safety
-/// The child has only a copy of the calling thread, and the C library does not know of the fork. Until
-/// `execve` or `_exit`, the child must make only raw system calls.
+///
+/// The child has only a copy of the calling thread, and the C library does not know of the fork. Until `execve`
+/// or `_exit`, the child must make only raw system calls.
 pub(crate) unsafe fn fork_into(
     cgroup: BorrowedFd<'_>,
     namespaces: libc::c_int,
@@ -19,7 +21,7 @@ pub(crate) unsafe fn fork_into(
     const CLONE_INTO_CGROUP: u64 = 1 << 33;
     let arguments = libc::clone_args {
         flags: CLONE_INTO_CGROUP | namespaces as u64,
-        // A sibling has the exit signal of the caller.
+        // With `CLONE_PARENT` the child gets the exit signal of the caller.
         exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
         // SAFETY: zero is valid for each of these numbers, and requests nothing.

@@ -11,28 +11,28 @@ use bulkhead_linux::errno;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::texts;
-use super::{Failure, MOUNT_IT, failure};
+use super::parse;
+use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a group's file in bytes. The longest is the list of processes.
+/// Maximum size of a group's file, in bytes. The list of processes is the longest file.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of a file of `/proc` in bytes. The longest is the list of mounts, of which busy machines have
-/// thousands.
+/// Maximum size of a file of `/proc`, in bytes. The list of mounts is the longest file, and has thousands of
+/// lines on busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Maximum depth of nested groups that is followed, and maximum number of steps, down and up, in one call. A
-/// process that could exceed this could create any number of groups.
+/// Maximum depth of nested groups, and maximum number of steps down and up in one call. Bounds the work,
+/// because a process that may create groups can create any number of them.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
 /// Type of the file system of cgroup v2.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Only the owner can write to a group. Others can look inside.
-const MODE: Mode = Mode::from_raw_mode(0o755);
+/// Only the owner can change a group. All users can read it.
+const GROUP_MODE: Mode = Mode::from_raw_mode(0o755);
 
-/// An open folder of a group.
+/// An open control group.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
@@ -54,7 +54,7 @@ impl Folder {
         if system.f_type as u64 != CGROUP2_MAGIC {
             let attempted =
                 format!("find cgroup v2 at {}, where another file system is mounted", path.display());
-            return Err(Failure { attempted, errno: Errno::NODEV, what_to_do: MOUNT_IT });
+            return Err(Failure { attempted, errno: Errno::NODEV, advice: MOUNT_ADVICE });
         }
         Ok(Self { path: path.to_owned(), descriptor })
     }
@@ -78,16 +78,16 @@ impl Folder {
     }
 
     pub(super) fn make_child(&self, name: &str) -> Result<Self, Failure> {
-        match rustix::fs::mkdirat(&self.descriptor, name, MODE) {
+        match rustix::fs::mkdirat(&self.descriptor, name, GROUP_MODE) {
             Ok(()) => self.child(name),
             Err(errno) => Err(self.failed("make the cgroup", name, errno)),
         }
     }
 
-    /// Returns the names of child groups for which `is_wanted` returns true, up to `most`.
+    /// Returns the names of child groups for which `is_wanted` returns true, up to `max`.
     pub(super) fn children(
         &self,
-        most: usize,
+        max: usize,
         is_wanted: impl Fn(&str) -> bool,
     ) -> Result<Vec<String>, Failure> {
         let failed = |errno| self.failed("list", ".", errno);
@@ -95,14 +95,14 @@ impl Folder {
         for name in child_names(&self.descriptor).map_err(failed)? {
             let name = name.map_err(failed)?.into_string();
             wanted.extend(name.ok().filter(|name| is_wanted(name)));
-            if wanted.len() == most {
+            if wanted.len() == max {
                 break;
             }
         }
         Ok(wanted)
     }
 
-    pub(super) fn has(&self, file: &str) -> Result<bool, Failure> {
+    pub(super) fn has_file(&self, file: &str) -> Result<bool, Failure> {
         match rustix::fs::statat(&self.descriptor, file, AtFlags::empty()) {
             Ok(_) => Ok(true),
             Err(Errno::NOENT) => Ok(false),
@@ -135,11 +135,11 @@ impl Folder {
     }
 
     pub(super) fn read_words(&self, file: &str) -> Result<Vec<String>, Failure> {
-        self.read(file, texts::words)
+        self.read(file, parse::words)
     }
 
     pub(super) fn read_processes(&self) -> Result<Vec<u32>, Failure> {
-        self.read("cgroup.procs", texts::processes)
+        self.read("cgroup.procs", parse::processes)
     }
 
     /// Removes a child group and everything in it; see [`Folder::remove`].
@@ -151,8 +151,8 @@ impl Folder {
         }
     }
 
-    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
-    /// running there, or if a single call cannot remove everything. The next call continues.
+    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still running
+    /// in one of them, or if one call cannot remove all groups. The next call continues.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -173,15 +173,14 @@ impl Folder {
         if remove()? {
             return Ok(true);
         }
-        match self.read("cgroup.events", texts::is_populated) {
-            // A process in the group is still running.
+        match self.read("cgroup.events", parse::is_populated) {
             Ok(true) => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
             Ok(false) | Err(_) => {}
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Another keeper can be removing the same groups.
+            // Another keeper can be removing the same groups at the same time.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }
@@ -193,7 +192,7 @@ impl Folder {
     }
 }
 
-/// Reads a file of `/proc`. Bytes that are not UTF-8 belong to other processes, and are replaced.
+/// Reads a file of `/proc`. Replaces bytes that are not UTF-8, because other processes choose them.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
     let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -205,16 +204,16 @@ fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, E
     rustix::fs::openat(at, path, flags, Mode::empty())
 }
 
-/// Reads a whole file. Fails if the file has more than `most` bytes.
-fn read_all(at: impl AsFd, path: &str, most: usize) -> Result<Vec<u8>, Errno> {
+/// Reads a whole file. Fails if the file has more than `max` bytes.
+fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     let file = rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut bytes = Vec::new();
-    let read = File::from(file).take(most as u64 + 1).read_to_end(&mut bytes);
-    read.map_err(|error| errno::of(&error, Errno::IO))?;
-    if bytes.len() > most { Err(Errno::FBIG) } else { Ok(bytes) }
+    let read = File::from(file).take(max as u64 + 1).read_to_end(&mut bytes);
+    read.map_err(|error| errno::from_io(&error, Errno::IO))?;
+    if bytes.len() > max { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
-/// True for the errors of a group that has been removed.
+/// True for errors that mean that the group has been removed.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }
@@ -229,22 +228,22 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
     }))
 }
 
-/// Removes all groups below. Descends to a group without children, and removes it one step above. So no path
-/// gets too long for the kernel, and only the names on the way down are kept. Returns `false` if groups are
-/// left.
+/// Removes all groups below `top`. Descends to a group without children, goes up one level and removes that
+/// group. So no path is too long for the kernel, and only the names on the way down are kept in memory. Returns
+/// `false` if groups are left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
-    let mut way: Vec<CString> = Vec::new();
+    let mut path_down: Vec<CString> = Vec::new();
     for _ in 0..STEPS_MAX {
         if let Some(name) = child_names(&here)?.next().transpose()? {
-            if way.len() == DEPTH_MAX {
+            if path_down.len() == DEPTH_MAX {
                 return Err(Errno::LOOP);
             }
             here = open_folder(&here, &name)?;
-            way.push(name);
+            path_down.push(name);
             continue;
         }
-        let Some(name) = way.pop() else { return Ok(true) };
+        let Some(name) = path_down.pop() else { return Ok(true) };
         here = open_folder(&here, c"..")?;
         match rustix::fs::unlinkat(&here, &name, AtFlags::REMOVEDIR) {
             Ok(()) => {}

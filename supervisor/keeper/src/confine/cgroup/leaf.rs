@@ -6,7 +6,7 @@ use std::path::Path;
 use rustix::io::Errno;
 
 use super::folder::Folder;
-use super::{Failure, texts};
+use super::{Failure, parse};
 
 /// The control group of one worker. The group exists until it is [removed](Leaf::remove), even if this value
 /// is dropped.
@@ -20,7 +20,6 @@ impl Leaf {
         Self { folder }
     }
 
-    /// Returns the mounted path.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -30,8 +29,8 @@ impl Leaf {
         self.folder.as_fd()
     }
 
-    /// Moves a process with a single thread into the group.
-    pub(crate) fn take_in(&self, pid: u32) -> Result<(), Failure> {
+    /// Moves a single-threaded process into the group.
+    pub(crate) fn add_process(&self, pid: u32) -> Result<(), Failure> {
         self.folder.write("cgroup.procs", &pid.to_string())
     }
 
@@ -41,17 +40,17 @@ impl Leaf {
         self.folder.write("cgroup.kill", "1")
     }
 
-    /// Returns the number of processes in the group that the kernel has killed for lack of memory, of the
-    /// group or of the whole machine. Always 0 if memory is not accounted for.
+    /// Returns the number of processes in the group that the kernel has killed because the group or the machine
+    /// was out of memory. Always 0 if the group does not account for memory.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {
-        match self.folder.read("memory.events", texts::oom_kills) {
+        match self.folder.read("memory.events", parse::oom_kills) {
             Err(Failure { errno: Errno::NOENT, .. }) => Ok(0),
             result => result,
         }
     }
 
-    /// Removes the group, and groups created inside. Returns `false` if the group is not empty yet; try again
-    /// later. Does nothing if the group is already gone.
+    /// Removes the group, and all groups inside. Returns `false` if the group is not empty yet; try again
+    /// later. Does nothing if the group does not exist.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()
     }

@@ -8,7 +8,7 @@ use super::{Failure, failure};
 /// Limits for a worker and all its descendants together. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory in bytes. Swap is not available in addition.
+    /// Memory in bytes. The worker gets no swap in addition.
     pub(crate) memory_bytes: Option<u64>,
     /// Number of processes and threads.
     pub(crate) pids: Option<u64>,
@@ -21,11 +21,11 @@ pub(crate) struct Limits {
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if some kernels lack the file, and nothing is lost without it.
+    /// True if the file is missing on some kernels, and the limit works without the file.
     is_optional: bool,
 }
 
-/// Period in which a share of the processors is measured, in µs. A very small share needs a longer period.
+/// Period in which the processor time of a group is limited, in µs. A very small share needs a longer period.
 const PERIOD_US: f64 = 100_000.0;
 
 /// Maximum period and minimum share that the kernel accepts, in µs.
@@ -50,12 +50,13 @@ impl Limits {
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
-        // A worker must not divide its group, because all processes of a worker are killed and counted
+        // A worker must not create child groups, because all processes of a worker are killed and counted
         // together.
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
-            // The kernel would kill only one of the processes. A worker that is partly killed does not work.
+            // Kills all processes of the group. By default the kernel would kill only one, and a worker without
+            // one of its processes does not work.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
@@ -80,8 +81,8 @@ impl Setting {
     }
 }
 
-/// Converts cores into time and period, both in µs. Returns `None` for a share that is smaller than the
-/// kernel supports, because a larger share was not requested.
+/// Converts cores into quota and period, both in µs. Returns `None` for a share that is smaller than the
+/// kernel's minimum.
 fn cpu_max(cores: f64) -> Option<String> {
     if !cores.is_finite() || cores < CORES_MIN {
         return None;
@@ -101,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_written_as_the_kernel_reads_them() {
+    fn limits_are_written_in_the_kernel_format() {
         let limits = Limits { memory_bytes: Some(512 << 20), pids: Some(32), cpu_cores: Some(1.5) };
         let expected = [
             ("cgroup.max.descendants", "0"),
@@ -116,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_limited_needs_no_controller() {
+    fn unlimited_resources_need_no_controller() {
         assert_eq!(written(Limits::default()), [("cgroup.max.descendants", "0".to_owned())]);
         assert!(Limits::default().controllers().is_empty());
         assert_eq!(Limits { pids: Some(1), ..Limits::default() }.controllers(), ["pids"]);
     }
 
     #[test]
-    fn only_a_kernel_without_swap_is_excused() {
+    fn only_swap_limit_is_optional() {
         let limits = Limits { memory_bytes: Some(1), pids: Some(1), cpu_cores: Some(1.0) };
         let settings = limits.settings().unwrap();
         let optional: Vec<_> = settings.iter().filter(|s| s.is_optional).map(|s| s.file).collect();
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_become_time_in_a_period() {
+    fn cores_are_converted_to_quota_and_period() {
         let cases = [
             (1.0, "100000 100000"),
             (0.5, "50000 100000"),
@@ -145,13 +146,13 @@ mod tests {
         for (cores, expected) in cases {
             assert_eq!(cpu_max(cores).as_deref(), Some(expected), "{cores}");
         }
-        for odd in [0.0, 0.0009, -1.0, f64::NAN, f64::INFINITY] {
-            assert_eq!(cpu_max(odd), None, "{odd}");
+        for invalid in [0.0, 0.0009, -1.0, f64::NAN, f64::INFINITY] {
+            assert_eq!(cpu_max(invalid), None, "{invalid}");
         }
     }
 
     #[test]
-    fn too_little_of_a_core_is_refused() {
+    fn rejects_share_below_the_minimum() {
         let refused = Limits { cpu_cores: Some(0.0001), ..Limits::default() }.settings().unwrap_err();
         assert!(refused.attempted.contains("0.0001 processor cores"), "{refused}");
         assert_eq!(refused.errno, Errno::INVAL);

@@ -1,5 +1,5 @@
-//! The owner of a leaf, which the leaf's name states. So a later keeper can recognise the leaves of a dead
-//! keeper.
+//! The owner of a leaf. The name of the leaf identifies the owner, so that a later keeper recognises the leaves
+//! of a dead keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,8 +8,7 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. It stays unique although pids are reused and each namespace numbers its processes
-/// separately.
+/// Identity of a process. Unique although pids are reused, and although each pid namespace has separate pids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the pid namespace.
@@ -24,7 +23,7 @@ impl Owner {
         let pid = std::process::id();
         let namespace = rustix::fs::stat("/proc/self/ns/pid")
             .map_err(|errno| failure("look at /proc/self/ns/pid".into(), errno))?;
-        let started = process_tree::started(pid)
+        let started = process_tree::start_time(pid)
             .ok_or_else(|| failure(format!("read /proc/{pid}/stat for the keeper's start"), Errno::SRCH))?;
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
@@ -35,19 +34,19 @@ impl Owner {
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// Returns the keeper that created the leaf with this name, or `None` if the name has another form.
-    pub(super) fn of_leaf(name: &str) -> Option<Self> {
+    /// Returns the keeper that created the leaf `name`, or `None` if this is not the name of a leaf.
+    pub(super) fn from_leaf_name(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
         let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
         let worker = parts.next()?.parse().ok()?;
         let owner = Self { namespace, pid, started };
-        // Rejects names with additional parts, or with numbers in another notation.
+        // Rejects names with additional parts, or with numbers in another format.
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// True if the other process is certainly gone. Nothing is known about the processes of another
-    /// namespace.
+    /// True if the other process has certainly exited. Returns false for a process of another pid namespace,
+    /// because nothing is known about it.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }
@@ -58,11 +57,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_tells_its_owner_and_nothing_else_does() {
+    fn leaf_name_identifies_its_owner() {
         let owner = Owner { namespace: 4026531836, pid: 17, started: 42 };
         let name = owner.leaf_name(3);
         assert_eq!(name, "bulkhead-4026531836-17-42-3");
-        assert_eq!(Owner::of_leaf(&name), Some(owner));
+        assert_eq!(Owner::from_leaf_name(&name), Some(owner));
         for other in [
             "bulkhead-main",
             "bulkhead-probe-17",
@@ -76,12 +75,12 @@ mod tests {
             "bulkhead",
             "",
         ] {
-            assert_eq!(Owner::of_leaf(other), None, "{other}");
+            assert_eq!(Owner::from_leaf_name(other), None, "{other}");
         }
     }
 
     #[test]
-    fn only_the_dead_of_the_same_namespace_are_outlived() {
+    fn only_dead_owners_in_the_same_namespace_are_stale() {
         let own = Owner::this_process().unwrap();
         assert!(!own.outlived(&own));
         assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the number was used again");
@@ -90,10 +89,10 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_that_is_not_waited_for_is_dead() {
+    fn unreaped_keeper_counts_as_dead() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let own = Owner::this_process().unwrap();
-        let started = process_tree::started(child.id()).unwrap();
+        let started = process_tree::start_time(child.id()).unwrap();
         let other = Owner { pid: child.id(), started, ..own };
         assert!(!own.outlived(&other));
         child.kill().unwrap();

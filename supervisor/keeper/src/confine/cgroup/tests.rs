@@ -12,7 +12,10 @@ use rustix::io::Errno;
 
 use super::folder::Folder;
 use super::owner::Owner;
-use super::{DELEGATE, FREE_IT, Failure, Leaf, Limits, MAIN, Root, Swept, fork_into, root_path};
+use super::{
+    CONTROLLER_ADVICE, DELEGATE_ADVICE, DelegatedGroup, Failure, Leaf, Limits, MAIN_GROUP, StaleLeaves,
+    fork_into, root_path,
+};
 
 /// Time limit of a condition. No condition takes nearly this long.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -26,9 +29,9 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 /// A group for one test, emptied and removed afterwards.
-struct Ground(Folder);
+struct TestGroup(Folder);
 
-impl Ground {
+impl TestGroup {
     /// Returns `None` and prints a message if no group can be created here.
     fn new(test: &str) -> Option<Self> {
         let name = format!("bulkhead-test-{}-{test}", std::process::id());
@@ -47,12 +50,12 @@ impl Ground {
     }
 
     /// Returns this group as the one to divide, with this process as the keeper, and with a supervisor.
-    fn root(&self, supervisor: u32) -> Root {
-        Root::in_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
+    fn root(&self, supervisor: u32) -> DelegatedGroup {
+        DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
 
     fn leaf(&self, worker: u64) -> Leaf {
-        self.root(0).leaf(worker, &Limits::default()).unwrap()
+        self.root(0).create_leaf(worker, &Limits::default()).unwrap()
     }
 
     /// True if the children can have this controller. Otherwise prints a message.
@@ -65,7 +68,7 @@ impl Ground {
     }
 }
 
-impl Drop for Ground {
+impl Drop for TestGroup {
     fn drop(&mut self) {
         let _ = self.0.write("cgroup.kill", "1");
         wait_until("the test's cgroups are removed", || self.0.remove().is_ok_and(|is_gone| is_gone));
@@ -143,26 +146,26 @@ impl Leaf {
         std::fs::write(self.path().join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
     }
 
-    fn tells(&self, event: &str) -> std::io::Result<bool> {
+    fn event_is_set(&self, event: &str) -> std::io::Result<bool> {
         let events = std::fs::read_to_string(self.path().join("cgroup.events"))?;
         Ok(events.lines().any(|line| line == event))
     }
 
     /// True if no process in the group is still running. Dead processes may still have to be reaped.
     fn is_empty(&self) -> std::io::Result<bool> {
-        self.tells("populated 0")
+        self.event_is_set("populated 0")
     }
 
     /// True if all processes in the group have stopped.
     fn is_frozen(&self) -> std::io::Result<bool> {
-        self.tells("frozen 1")
+        self.event_is_set("frozen 1")
     }
 }
 
 #[test]
-fn a_process_is_in_its_leaf_from_its_first_moment() {
-    let Some(ground) = Ground::new("first-moment") else { return };
-    let leaf = ground.leaf(1);
+fn forked_process_starts_in_its_leaf() {
+    let Some(group) = TestGroup::new("first-moment") else { return };
+    let leaf = group.leaf(1);
     assert!(leaf.is_empty().unwrap());
     // The process checks this itself, before anything could have moved it.
     let script =
@@ -179,9 +182,9 @@ fn a_process_is_in_its_leaf_from_its_first_moment() {
 }
 
 #[test]
-fn a_kill_ends_processes_that_tried_to_get_away() {
-    let Some(ground) = Ground::new("kill") else { return };
-    let leaf = ground.leaf(1);
+fn kill_reaches_processes_in_other_sessions() {
+    let Some(group) = TestGroup::new("kill") else { return };
+    let leaf = group.leaf(1);
     let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
         (trap '' TERM HUP; (setsid setsid sleep 1000 &) &) & while :; do sleep 1000; done";
     let shell = Shell::start(&folder(&leaf), script);
@@ -206,9 +209,9 @@ fn a_kill_ends_processes_that_tried_to_get_away() {
 }
 
 #[test]
-fn a_kill_outruns_those_who_fork_without_end() {
-    let Some(ground) = Ground::new("forking") else { return };
-    let leaf = ground.leaf(1);
+fn kill_ends_fork_bombs() {
+    let Some(group) = TestGroup::new("forking") else { return };
+    let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do (: & : &) & done");
     wait_until("it forks", || processes(leaf.path()).len() > 1);
     leaf.kill().unwrap();
@@ -218,9 +221,9 @@ fn a_kill_outruns_those_who_fork_without_end() {
 }
 
 #[test]
-fn what_is_frozen_stands_still_and_dies_all_the_same() {
-    let Some(ground) = Ground::new("freeze") else { return };
-    let leaf = ground.leaf(1);
+fn kill_ends_frozen_processes() {
+    let Some(group) = TestGroup::new("freeze") else { return };
+    let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do :; done");
     leaf.freeze(true).unwrap();
     wait_until("it is frozen", || leaf.is_frozen().unwrap());
@@ -235,9 +238,9 @@ fn what_is_frozen_stands_still_and_dies_all_the_same() {
 }
 
 #[test]
-fn a_leaf_goes_only_when_it_is_empty_and_twice_is_once() {
-    let Some(ground) = Ground::new("remove") else { return };
-    let leaf = ground.leaf(1);
+fn removes_only_empty_leaf_and_repeats_safely() {
+    let Some(group) = TestGroup::new("remove") else { return };
+    let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "sleep 1000; :");
     assert_eq!(leaf.remove(), Ok(false));
     assert!(leaf.path().exists());
@@ -256,18 +259,18 @@ fn a_leaf_goes_only_when_it_is_empty_and_twice_is_once() {
 }
 
 #[test]
-fn a_worker_does_not_divide_its_leaf() {
-    let Some(ground) = Ground::new("undivided") else { return };
-    let leaf = ground.leaf(1);
+fn worker_cannot_create_child_groups() {
+    let Some(group) = TestGroup::new("undivided") else { return };
+    let leaf = group.leaf(1);
     let error = folder(&leaf).make_child("inner").unwrap_err();
     assert_eq!(error.errno, Errno::AGAIN, "{error}");
-    assert_eq!(ground.root(0).leaf(1, &Limits::default()).unwrap_err().errno, Errno::EXIST);
+    assert_eq!(group.root(0).create_leaf(1, &Limits::default()).unwrap_err().errno, Errno::EXIST);
 }
 
 #[test]
-fn cgroups_that_were_made_in_a_leaf_go_with_it() {
-    let Some(ground) = Ground::new("nested") else { return };
-    let leaf = ground.leaf(1);
+fn removes_groups_created_inside_a_leaf() {
+    let Some(group) = TestGroup::new("nested") else { return };
+    let leaf = group.leaf(1);
     // A process that may create groups can remove this limit first.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
@@ -289,15 +292,15 @@ fn cgroups_that_were_made_in_a_leaf_go_with_it() {
 /// The walk through nested groups ends at a maximum depth.
 #[test]
 fn too_deeply_nested_cgroups_are_an_error() {
-    let Some(ground) = Ground::new("abyss") else { return };
-    let mut here = Folder::open(ground.path()).unwrap();
+    let Some(group) = TestGroup::new("abyss") else { return };
+    let mut here = Folder::open(group.path()).unwrap();
     for _ in 0..1100 {
         match here.make_child("d") {
             Ok(child) => here = child,
             Err(error) => return eprintln!("NOT RUN: deep cgroup: failed to {error}"),
         }
     }
-    let error = ground.0.remove().unwrap_err();
+    let error = group.0.remove().unwrap_err();
     assert_eq!(error.errno, Errno::LOOP, "{error}");
     // Removes some levels, so that the end of the test can remove the others.
     for _ in 0..200 {
@@ -308,26 +311,26 @@ fn too_deeply_nested_cgroups_are_an_error() {
 }
 
 #[test]
-fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
-    let Some(ground) = Ground::new("sweep") else { return };
-    let root = ground.root(0);
+fn removes_only_leaves_of_dead_keepers() {
+    let Some(group) = TestGroup::new("sweep") else { return };
+    let root = group.root(0);
     let living = Owner::this_process().unwrap();
     let mut keeper = Command::new("sleep").arg("1000").spawn().unwrap();
-    let other = Owner { pid: keeper.id(), started: process_tree::started(keeper.id()).unwrap(), ..living };
+    let other = Owner { pid: keeper.id(), started: process_tree::start_time(keeper.id()).unwrap(), ..living };
     let foreign = Owner { namespace: living.namespace + 1, ..other };
     let names = [other.leaf_name(1), other.leaf_name(2), foreign.leaf_name(1), living.leaf_name(1)];
-    let folders = names.each_ref().map(|name| ground.0.make_child(name).unwrap());
-    ground.0.make_child("bulkhead-main").unwrap();
-    ground.0.make_child("another").unwrap();
+    let folders = names.each_ref().map(|name| group.0.make_child(name).unwrap());
+    group.0.make_child("bulkhead-main").unwrap();
+    group.0.make_child("another").unwrap();
     let shells = folders.each_ref().map(|folder| Shell::start(folder, "sleep 1000; :"));
     fs::create_dir(folders[0].path().join("inner")).unwrap();
-    assert_eq!(root.sweep(), Ok(Swept::default()), "their keeper lives");
+    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()), "their keeper lives");
 
     keeper.kill().unwrap();
     keeper.wait().unwrap();
     let mut removed = 0;
     wait_until("the dead keeper's are swept", || {
-        let swept = root.sweep().unwrap();
+        let swept = root.remove_stale_leaves().unwrap();
         removed += swept.removed;
         swept.left == 0
     });
@@ -337,54 +340,54 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     assert_eq!(second.wait_for_signal(), libc::SIGKILL);
     assert!(processes(folders[2].path()).contains(&third.pid()));
     assert!(processes(folders[3].path()).contains(&fourth.pid()));
-    let left = ground.0.children(10, |_| true).unwrap().len();
+    let left = group.0.children(10, |_| true).unwrap().len();
     assert_eq!(left, 4);
-    assert_eq!(root.sweep(), Ok(Swept::default()));
+    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
 /// Any other process in the group is an error.
 #[test]
-fn vacate_moves_only_the_supervisors_processes() {
-    let Some(ground) = Ground::new("vacate") else { return };
+fn moves_out_only_the_supervisors_processes() {
+    let Some(group) = TestGroup::new("vacate") else { return };
     // The supervisor's child also descends from this process, like the keeper's children.
-    let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");
-    wait_until("both are there", || processes(ground.path()).len() >= 2);
-    let root = ground.root(supervisor.pid());
-    root.vacate().unwrap();
-    assert!(processes(ground.path()).is_empty());
-    let main = ground.path().join(MAIN);
+    let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
+    wait_until("both are there", || processes(group.path()).len() >= 2);
+    let root = group.root(supervisor.pid());
+    root.move_processes_out().unwrap();
+    assert!(processes(group.path()).is_empty());
+    let main = group.path().join(MAIN_GROUP);
     assert!(processes(&main).contains(&supervisor.pid()));
-    root.vacate().unwrap();
+    root.move_processes_out().unwrap();
 
     // An orphan whose origin is unknown, because the process that created it is gone and the orphan has been
     // reparented.
-    assert_eq!(Shell::start(&ground.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
+    assert_eq!(Shell::start(&group.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
     wait_until("it is an orphan", || {
-        let inside = processes(ground.path());
+        let inside = processes(group.path());
         let ours = process_tree::descendants_of(std::process::id()).unwrap();
         inside.len() == 1 && !ours.contains(&inside[0])
     });
-    let orphan = processes(ground.path())[0];
+    let orphan = processes(group.path())[0];
     wait_until("it is called so", || {
         fs::read_to_string(format!("/proc/{orphan}/comm")).is_ok_and(|name| name == "sleep\n")
     });
-    let error = root.vacate().unwrap_err();
+    let error = root.move_processes_out().unwrap_err();
     assert_eq!(error.errno, Errno::BUSY);
     assert!(error.attempted.ends_with(&format!("{orphan} (sleep)")), "{error}");
     assert!(error.to_string().contains("DelegateSubgroup=bulkhead-main"), "{error}");
-    assert_eq!(processes(ground.path()), [orphan], "it was moved");
+    assert_eq!(processes(group.path()), [orphan], "it was moved");
 }
 
 #[test]
-fn a_configured_limit_without_its_controller_is_an_error() {
-    let Some(ground) = Ground::new("absent") else { return };
-    let root = ground.root(0);
+fn limit_without_its_controller_is_an_error() {
+    let Some(group) = TestGroup::new("absent") else { return };
+    let root = group.root(0);
     let all = [
         ("memory", Limits { memory_bytes: Some(64 << 20), ..Limits::default() }),
         ("pids", Limits { pids: Some(10), ..Limits::default() }),
         ("cpu", Limits { cpu_cores: Some(0.5), ..Limits::default() }),
     ];
-    let have = ground.0.read_words("cgroup.controllers").unwrap();
+    let have = group.0.read_words("cgroup.controllers").unwrap();
     for (number, (controller, limits)) in all.into_iter().enumerate() {
         if have.iter().any(|name| name == controller) {
             eprintln!(
@@ -392,42 +395,42 @@ fn a_configured_limit_without_its_controller_is_an_error() {
             );
             continue;
         }
-        let error = root.leaf(number as u64, &limits).unwrap_err();
+        let error = root.create_leaf(number as u64, &limits).unwrap_err();
         assert!(error.attempted.starts_with(&format!("use the controller `{controller}` in /")), "{error}");
-        assert!(error.to_string().ends_with(FREE_IT), "{error}");
+        assert!(error.to_string().ends_with(CONTROLLER_ADVICE), "{error}");
     }
     if have.is_empty() {
-        assert!(ground.0.children(10, |_| true).unwrap().is_empty(), "something was made all the same");
+        assert!(group.0.children(10, |_| true).unwrap().is_empty(), "something was made all the same");
     }
 }
 
 #[test]
-fn controllers_are_switched_on_once_the_cgroup_is_free() {
-    let Some(ground) = Ground::new("enable") else { return };
+fn enables_controllers_after_moving_processes_out() {
+    let Some(group) = TestGroup::new("enable") else { return };
     // The test works with any controller.
-    let have = ground.0.read_words("cgroup.controllers").unwrap();
+    let have = group.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
-        return eprintln!("NOT RUN: no controller at all in {}", ground.path().display());
+        return eprintln!("NOT RUN: no controller at all in {}", group.path().display());
     };
-    let supervisor = Shell::start(&ground.0, "sleep 1000; :");
-    let root = ground.root(supervisor.pid());
+    let supervisor = Shell::start(&group.0, "sleep 1000; :");
+    let root = group.root(supervisor.pid());
     root.enable(&[controller]).unwrap();
     root.enable(&[controller]).unwrap();
-    assert_eq!(ground.0.read_words("cgroup.subtree_control").unwrap(), std::slice::from_ref(controller));
-    assert!(processes(&ground.path().join(MAIN)).contains(&supervisor.pid()));
-    let leaf = root.leaf(1, &Limits::default()).unwrap();
+    assert_eq!(group.0.read_words("cgroup.subtree_control").unwrap(), std::slice::from_ref(controller));
+    assert!(processes(&group.path().join(MAIN_GROUP)).contains(&supervisor.pid()));
+    let leaf = root.create_leaf(1, &Limits::default()).unwrap();
     assert_eq!(Shell::start(&folder(&leaf), ":").wait(), 0);
     remove(&leaf);
 }
 
 #[test]
-fn a_worker_over_its_memory_dies_as_a_whole_and_it_is_told() {
-    let Some(ground) = Ground::new("memory") else { return };
-    if !ground.has_controller("memory") {
+fn memory_limit_kills_all_processes_and_is_counted() {
+    let Some(group) = TestGroup::new("memory") else { return };
+    if !group.has_controller("memory") {
         return;
     }
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
-    let leaf = ground.root(0).leaf(1, &limits).unwrap();
+    let leaf = group.root(0).create_leaf(1, &limits).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
     // Another process than the first uses the memory.
     let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
@@ -437,12 +440,12 @@ fn a_worker_over_its_memory_dies_as_a_whole_and_it_is_told() {
 }
 
 #[test]
-fn a_worker_has_so_many_processes() {
-    let Some(ground) = Ground::new("pids") else { return };
-    if !ground.has_controller("pids") {
+fn pids_limit_is_enforced() {
+    let Some(group) = TestGroup::new("pids") else { return };
+    if !group.has_controller("pids") {
         return;
     }
-    let leaf = ground.root(0).leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
+    let leaf = group.root(0).create_leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
     let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
     // The shell cannot fork a second time.
     assert!(libc::WEXITSTATUS(shell.wait()) != 0);
@@ -451,44 +454,44 @@ fn a_worker_has_so_many_processes() {
 }
 
 #[test]
-fn a_worker_has_so_much_of_the_processors() {
-    let Some(ground) = Ground::new("cpu") else { return };
-    if !ground.has_controller("cpu") {
+fn cpu_limit_is_enforced() {
+    let Some(group) = TestGroup::new("cpu") else { return };
+    if !group.has_controller("cpu") {
         return;
     }
-    let leaf = ground.root(0).leaf(1, &Limits { cpu_cores: Some(0.25), ..Limits::default() }).unwrap();
+    let leaf = group.root(0).create_leaf(1, &Limits { cpu_cores: Some(0.25), ..Limits::default() }).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("cpu.max")).unwrap(), "25000 100000\n");
     remove(&leaf);
 }
 
 #[test]
-fn what_is_not_ours_to_write_is_told_with_what_to_do() {
-    let Some(ground) = Ground::new("delegated") else { return };
+fn missing_write_access_is_reported_with_advice() {
+    let Some(group) = TestGroup::new("delegated") else { return };
     if !rustix::process::geteuid().is_root() {
         return eprintln!("NOT RUN: only root can become a user without rights");
     }
     const NOBODY: libc::c_long = 65534;
-    let path = ground.path();
+    let path = group.path();
     let error = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             // SAFETY: changes the identity of only this thread, which ends afterwards.
             let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             assert_eq!(changed, 0);
-            Root::in_folder(Folder::open(path).unwrap(), 0).unwrap_err()
+            DelegatedGroup::from_folder(Folder::open(path).unwrap(), 0).unwrap_err()
         });
         other.join().unwrap()
     });
     assert_eq!(error.errno, Errno::ACCESS, "{error}");
     assert!(error.attempted.ends_with(&format!(" {}", path.display())), "{error}");
-    assert!(error.to_string().ends_with(DELEGATE), "{error}");
+    assert!(error.to_string().ends_with(DELEGATE_ADVICE), "{error}");
 }
 
 #[test]
-fn the_own_cgroup_is_found_or_it_is_said_why_not() {
-    match Root::find(std::process::id()) {
+fn finds_own_group_or_reports_the_reason() {
+    match DelegatedGroup::find(std::process::id()) {
         Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
-        Err(Failure { attempted, what_to_do, .. }) => {
-            eprintln!("NOT RUN: failed to {attempted}; {what_to_do}");
+        Err(Failure { attempted, advice, .. }) => {
+            eprintln!("NOT RUN: failed to {attempted}; {advice}");
         }
     }
     let elsewhere = Folder::open(Path::new("/")).unwrap_err();

@@ -15,16 +15,16 @@ use rustix::io::Errno;
 use rustix::process::{Pid, getppid, test_kill_process};
 use tempfile::TempDir;
 
-use super::{Rules, Ruleset, kernel_abi};
-use crate::confine::paths::ETC;
+use super::{Rules, Ruleset, abi_version};
+use crate::confine::paths::ETC_ENTRIES;
 
 /// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
 /// success.
-fn has_abi(least: u32) -> bool {
-    match kernel_abi() {
-        Ok(abi) if abi >= least => true,
+fn has_abi(min: u32) -> bool {
+    match abi_version() {
+        Ok(abi) if abi >= min => true,
         found => {
-            eprintln!("NOT RUN: requires Landlock version {least}, found {found:?}");
+            eprintln!("NOT RUN: requires Landlock version {min}, found {found:?}");
             false
         }
     }
@@ -81,7 +81,7 @@ fn run(program: &str, arguments: &[&str]) -> Output {
     confined(command, &rules).output().unwrap()
 }
 
-fn assert_unharmed(program: &str, arguments: &[&str], expected: &str) {
+fn assert_succeeds(program: &str, arguments: &[&str], expected: &str) {
     if !has_abi(1) || !has_program(program) {
         return;
     }
@@ -97,14 +97,14 @@ fn is_refused<T>(result: io::Result<T>) -> bool {
 }
 
 #[test]
-fn a_shell_runs_unharmed() {
+fn shell_works_under_rules() {
     let script = "ls /usr /etc/../bin >/dev/null; id -un >/dev/null; head -c 4 /dev/urandom | wc -c; \
         echo x > $TMPDIR/a; mkdir $TMPDIR/b; mv $TMPDIR/a $TMPDIR/b; cat $TMPDIR/b/a; sleep 9 & kill $!; wait";
-    assert_unharmed("/bin/sh", &["-c", script], "4\nx");
+    assert_succeeds("/bin/sh", &["-c", script], "4\nx");
 }
 
 #[test]
-fn python_runs_unharmed() {
+fn python_works_under_rules() {
     let script = "
 import json, threading, subprocess, ssl, tempfile, os, pwd, socket, sqlite3, time, locale, mimetypes, random
 assert ssl.create_default_context()
@@ -119,22 +119,22 @@ assert pwd.getpwuid(0).pw_name and os.cpu_count() and time.localtime() and mimet
 assert len(os.listdir('/proc/self/fd')) and open('/proc/meminfo').read() and open(os.devnull, 'w').write('x')
 left, right = socket.socketpair(); left.send(b'x'); assert right.recv(1) == b'x'
 os.memfd_create('x'); print('fine')";
-    assert_unharmed("/usr/bin/python3", &["-c", script], "fine");
+    assert_succeeds("/usr/bin/python3", &["-c", script], "fine");
 }
 
 #[test]
-fn node_runs_unharmed() {
+fn node_works_under_rules() {
     let script = "
 const fs = require('fs'), os = require('os'), { Worker } = require('worker_threads');
 require('crypto').randomBytes(8); require('tls').createSecureContext(); os.cpus(); os.userInfo();
 const folder = fs.mkdtempSync(os.tmpdir() + '/a'); fs.writeFileSync(folder + '/a', 'x');
 const child = require('child_process').execFileSync('/bin/echo', ['x']).toString().trim();
 new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFileSync(folder + '/a')));";
-    assert_unharmed("/usr/bin/node", &["-e", script], "xx");
+    assert_succeeds("/usr/bin/node", &["-e", script], "xx");
 }
 
 #[test]
-fn java_runs_unharmed() {
+fn java_works_under_rules() {
     if has_abi(1) && has_program("/usr/bin/java") {
         let output = run("/usr/bin/java", &["--version"]);
         assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
@@ -142,7 +142,7 @@ fn java_runs_unharmed() {
 }
 
 #[test]
-fn secrets_and_the_folders_of_others_are_closed() {
+fn denies_secrets_and_folders_of_others() {
     if !has_abi(1) {
         return;
     }
@@ -165,12 +165,12 @@ fn secrets_and_the_folders_of_others_are_closed() {
 }
 
 #[test]
-fn nothing_is_given_of_etc_that_others_may_not_read() {
+fn grants_only_world_readable_entries_of_etc() {
     if !has_abi(1) {
         return;
     }
     let secret = ["shadow", "gshadow", "sudoers", "ssh", "ssl", "ssl/private", "pki", "security", "bulkhead"];
-    assert!(secret.iter().all(|name| !ETC.contains(name)));
+    assert!(secret.iter().all(|name| !ETC_ENTRIES.contains(name)));
     let folder = TempDir::new().unwrap();
     let given = |mode: u32| {
         let path = folder.path().join(mode.to_string());
@@ -178,12 +178,12 @@ fn nothing_is_given_of_etc_that_others_may_not_read() {
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
         let mut ruleset = super::create(super::ABI::V1, true).unwrap();
         let access = super::AccessFs::ReadFile.into();
-        let condition = super::Condition::IfOthersMayRead;
+        let condition = super::Condition::IfWorldReadable;
         super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
         let ruleset = Ruleset {
             descriptor: Option::from(ruleset).unwrap(),
             abi: 1,
-            forbidden: super::Forbidden::Root,
+            forbidden: super::ForbiddenAction::ListRoot,
             granted: Vec::new(),
         };
         std::thread::spawn(move || {
@@ -198,7 +198,7 @@ fn nothing_is_given_of_etc_that_others_may_not_read() {
 }
 
 #[test]
-fn only_the_temporary_folder_and_what_was_named_can_be_written() {
+fn allows_writes_only_to_temporary_and_named_folders() {
     if !has_abi(3) {
         return;
     }
@@ -235,7 +235,7 @@ fn only_the_temporary_folder_and_what_was_named_can_be_written() {
 }
 
 #[test]
-fn folders_of_programs_are_given_and_the_root_folder_is_not() {
+fn grants_program_folders_but_not_the_root() {
     if !has_abi(1) {
         return;
     }
@@ -254,7 +254,7 @@ fn folders_of_programs_are_given_and_the_root_folder_is_not() {
 }
 
 #[test]
-fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
+fn only_configured_paths_must_exist() {
     if !has_abi(1) {
         return;
     }
@@ -271,7 +271,7 @@ fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
         assert_eq!(failure.attempted, format!("open {} for a Landlock rule", gone.display()));
     }
     let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
-    assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), kernel_abi().unwrap());
+    assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), abi_version().unwrap());
     // A single file can be given in place of a folder.
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();
@@ -284,7 +284,7 @@ fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
 }
 
 #[test]
-fn tcp_is_closed_unless_allowed() {
+fn denies_tcp_without_network() {
     if !has_abi(4) {
         return;
     }
@@ -298,7 +298,7 @@ fn tcp_is_closed_unless_allowed() {
 }
 
 #[test]
-fn abstract_sockets_outside_are_closed() {
+fn denies_abstract_sockets_outside() {
     if !has_abi(6) {
         return;
     }
@@ -330,7 +330,7 @@ impl Drop for Outsider {
 }
 
 #[test]
-fn processes_outside_cannot_be_signalled() {
+fn denies_signals_to_processes_outside() {
     if !has_abi(6) {
         return;
     }
@@ -354,7 +354,7 @@ fn drop_capabilities() {
 
 /// Tests the reason why `/proc` can be granted as a whole.
 #[test]
-fn other_processes_are_protected_although_proc_is_open() {
+fn protects_other_processes_in_proc() {
     if !has_abi(1) {
         return;
     }
@@ -382,7 +382,7 @@ fn other_processes_are_protected_although_proc_is_open() {
 }
 
 /// Applies a filter to the calling thread that makes `landlock_restrict_self` succeed without executing it.
-fn pretend_to_restrict() {
+fn fake_restrict_self() {
     let instruction = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
     let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;
     let program = [
@@ -399,7 +399,7 @@ fn pretend_to_restrict() {
 }
 
 #[test]
-fn rules_that_are_not_in_force_are_noticed() {
+fn detects_rules_that_are_not_enforced() {
     if !has_abi(1) {
         return;
     }
@@ -420,16 +420,16 @@ fn rules_that_are_not_in_force_are_noticed() {
                     drop_capabilities();
                     rustix::thread::set_no_new_privs(true).unwrap();
                     if pretends {
-                        pretend_to_restrict();
+                        fake_restrict_self();
                     }
                     ruleset.restrict()
                 });
                 confined.join().unwrap()
             })
         };
-        assert_eq!(restrict(true), Err(super::Unrestricted::Untrue), "{number}");
+        assert_eq!(restrict(true), Err(super::RestrictError::NotEnforced), "{number}");
         // A private root folder would differ from this root folder, which is given.
-        let expected = if rules.has_own_root { Err(super::Unrestricted::Untrue) } else { Ok(()) };
+        let expected = if rules.has_own_root { Err(super::RestrictError::NotEnforced) } else { Ok(()) };
         assert_eq!(restrict(false), expected, "{number}");
         assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
     }

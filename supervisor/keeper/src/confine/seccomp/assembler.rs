@@ -27,32 +27,32 @@ pub(super) enum Condition {
 }
 
 pub(super) fn load_architecture() -> sock_filter {
-    plain(LOAD, offset_of!(seccomp_data, arch) as u32)
+    instruction(LOAD, offset_of!(seccomp_data, arch) as u32)
 }
 
 pub(super) fn load_number() -> sock_filter {
-    plain(LOAD, offset_of!(seccomp_data, nr) as u32)
+    instruction(LOAD, offset_of!(seccomp_data, nr) as u32)
 }
 
 /// Loads these bits of the lower half of an argument.
 pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
-    let load = plain(LOAD, argument_offset(argument));
-    if mask == u32::MAX { vec![load] } else { vec![load, plain(AND, mask)] }
+    let load = instruction(LOAD, argument_offset(argument));
+    if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }
 }
 
 /// Ends with this action.
-pub(super) fn give(action: u32) -> sock_filter {
-    plain(RETURN, action)
+pub(super) fn return_action(action: u32) -> sock_filter {
+    instruction(RETURN, action)
 }
 
 /// Ends with this action if the condition holds.
-pub(super) fn when(condition: Condition, action: u32) -> Block {
-    vec![jump_if(condition, 0, 1), give(action)]
+pub(super) fn return_if(condition: Condition, action: u32) -> Block {
+    vec![jump_if(condition, 0, 1), return_action(action)]
 }
 
 /// Ends with this action if the condition does not hold.
-pub(super) fn unless(condition: Condition, action: u32) -> Block {
-    vec![jump_if(condition, 1, 0), give(action)]
+pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
+    vec![jump_if(condition, 1, 0), return_action(action)]
 }
 
 /// Executes `yes` or `no`. `yes` must end with a verdict, because otherwise it would continue with `no`.
@@ -60,7 +60,7 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],
         // Too far for a conditional jump.
-        Err(_) => vec![jump_if(condition, 1, 0), plain(JUMP, yes.len() as u32)],
+        Err(_) => vec![jump_if(condition, 1, 0), instruction(JUMP, yes.len() as u32)],
     };
     block.extend(yes);
     block.extend(no);
@@ -72,9 +72,9 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
 pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Block {
     const IS_ZERO: Condition = Condition::Is(0);
     let lower = argument_offset(argument);
-    let mut lower_is_zero = vec![plain(LOAD, lower + size_of::<u32>() as u32)];
+    let mut lower_is_zero = vec![instruction(LOAD, lower + size_of::<u32>() as u32)];
     lower_is_zero.extend(branch(IS_ZERO, null, otherwise.clone()));
-    let mut block = vec![plain(LOAD, lower)];
+    let mut block = vec![instruction(LOAD, lower)];
     block.extend(branch(IS_ZERO, lower_is_zero, otherwise));
     block
 }
@@ -93,6 +93,6 @@ fn jump_if(condition: Condition, jt: u8, jf: u8) -> sock_filter {
     sock_filter { code, jt, jf, k }
 }
 
-fn plain(code: u16, k: u32) -> sock_filter {
+fn instruction(code: u16, k: u32) -> sock_filter {
     sock_filter { code, jt: 0, jf: 0, k }
 }

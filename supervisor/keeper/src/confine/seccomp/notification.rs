@@ -29,35 +29,35 @@ pub(crate) struct Notification {
 
 /// State of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum ListenerState {
     /// A call is waiting, so [`receive`] does not block.
-    Call,
+    Pending,
     /// No call is waiting now.
-    None,
+    Idle,
     /// No call will follow, because no process is under the filter any more.
-    Over,
+    Closed,
 }
 
 /// Checks whether there is something to receive.
-pub(crate) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
+pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerState> {
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&at_once)))?;
     let found = fds[0].revents();
     Ok(match (found.contains(PollFlags::IN), found.is_empty()) {
-        (true, _) => News::Call,
-        (false, true) => News::None,
-        (false, false) => News::Over,
+        (true, _) => ListenerState::Pending,
+        (false, true) => ListenerState::Idle,
+        (false, false) => ListenerState::Closed,
     })
 }
 
-/// Receives a notification. Call this only if [`news`] has reported one. Otherwise kernels before 6.11 block
+/// Receives a notification. Call this only if [`poll_listener`] has reported one. Otherwise kernels before 6.11 block
 /// forever, even when no process is left to make a call. Returns `None` if the call has been interrupted, or
 /// its process killed, in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
-    match control(listener, libc::SECCOMP_IOCTL_NOTIF_RECV, &mut buffer) {
+    match ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_RECV, &mut buffer) {
         Ok(()) => {}
         Err(Errno::NOENT | Errno::INTR) => return Ok(None),
         Err(errno) => return Err(errno.into()),
@@ -69,21 +69,21 @@ pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
 }
 
 /// Makes a call fail with this error. It is not an error if the call is no longer waiting.
-pub(crate) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
+pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
     let answer = seccomp_notif_resp { id, val: 0, error: -errno.raw_os_error(), flags: 0 };
     // SAFETY: the buffer has at least the size and alignment of the structure.
     unsafe { buffer.as_mut_ptr().cast::<seccomp_notif_resp>().write(answer) };
-    match control(listener, libc::SECCOMP_IOCTL_NOTIF_SEND, &mut buffer) {
+    match ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_SEND, &mut buffer) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
 }
 
 /// Checks that a call is still waiting for an answer. If so, the reported thread id is still valid.
-pub(crate) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
-    control(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
+pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
+    ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
 /// Returns a zeroed buffer. The kernel's structures grow: the kernel writes its own version of the structure,
@@ -100,7 +100,7 @@ fn sizes() -> io::Result<seccomp_notif_sizes> {
     if result == -1 { Err(errno::last().into()) } else { Ok(sizes) }
 }
 
-fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
+fn ioctl(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
     let buffer: *mut c_void = buffer.as_mut_ptr().cast();
     // SAFETY: all callers have made the buffer as large as the kernel's structure for the request. A
     // descriptor that is not a listener does not support the request.

@@ -12,14 +12,14 @@ use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 
 /// Calls that change the kernel.
-const FATAL: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
+const FATAL_CALLS: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
 /// Calls that are reported as missing. C libraries and Node fall back to older calls, whose arguments a
 /// filter can inspect.
-const MISSING: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
+const UNAVAILABLE_CALLS: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
 
 /// Groups of calls that are refused, each with the reason.
-const REFUSED: &[&str] = &[
+const REFUSED_CALLS: &[&str] = &[
     // Changes the mounted file systems or the root.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
@@ -41,22 +41,22 @@ const REFUSED: &[&str] = &[
 /// Calls that create objects of all processes of the same user. The objects count as no process's memory, and
 /// remain when all their users have ended. Kernels can be built without these calls, so programs check for
 /// them first.
-const OUTLASTING: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
+const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
 /// Returns a deny list that does not affect ordinary programs.
 pub(crate) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
-    rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", of_itself(0));
-    rules.set("ioprio_set", of_one_process(IOPRIO_WHO_PROCESS, of_itself(1)));
-    rules.set(OUTLASTING, Verdict::Errno(Errno::NOSYS));
+    rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", only_self(0));
+    rules.set("ioprio_set", only_process_target(IOPRIO_WHO_PROCESS, only_self(1)));
+    rules.set(IPC_CALLS, Verdict::Errno(Errno::NOSYS));
     rules.set("socket", socket(network));
     if !network {
-        rules.set(CONNECTING, REFUSE);
+        rules.set(CONNECTION_CALLS, REFUSE);
     }
-    rules.set("ioctl", terminal_tricks());
-    flags::refuse(&mut rules);
+    rules.set("ioctl", deny_terminal_requests());
+    flags::restrict(&mut rules);
     rules
 }
 
@@ -64,20 +64,20 @@ pub(crate) fn default(network: bool) -> Rules {
 /// with libraries and interpreter. [`sealed`] takes some of these rights away later.
 pub(crate) fn strict(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
-    for names in COMPUTING {
+    for names in STRICT_ALLOWED_CALLS {
         rules.set(names, Verdict::Allow);
     }
-    rules.set(CONNECTING, Verdict::Allow);
-    rules.set(REFUSED_TO_COMPUTING, REFUSE);
-    rules.set(MISSING_TO_COMPUTING, Verdict::Errno(Errno::NOSYS));
+    rules.set(CONNECTION_CALLS, Verdict::Allow);
+    rules.set(STRICT_REFUSED_CALLS, REFUSE);
+    rules.set(STRICT_UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
     deny(&mut rules);
     if !network {
-        rules.set(CONNECTING, REFUSE);
+        rules.set(CONNECTION_CALLS, REFUSE);
     }
     rules.set("socket", socket(network));
-    rules.set("prctl", only(PROCESS_OPTIONS, Errno::INVAL));
-    rules.set("ioctl", only(DESCRIPTOR_REQUESTS, Errno::NOTTY));
-    flags::refuse(&mut rules);
+    rules.set("prctl", only_requests(PROCESS_OPTIONS, Errno::INVAL));
+    rules.set("ioctl", only_requests(DESCRIPTOR_REQUESTS, Errno::NOTTY));
+    flags::restrict(&mut rules);
     rules
 }
 
@@ -93,16 +93,16 @@ pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n 
     if !network {
         rules.set("socket socketpair", NO_FAMILY);
     }
-    rules.overridden(allow, &[])
+    rules.with_overrides(allow, &[])
 }
 
 /// Returns rules that refuse nothing.
-pub(crate) fn open() -> Rules {
+pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
 /// Allows a template to fork a sibling, with exactly these flags.
-pub(crate) fn with_siblings(mut rules: Rules) -> Rules {
+pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
     rules.narrow("clone", |otherwise| {
         Check { argument: 0, mask: u32::MAX, cases: vec![(Is(SIBLING), Verdict::Allow.into())], otherwise }
@@ -111,9 +111,9 @@ pub(crate) fn with_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Applies to the processes that a template forks. Takes back the right from [`with_siblings`].
-pub(crate) fn without_siblings(mut rules: Rules) -> Rules {
-    rules.set("clone", without(libc::CLONE_PARENT as u32));
+/// Applies to the processes that a template forks. Takes back the right from [`allow_siblings`].
+pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
+    rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules
 }
 
@@ -124,22 +124,22 @@ const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
 /// Adds the rules that both profiles share.
 fn deny(rules: &mut Rules) {
-    rules.set(FATAL, Verdict::Fatal);
-    rules.set(MISSING, Verdict::Errno(Errno::NOSYS));
-    for names in REFUSED {
+    rules.set(FATAL_CALLS, Verdict::Fatal);
+    rules.set(UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
+    for names in REFUSED_CALLS {
         rules.set(names, REFUSE);
     }
-    rules.set("clone", without(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
+    rules.set("clone", refuse_flags(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
     // In the flags of `clone`, this bit is part of the signal's number.
-    rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
+    rules.set("unshare", refuse_flags(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
-    rules.set("ptrace", trace());
+    rules.set("ptrace", ptrace());
     let (prlimit, setrlimit) = limits();
     rules.set("prlimit64", prlimit);
     rules.set("setrlimit", setrlimit);
-    rules.set("setpriority", of_one_process(libc::PRIO_PROCESS, of_itself(1)));
+    rules.set("setpriority", only_process_target(libc::PRIO_PROCESS, only_self(1)));
     rules.set("socketpair", socketpair());
-    rules.set("bind", named_by_number());
+    rules.set("bind", bind_address_sizes());
 }
 
 const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
@@ -152,20 +152,20 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
 
 /// Refuses any of these flags in the first argument. CLONE_PARENT is refused because the new process would be
 /// the keeper's own child.
-fn without(flags: u32) -> Rule {
+fn refuse_flags(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
 
 /// Allows querying the personality, the normal personality, and addresses that are not random, which
 /// sanitizers use. Other personalities have weakened programs that were meant to be secure.
 fn personality() -> Rule {
-    const ASK: u32 = u32::MAX;
-    only_these(0, &[ASK, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
+    const QUERY: u32 = u32::MAX;
+    only_values(0, &[QUERY, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
 /// Refuses a request to be traced, which programs use to detect tracing. All other requests are for
 /// debuggers, and fatal.
-fn trace() -> Rule {
+fn ptrace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
@@ -174,9 +174,9 @@ fn trace() -> Rule {
 /// can starve it. Any process of the supervisor's user may set them: neither Landlock nor missing
 /// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
 /// process set the affinity of each other.)
-fn of_itself(argument: u8) -> Rule {
-    const ITSELF: u32 = 0;
-    only_these(argument, &[ITSELF], REFUSE)
+fn only_self(argument: u8) -> Rule {
+    const SELF_TARGET: u32 = 0;
+    only_values(argument, &[SELF_TARGET], REFUSE)
 }
 
 /// Allows the limits of the process itself, by `prlimit64` and by `setrlimit`, except the limit of core
@@ -189,14 +189,14 @@ fn limits() -> (Rule, Rule) {
     let is_core = |argument, set: Rule| -> Rule { check(argument, vec![(Is(CORE), set)], Verdict::Allow) };
     // If the caller also requests the old limit, an ignored call would let the caller read a value that the
     // kernel did not write. So the call is refused.
-    let set = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
-    let asked = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: set.into() };
-    let of_itself = check(0, vec![(Is(0), is_core(1, asked.into()))], REFUSE);
-    (of_itself, is_core(0, Verdict::Ignore.into()))
+    let old_limit = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
+    let new_limit = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: old_limit.into() };
+    let only_self = check(0, vec![(Is(0), is_core(1, new_limit.into()))], REFUSE);
+    (only_self, is_core(0, Verdict::Ignore.into()))
 }
 
 /// Allows only a single process as the target, not a group or all processes of a user.
-fn of_one_process(kind: impl TryInto<u32>, rule: Rule) -> Rule {
+fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
     let kind = kind.try_into().unwrap_or_default();
     check(0, vec![(Is(kind), rule)], REFUSE)
 }
@@ -212,14 +212,14 @@ fn socket(network: bool) -> Rule {
     if !network {
         return NO_FAMILY.into();
     }
-    let mut cases = internet();
+    let mut cases = internet_families();
     cases.push((Is(libc::AF_UNIX as u32), Verdict::Allow.into()));
     check(0, cases, NO_FAMILY)
 }
 
-fn internet() -> Vec<(super::Condition, Rule)> {
+fn internet_families() -> Vec<(super::Condition, Rule)> {
     vec![
-        (Is(libc::AF_INET as u32), no_packets()),
+        (Is(libc::AF_INET as u32), deny_packet_sockets()),
         (Is(libc::AF_INET6 as u32), Verdict::Allow.into()),
         (Is(libc::AF_NETLINK as u32), routes_only()),
     ]
@@ -227,15 +227,15 @@ fn internet() -> Vec<(super::Condition, Rule)> {
 
 /// Allows the network without Unix sockets. For cases in which nothing else denies sockets of other programs
 /// of the worker's user, such as a message bus that starts programs.
-pub(crate) fn without_unix_sockets(mut rules: Rules) -> Rules {
-    rules.set("socket", check(0, internet(), NO_FAMILY));
+pub(crate) fn deny_unix_sockets(mut rules: Rules) -> Rules {
+    rules.set("socket", check(0, internet_families(), NO_FAMILY));
     rules
 }
 
 const SOCKET_TYPE_MASK: u32 = 0xf;
 
 /// Denies a type of the internet family that the kernel treats as the packet family.
-fn no_packets() -> Rule {
+fn deny_packet_sockets() -> Rule {
     const SOCK_PACKET: u32 = 10;
     let cases = vec![(Is(SOCK_PACKET), NO_FAMILY.into())];
     Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise: Verdict::Allow.into() }.into()
@@ -243,7 +243,7 @@ fn no_packets() -> Rule {
 
 fn routes_only() -> Rule {
     const NETLINK_ROUTE: u32 = 0;
-    only_these(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
+    only_values(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
 }
 
 /// Allows `bind` only with the address sizes of the internet families and of netlink, or with a size larger
@@ -252,7 +252,7 @@ fn routes_only() -> Rule {
 /// An abstract Unix name belongs to the first process on the machine that takes it. Neither a folder nor
 /// Landlock prevents a worker from taking the name of another program. Each end of a socket pair can have a
 /// name as well.
-fn named_by_number() -> Rule {
+fn bind_address_sizes() -> Rule {
     const INTERNET: [u32; 2] =
         [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
     const ROUTES: u32 = size_of::<libc::sockaddr_nl>() as u32;
@@ -273,7 +273,7 @@ fn socketpair() -> Rule {
 
 /// Denies typing into a terminal, pasting into a console, and loading a line discipline. Each of these has
 /// been used to leave sandboxes.
-fn terminal_tricks() -> Rule {
+fn deny_terminal_requests() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
         1,
@@ -286,15 +286,15 @@ fn check(argument: u8, cases: Vec<(super::Condition, Rule)>, otherwise: Verdict)
     Check { argument, mask: u32::MAX, cases, otherwise: otherwise.into() }.into()
 }
 
-fn only_these(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
+fn only_values(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
     check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
 }
 
 /// Requests that are passed in one of the first two arguments, with the index of the argument.
 type Requests = (u8, &'static [u32]);
 
-fn only((argument, requests): Requests, errno: Errno) -> Rule {
-    only_these(argument, requests, Verdict::Errno(errno))
+fn only_requests((argument, requests): Requests, errno: Errno) -> Rule {
+    only_values(argument, requests, Verdict::Errno(errno))
 }
 
 /// Options for the process itself: names, memory, and giving up rights.
@@ -341,7 +341,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
 const TCGETS2: u32 = 0x802c_542a;
 
 /// Calls needed for computing: memory, files, threads, time, and given sockets.
-const COMPUTING: &[&str] = &[
+const STRICT_ALLOWED_CALLS: &[&str] = &[
     // Memory.
     "brk cachestat get_mempolicy madvise map_shadow_stack mbind membarrier memfd_create mincore \
      mlock mlock2 mlockall mmap mprotect mremap mseal msync munlock munlockall munmap pkey_alloc \
@@ -384,14 +384,14 @@ const COMPUTING: &[&str] = &[
 
 /// Calls that are useful only for sockets created with the network. Without the network, an end of a socket
 /// pair could still get a name by `bind`.
-const CONNECTING: &str = "accept accept4 bind connect listen";
+const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
 /// Calls that honest programs try and can do without. Refused in addition to the calls that both profiles
 /// refuse.
-const REFUSED_TO_COMPUTING: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
+const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
      setuid setxattr setxattrat sync";
 
-/// Calls that are reported as missing, like [`MISSING`]. Programs fall back to older calls.
-const MISSING_TO_COMPUTING: &str = "io_setup listmount memfd_secret mq_open statmount";
+/// Calls that are reported as missing, like [`UNAVAILABLE_CALLS`]. Programs fall back to older calls.
+const STRICT_UNAVAILABLE_CALLS: &str = "io_setup listmount memfd_secret mq_open statmount";

@@ -51,16 +51,16 @@ fn interpret(program: &[sock_filter], architecture: u32, number: u32, arguments:
 }
 
 fn expected(rules: &Rules, number: u32, arguments: [u64; 6]) -> u32 {
-    if cfg!(target_arch = "x86_64") && number >= X32 {
+    if cfg!(target_arch = "x86_64") && number >= X32_FIRST {
         return libc::SECCOMP_RET_KILL_PROCESS;
     }
-    if number > syscalls::LAST {
-        return Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
+    if number > syscalls::NUMBER_MAX {
+        return Verdict::Errno(Errno::NOSYS).action(FatalAction::Notify);
     }
     let mut rule = rules.calls.get(&number).unwrap_or(&rules.otherwise);
     loop {
         match rule {
-            Rule::Always(verdict) => return verdict.action(Ending::Notify),
+            Rule::Always(verdict) => return verdict.action(FatalAction::Notify),
             Rule::Check(check) => {
                 let value = arguments[usize::from(check.argument)] as u32 & check.mask;
                 let holds = |condition: &Condition| match *condition {
@@ -86,19 +86,19 @@ fn all_profiles() -> Vec<Rules> {
         default(true),
         strict(false),
         strict(true),
-        without_truncation(default(true)),
-        without_truncation(strict(false)),
+        deny_truncation(default(true)),
+        deny_truncation(strict(false)),
         sealed(false, &["execve"]).unwrap(),
         sealed(true, &[]).unwrap(),
-        with_siblings(default(false)),
-        without_siblings(sealed(false, &[]).unwrap()),
-        default(false).overridden(&allow, &deny).unwrap(),
+        allow_siblings(default(false)),
+        deny_siblings(sealed(false, &[]).unwrap()),
+        default(false).with_overrides(&allow, &deny).unwrap(),
         Rules::new(Verdict::Allow),
     ]
 }
 
 #[test]
-fn the_program_does_what_the_rules_say_for_every_number() {
+fn program_matches_rules_for_every_call_number() {
     const SAMPLES: [u64; 22] = [
         0,
         1,
@@ -124,9 +124,9 @@ fn the_program_does_what_the_rules_say_for_every_number() {
         u64::MAX,
     ];
     for rules in all_profiles() {
-        let Filter { program, .. } = rules.compile(Ending::Notify);
+        let Filter { program, .. } = rules.compile(FatalAction::Notify);
         assert!(program.len() < 1000, "{} instructions", program.len());
-        let numbers = (0..600).chain([X32 - 1, X32, X32 + 39, u32::MAX]);
+        let numbers = (0..600).chain([X32_FIRST - 1, X32_FIRST, X32_FIRST + 39, u32::MAX]);
         for number in numbers {
             let is_checked = matches!(rules.calls.get(&number), Some(Rule::Check(_) | Rule::Pointer(_)));
             let further: &[[u64; 2]] = if is_checked {
@@ -147,9 +147,9 @@ fn the_program_does_what_the_rules_say_for_every_number() {
 }
 
 #[test]
-fn any_other_architecture_is_killed() {
+fn kills_calls_of_other_architectures() {
     for rules in all_profiles() {
-        let filter = rules.compile(Ending::Notify);
+        let filter = rules.compile(FatalAction::Notify);
         for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
             let action = interpret(&filter.program, foreign, 0, [0; 6]);
             assert_eq!(action, libc::SECCOMP_RET_KILL_PROCESS);
@@ -158,7 +158,7 @@ fn any_other_architecture_is_killed() {
 }
 
 #[test]
-fn finding_a_call_takes_few_steps() {
+fn lookup_takes_few_instructions() {
     fn depth(block: &[sock_filter]) -> usize {
         let mut steps = vec![0_usize; block.len() + 1];
         for (at, instruction) in block.iter().enumerate().rev() {
@@ -175,7 +175,7 @@ fn finding_a_call_takes_few_steps() {
         steps[0]
     }
     for rules in all_profiles() {
-        let filter = rules.compile(Ending::Notify);
+        let filter = rules.compile(FatalAction::Notify);
         // Search, followed by the longest list of values of an argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
@@ -183,10 +183,10 @@ fn finding_a_call_takes_few_steps() {
 }
 
 #[test]
-fn every_name_in_a_profile_is_a_call() {
+fn profiles_contain_only_known_names() {
     // Building the profiles asserts this.
     all_profiles();
-    assert_eq!(default(false).overridden(&["read"], &["raed"]).err(), Some("raed"));
+    assert_eq!(default(false).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
 }
 
@@ -224,7 +224,7 @@ impl Confined {
     fn finish(self, errno: Errno) -> Finished {
         let Self { child, listener } = self;
         let pid = child.id() as i32;
-        let answerer = std::thread::spawn(move || {
+        let responder = std::thread::spawn(move || {
             let mut named = Vec::new();
             let start = Instant::now();
             while let Some(listener) = &listener {
@@ -235,13 +235,13 @@ impl Confined {
                 let Some(notification) = next_notification(listener) else { break };
                 if let Some(Notification { id, number, .. }) = notification {
                     named.push(syscalls::name(number).unwrap_or("unknown"));
-                    refuse(listener, id, errno).unwrap();
+                    respond_with_error(listener, id, errno).unwrap();
                 }
             }
             named
         });
         let output = child.wait_with_output().unwrap();
-        let named = answerer.join().unwrap();
+        let named = responder.join().unwrap();
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Finished { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr), named }
     }
@@ -297,7 +297,7 @@ fn helper() {
     let Ok(calls) = std::env::var(CALLS) else { return };
     if std::env::var_os(SEAL).is_some() {
         rustix::thread::set_no_new_privs(true).unwrap();
-        sealed(false, &[]).unwrap().compile(Ending::Kill).install().unwrap();
+        sealed(false, &[]).unwrap().compile(FatalAction::Kill).install().unwrap();
         assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
     }
     for call in calls.lines() {
@@ -325,7 +325,7 @@ fn enter_with_32_bits() {
     };
 }
 
-fn helper_with(calls: &[(u64, [u64; 3])]) -> Command {
+fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     let lines: Vec<_> = calls.iter().map(|(number, [a, b, c])| format!("{number} {a} {b} {c}")).collect();
     let mut command = Command::new(std::env::current_exe().unwrap());
     let name = format!("{}::helper", module_path!().split_once("::").unwrap().1);
@@ -334,7 +334,7 @@ fn helper_with(calls: &[(u64, [u64; 3])]) -> Command {
 }
 
 /// Arguments with which each call fails if it is made.
-const NONSENSE: [u64; 3] = [u64::MAX; 3];
+const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     assert!(syscalls::is_known(name), "{name}");
@@ -348,7 +348,7 @@ fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
         .filter_map(|&(name, arguments, errno)| Some((call(name, arguments)?, errno)))
         .collect();
     let calls: Vec<_> = here.iter().map(|(call, _)| *call).collect();
-    let finished = Confined::start(helper_with(&calls), filter).finish(Errno::XDEV);
+    let finished = Confined::start(helper_command(&calls), filter).finish(Errno::XDEV);
     let outcomes = finished.outcomes();
     assert_eq!(outcomes.len(), here.len(), "{finished:?}");
     for (((number, arguments), expected), outcome) in here.iter().zip(outcomes) {
@@ -363,10 +363,10 @@ const NETLINK: u64 = libc::AF_NETLINK as u64;
 const STREAM: u64 = libc::SOCK_STREAM as u64;
 const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
-const CLOSED_BY_EXEC: u64 = libc::SOCK_CLOEXEC as u64;
+const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
 /// The tests' answer to notifications: an error that none of these calls returns itself.
-const TOLD: i32 = libc::EXDEV;
+const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
 fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
@@ -379,8 +379,10 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     let fatal = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
     let missing = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
     let mut all = Vec::new();
-    for (names, errno) in [(refused, libc::EPERM), (fatal, TOLD), (missing, libc::ENOSYS)] {
-        all.extend(names.split(' ').filter(|name| !name.is_empty()).map(|name| (name, NONSENSE, errno)));
+    for (names, errno) in [(refused, libc::EPERM), (fatal, NOTIFIED), (missing, libc::ENOSYS)] {
+        all.extend(
+            names.split(' ').filter(|name| !name.is_empty()).map(|name| (name, INVALID_ARGUMENTS, errno)),
+        );
     }
     for flag in [libc::CLONE_NEWNS, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWNET] {
         // Adds a flag that makes the call fail if it is allowed.
@@ -395,9 +397,9 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("personality", [0, 0, 0], 0),
         ("personality", [0x0040_0000, 0, 0], libc::EPERM),
         ("ptrace", [libc::PTRACE_TRACEME as u64, 0, 0], libc::EPERM),
-        ("ptrace", [libc::PTRACE_ATTACH as u64, 0, 0], TOLD),
+        ("ptrace", [libc::PTRACE_ATTACH as u64, 0, 0], NOTIFIED),
         ("socketpair", [UNIX, DATAGRAM, 0], libc::ESOCKTNOSUPPORT),
-        ("socketpair", [UNIX, STREAM | CLOSED_BY_EXEC, 0], libc::EFAULT),
+        ("socketpair", [UNIX, STREAM | CLOEXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
         // The limit of core dumps can be read but not set. The rule depends on both halves of the pointer.
@@ -448,10 +450,10 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
     let mut all: Vec<_> =
         barred.map(|family| ("socket", [family as u64, DATAGRAM, 0], libc::EAFNOSUPPORT)).to_vec();
     all.extend([
-        ("socket", [UNIX, STREAM | CLOSED_BY_EXEC, 0], 0),
+        ("socket", [UNIX, STREAM | CLOEXEC, 0], 0),
         ("socket", [INET, STREAM, 0], 0),
         ("socket", [INET, 10, 0], libc::EAFNOSUPPORT),
-        ("socket", [INET, 10 | CLOSED_BY_EXEC, 0], libc::EAFNOSUPPORT),
+        ("socket", [INET, 10 | CLOEXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
         // By the size of the address: internet, routes, or larger than all. Sizes of Unix sockets are denied.
@@ -467,7 +469,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
 }
 
 #[test]
-fn what_is_denied_fails_with_the_error_that_programs_expect() {
+fn denied_calls_fail_with_expected_errors() {
     let terminal = [
         ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
         ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
@@ -476,16 +478,16 @@ fn what_is_denied_fails_with_the_error_that_programs_expect() {
     ];
     for (network, sockets) in [(false, without_network()), (true, with_network())] {
         let common: Vec<_> = denied_by_both().into_iter().chain(sockets).collect();
-        let filter = default(network).compile(Ending::Notify);
+        let filter = default(network).compile(FatalAction::Notify);
         assert_outcomes(filter, &[&common[..], &terminal].concat());
-        let filter = strict(network).compile(Ending::Notify);
+        let filter = strict(network).compile(FatalAction::Notify);
         let listed = [
             ("ioctl", [0, libc::TIOCSTI, 0], libc::ENOTTY),
             ("prctl", [0x7fff_0000, 0, 0], libc::EINVAL),
-            ("setuid", NONSENSE, libc::EPERM),
-            ("connect", NONSENSE, if network { libc::EBADF } else { libc::EPERM }),
-            ("msgget", NONSENSE, TOLD),
-            ("modify_ldt", NONSENSE, TOLD),
+            ("setuid", INVALID_ARGUMENTS, libc::EPERM),
+            ("connect", INVALID_ARGUMENTS, if network { libc::EBADF } else { libc::EPERM }),
+            ("msgget", INVALID_ARGUMENTS, NOTIFIED),
+            ("modify_ldt", INVALID_ARGUMENTS, NOTIFIED),
         ];
         assert_outcomes(filter, &[&common[..], &listed].concat());
     }
@@ -507,17 +509,18 @@ fn filter_denies_truncating_read_only_files() {
         ("creat", [0, 0o600, 0], libc::EFAULT),
     ];
     for rules in [default(false), strict(false)] {
-        assert_outcomes(without_truncation(rules).compile(Ending::Notify), &expectations);
+        assert_outcomes(deny_truncation(rules).compile(FatalAction::Notify), &expectations);
     }
 }
 
 #[test]
-fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
-    let names = [("execve", libc::EPERM), ("socketpair", libc::EAFNOSUPPORT), ("bpf", TOLD), ("getppid", 0)];
-    let calls: Vec<_> = names.iter().filter_map(|(name, _)| call(name, NONSENSE)).collect();
-    let mut command = helper_with(&calls);
+fn seal_denies_only_programs_and_sockets() {
+    let names =
+        [("execve", libc::EPERM), ("socketpair", libc::EAFNOSUPPORT), ("bpf", NOTIFIED), ("getppid", 0)];
+    let calls: Vec<_> = names.iter().filter_map(|(name, _)| call(name, INVALID_ARGUMENTS)).collect();
+    let mut command = helper_command(&calls);
     command.env(SEAL, "");
-    let finished = Confined::start(command, strict(false).compile(Ending::Notify)).finish(Errno::XDEV);
+    let finished = Confined::start(command, strict(false).compile(FatalAction::Notify)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
     // The first filter's listener is notified, whatever the second filter is.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
@@ -525,16 +528,16 @@ fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
 
 /// The flags are compared as a whole.
 #[test]
-fn template_forks_siblings_one_way_and_workers_never_do() {
+fn only_templates_fork_siblings() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
     let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
-    let refused = Verdict::Errno(Errno::PERM).action(Ending::Notify);
-    let allowed = Verdict::Allow.action(Ending::Notify);
+    let refused = Verdict::Errno(Errno::PERM).action(FatalAction::Notify);
+    let allowed = Verdict::Allow.action(FatalAction::Notify);
     for rules in [default(false), default(true), strict(false)] {
-        let template = with_siblings(rules.clone());
+        let template = allow_siblings(rules.clone());
         let of = |rules: &Rules, flags: i32| expected(rules, clone, [flags as u64, 0, 0, 0, 0, 0]);
         assert_eq!(expected(&template, clone, [sibling, 0, 0, 0, 0, 0]), allowed);
-        let worker = without_siblings(Rules::new(Verdict::Allow));
+        let worker = deny_siblings(Rules::new(Verdict::Allow));
         assert_eq!(expected(&worker, clone, [sibling, 0, 0, 0, 0, 0]), refused);
         for more in
             [libc::CLONE_VM, libc::CLONE_FILES, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_PTRACE]
@@ -547,51 +550,56 @@ fn template_forks_siblings_one_way_and_workers_never_do() {
         assert_eq!(of(&template, libc::SIGCHLD), allowed);
         assert_eq!(of(&worker, libc::SIGCHLD), allowed);
         let Some(clone3) = syscalls::number("clone3") else { continue };
-        let missing = Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
+        let missing = Verdict::Errno(Errno::NOSYS).action(FatalAction::Notify);
         assert_eq!(expected(&template, clone3, [0; 6]), missing);
     }
     // The filter is installed for each worker, and the kernel's check takes longer for longer filters.
-    let length = without_siblings(open()).compile(Ending::Kill).program.len();
+    let length = deny_siblings(allow_all()).compile(FatalAction::Kill).program.len();
     assert!(length <= 20, "{length} instructions");
 }
 
 #[test]
-fn a_fatal_call_is_told_with_its_arguments_and_waits() {
-    let command = helper_with(&[call("bpf", [77, 0, 1]).unwrap()]);
-    let mut confined = Confined::start(command, default(false).compile(Ending::Notify));
+fn fatal_call_is_reported_with_arguments_and_blocks() {
+    let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
+    let mut confined = Confined::start(command, default(false).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
-    let told = loop {
-        if let Some(told) = next_notification(listener).expect("it has not ended") {
-            break told;
+    let notification = loop {
+        if let Some(notification) = next_notification(listener).expect("it has not ended") {
+            break notification;
         }
     };
-    assert_eq!(syscalls::name(told.number), Some("bpf"));
-    assert_eq!(told.arguments[..3], [77, 0, 1]);
+    assert_eq!(syscalls::name(notification.number), Some("bpf"));
+    assert_eq!(notification.arguments[..3], [77, 0, 1]);
     // The call was made by another thread, because the test harness creates one per test.
-    assert!(std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), told.thread)).exists());
+    assert!(
+        std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), notification.thread)).exists()
+    );
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
     // No process is waiting any more, which is not an error.
-    refuse(confined.listener.as_ref().unwrap(), told.id, Errno::PERM).unwrap();
+    respond_with_error(confined.listener.as_ref().unwrap(), notification.id, Errno::PERM).unwrap();
 }
 
 #[test]
-fn without_a_listener_a_fatal_call_kills() {
-    let command = helper_with(&[call("getppid", NONSENSE).unwrap(), call("bpf", NONSENSE).unwrap()]);
-    let finished = Confined::start(command, default(false).compile(Ending::Kill)).finish(Errno::XDEV);
+fn fatal_call_without_listener_kills() {
+    let command = helper_command(&[
+        call("getppid", INVALID_ARGUMENTS).unwrap(),
+        call("bpf", INVALID_ARGUMENTS).unwrap(),
+    ]);
+    let finished = Confined::start(command, default(false).compile(FatalAction::Kill)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), [0]);
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
 }
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn the_other_ways_into_the_kernel_kill() {
+fn kills_32_bit_and_x32_calls() {
     let start = |number| {
-        let command = helper_with(&[(number, [0; 3])]);
-        Confined::start(command, default(true).compile(Ending::Notify)).finish(Errno::XDEV)
+        let command = helper_command(&[(number, [0; 3])]);
+        Confined::start(command, default(true).compile(FatalAction::Notify)).finish(Errno::XDEV)
     };
-    let finished = start(u64::from(X32) + libc::SYS_getpid as u64);
+    let finished = start(u64::from(X32_FIRST) + libc::SYS_getpid as u64);
     assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
     let finished = start(INT_80);
     if finished.status.signal() == Some(libc::SIGSEGV) {
@@ -602,15 +610,15 @@ fn the_other_ways_into_the_kernel_kill() {
 }
 
 #[test]
-fn an_override_goes_before_the_profile() {
-    let rules = default(false).overridden(&["socket", "setns"], &["getppid"]).unwrap();
+fn overrides_take_precedence_over_profile() {
+    let rules = default(false).with_overrides(&["socket", "setns"], &["getppid"]).unwrap();
     let expectations = [
         ("socket", [INET, STREAM, 0], 0),
-        ("setns", NONSENSE, libc::EBADF),
-        ("getppid", [0; 3], TOLD),
-        ("mount", NONSENSE, libc::EPERM),
+        ("setns", INVALID_ARGUMENTS, libc::EBADF),
+        ("getppid", [0; 3], NOTIFIED),
+        ("mount", INVALID_ARGUMENTS, libc::EPERM),
     ];
-    assert_outcomes(rules.compile(Ending::Notify), &expectations);
+    assert_outcomes(rules.compile(FatalAction::Notify), &expectations);
 }
 
 // ---- Ordinary programs, unharmed.
@@ -674,10 +682,10 @@ fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
         eprintln!("NOT RUN: {program} is not installed");
         return None;
     }
-    Some(Confined::start(command, rules.compile(Ending::Notify)).finish(Errno::NOSYS))
+    Some(Confined::start(command, rules.compile(FatalAction::Notify)).finish(Errno::NOSYS))
 }
 
-fn assert_unharmed(program: &str, arguments: &[&str], rules: &Rules) {
+fn assert_succeeds(program: &str, arguments: &[&str], rules: &Rules) {
     if let Some(finished) = run(program, arguments, rules) {
         assert!(finished.status.success() && finished.named.is_empty(), "{program}: {finished:#?}");
         assert!(finished.stdout.contains("unharmed"), "{program}: {finished:#?}");
@@ -685,7 +693,7 @@ fn assert_unharmed(program: &str, arguments: &[&str], rules: &Rules) {
 }
 
 #[test]
-fn ordinary_programs_run_unharmed_under_each_profile() {
+fn ordinary_programs_work_under_each_profile() {
     for (profile, rules) in [
         ("default", default(false)),
         ("default with the network", default(true)),
@@ -693,21 +701,21 @@ fn ordinary_programs_run_unharmed_under_each_profile() {
         ("strict with the network", strict(true)),
     ] {
         eprintln!("under {profile}");
-        assert_unharmed("sh", &["-c", SHELL], &rules);
-        assert_unharmed("python3", &["-c", PYTHON], &rules);
-        assert_unharmed("node", &["-e", NODE], &rules);
+        assert_succeeds("sh", &["-c", SHELL], &rules);
+        assert_succeeds("python3", &["-c", PYTHON], &rules);
+        assert_succeeds("node", &["-e", NODE], &rules);
     }
 }
 
 #[test]
-fn a_java_machine_starts_under_the_default_profile() {
+fn java_starts_under_default_profile() {
     let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(false)) else { return };
     assert!(finished.status.success() && finished.named.is_empty(), "{finished:#?}");
     assert!(finished.stderr.contains("version"), "{finished:#?}");
 }
 
 #[test]
-fn python_talks_over_the_loopback_if_it_has_the_network() {
+fn python_uses_loopback_with_network() {
     const TALK: &str = r#"
 import socket
 listener = socket.create_server(("127.0.0.1", 0))
@@ -717,6 +725,6 @@ socket.getaddrinfo("localhost", 80); socket.if_nameindex()
 print("unharmed")
 "#;
     for rules in [default(true), strict(true)] {
-        assert_unharmed("python3", &["-c", TALK], &rules);
+        assert_succeeds("python3", &["-c", TALK], &rules);
     }
 }

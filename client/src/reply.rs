@@ -1,0 +1,241 @@
+//! Replies and errors of jobs.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::OutcomeMessage;
+use bulkhead_shared::{Executed, Outcome, Verdict};
+
+use crate::mapped::MappedResult;
+use crate::success::SuccessRecord;
+
+/// A progress report of a job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    /// Completed fraction, from 0 to 1.
+    pub fraction: f32,
+    /// Short text from the handler.
+    pub text: String,
+}
+
+/// A result, with the outcome `ok`.
+#[derive(Clone)]
+pub struct Reply {
+    pub(crate) payload: Vec<u8>,
+    pub(crate) success: SuccessRecord,
+    pub(crate) mapped: Option<Arc<MappedResult>>,
+}
+
+impl fmt::Debug for Reply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reply")
+            .field("payload", &self.payload)
+            .field("outcome", self.outcome())
+            .field("mapped", &self.mapped)
+            .finish()
+    }
+}
+
+impl PartialEq for Reply {
+    fn eq(&self, other: &Self) -> bool {
+        let same_place = |a: &Option<Arc<MappedResult>>, b: &Option<Arc<MappedResult>>| match (a, b) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        self.payload == other.payload
+            && self.outcome() == other.outcome()
+            && same_place(&self.mapped, &other.mapped)
+    }
+}
+
+impl Eq for Reply {}
+
+impl Reply {
+    /// Returns the result. Empty if the result is [mapped](Self::mapped).
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+
+    /// Returns the result as an owned buffer.
+    pub fn into_payload(self) -> Vec<u8> {
+        self.payload
+    }
+
+    /// Returns the result in its memory file, if [`Job::map_result`](crate::Job::map_result) requested that
+    /// and the worker used a memory file. [`Reply::payload`] is then empty.
+    pub fn mapped(&self) -> Option<&MappedResult> {
+        self.mapped.as_deref()
+    }
+
+    /// Returns the outcome, with the serving bulkhead, queue and run times and other details.
+    pub fn outcome(&self) -> &Outcome {
+        self.success.outcome()
+    }
+}
+
+/// The [`Outcome`] of a failed job, and the payload of the failure: see [`JobError::payload`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    outcome: Outcome,
+    payload: Vec<u8>,
+}
+
+impl std::ops::Deref for Failure {
+    type Target = Outcome;
+
+    fn deref(&self) -> &Outcome {
+        &self.outcome
+    }
+}
+
+/// The error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
+#[derive(Clone, PartialEq, Eq)]
+pub enum JobError {
+    /// The handler reported an error.
+    Failed(Box<Failure>),
+    /// The job was rejected and did not run.
+    Rejected(Box<Outcome>),
+    /// The deadline passed.
+    DeadlineExceeded(Box<Outcome>),
+    /// The worker died while it had the job.
+    Crashed(Box<Outcome>),
+    /// The job was cancelled.
+    Cancelled(Box<Outcome>),
+    /// There is no connection to the supervisor, or the connection was lost, or this client could not read
+    /// the outcome or result.
+    Disconnected {
+        /// Certainty about whether the job ran.
+        executed: Executed,
+        /// Description for people.
+        message: String,
+    },
+}
+
+impl JobError {
+    /// Returns the error for a connection that was lost while the job was pending.
+    pub(crate) fn lost(executed: Executed, reason: &str) -> Self {
+        let advice = match executed {
+            Executed::No => "the job was not sent: send the job again",
+            _ => "whether the job ran is unknown: send the job again only if a rerun is safe",
+        };
+        let message = format!("the connection to the supervisor was lost ({reason}); {advice}");
+        Self::Disconnected { executed, message }
+    }
+
+    /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
+    pub(crate) fn result_revoked() -> Self {
+        let message = "the job is done, but the result was revoked before this program read the result: this \
+                       program was stopped for many seconds; send the job again only if a second run is safe";
+        Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
+    }
+
+    /// Returns the error for an outcome with a code that this version does not know.
+    pub(crate) fn unknown_outcome(message: &OutcomeMessage<'_>) -> Self {
+        let executed = Executed::from_code(message.executed).unwrap_or(Executed::Unknown);
+        let OutcomeMessage { outcome, reason, message: said, .. } = message;
+        let message = format!(
+            "the supervisor reported an outcome that this client does not know (outcome {outcome}, reason \
+             {reason}: {said}); update this program"
+        );
+        Self::Disconnected { executed, message }
+    }
+
+    /// Converts an outcome to a result.
+    pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
+        match outcome.verdict {
+            Verdict::Ok => Ok(Reply { payload, success: outcome.into(), mapped: None }),
+            Verdict::Failed(_) => Err(Self::Failed(Box::new(Failure { outcome: *outcome, payload }))),
+            Verdict::Rejected { .. } => Err(Self::Rejected(outcome)),
+            Verdict::DeadlineQueued | Verdict::DeadlineRunning => Err(Self::DeadlineExceeded(outcome)),
+            Verdict::Crashed { .. } => Err(Self::Crashed(outcome)),
+            Verdict::Cancelled { .. } => Err(Self::Cancelled(outcome)),
+        }
+    }
+
+    /// Returns the outcome, if the job has one.
+    pub fn outcome(&self) -> Option<&Outcome> {
+        match self {
+            Self::Failed(failure) => Some(failure),
+            Self::Rejected(outcome)
+            | Self::DeadlineExceeded(outcome)
+            | Self::Crashed(outcome)
+            | Self::Cancelled(outcome) => Some(outcome),
+            Self::Disconnected { .. } => None,
+        }
+    }
+
+    /// Returns the payload of a failed job: data from the handler, or the standard output of a program. At
+    /// most the first 64 KiB arrive. Empty for all other errors.
+    pub fn payload(&self) -> &[u8] {
+        if let Self::Failed(failure) = self { &failure.payload } else { &[] }
+    }
+
+    /// Returns whether the handler began.
+    pub fn executed(&self) -> Executed {
+        match self {
+            Self::Disconnected { executed, .. } => *executed,
+            _ => self.outcome().map_or(Executed::Unknown, |outcome| outcome.verdict.executed()),
+        }
+    }
+
+    /// Returns true if the same job may succeed when sent again.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Disconnected { executed, .. } => *executed == Executed::No,
+            _ => self.outcome().is_some_and(|outcome| outcome.retryable),
+        }
+    }
+
+    /// Returns the minimum time to wait before a retry, if the supervisor gave one.
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.outcome().and_then(|outcome| outcome.retry_after)
+    }
+
+    /// Returns the exit code that the `bulkhead` command uses for this error.
+    pub fn exit_code(&self) -> u8 {
+        self.outcome().map_or(69, |outcome| outcome.verdict.exit_code())
+    }
+}
+
+impl fmt::Display for JobError {
+    /// Writes one line for people, with the problem and the suggested action.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disconnected { message, .. } => f.write_str(message),
+            Self::Failed(failure) => failure.outcome.fmt(f),
+            Self::Cancelled(outcome) => outcome.fmt(f),
+            Self::Rejected(outcome) => match outcome.retry_after {
+                Some(wait) if outcome.retryable => {
+                    write!(f, "{outcome}; try again after {} ms", wait.as_micros().div_ceil(1000))
+                }
+                _ => outcome.fmt(f),
+            },
+            Self::DeadlineExceeded(outcome) => {
+                let limit_ms = outcome.deadline.as_millis();
+                if let Some(limit) = outcome.run_limit.filter(|limit| outcome.ran >= *limit) {
+                    let limit_ms = limit.as_millis();
+                    return write!(
+                        f,
+                        "{outcome}: the job ran for {limit_ms} ms, the run limit; allow more time, or send \
+                         less"
+                    );
+                }
+                write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
+            }
+            Self::Crashed(outcome) => {
+                let advice = match outcome.retryable {
+                    true => "the job can be sent again",
+                    false => "whether the job ran is unknown: send the job again only if a rerun is safe",
+                };
+                write!(f, "{outcome}; {advice}")?;
+                outcome.report.iter().try_for_each(|id| write!(f, "; see `bulkhead crashes {id}`"))
+            }
+        }
+    }
+}
+
+impl std::error::Error for JobError {}
+
+bulkhead_shared::debug_by_display!(JobError);

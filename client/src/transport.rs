@@ -1,0 +1,94 @@
+//! Transport of a connection: a socket, or memory of this process.
+
+use std::future::poll_fn;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use bulkhead_shared::connection::{BufferPool, Outbox};
+use bulkhead_shared::in_process::Endpoint;
+use bulkhead_shared::memory_files::receive_with_files;
+use rustix::net::RecvFlags;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+/// Connection to the supervisor.
+#[derive(Debug)]
+pub(crate) enum Transport {
+    Socket(UnixStream),
+    InProcess(Endpoint),
+}
+
+impl Transport {
+    pub(crate) async fn readable(&self) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.readable().await,
+            Self::InProcess(end) => {
+                // Consumes the task's budget, as a socket does, so that other tasks of the runtime can run.
+                tokio::task::coop::consume_budget().await;
+                poll_fn(|context| end.poll_readable(context)).await;
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) async fn writable(&self) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.writable().await,
+            Self::InProcess(end) => {
+                poll_fn(|context| end.poll_writable(context)).await;
+                Ok(())
+            }
+        }
+    }
+
+    /// Runs `act`. If it returns `WouldBlock`, clears tokio's readiness, so that the next wait really waits.
+    pub(crate) fn try_io<T>(&self, interest: Interest, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        match self {
+            Self::Socket(socket) => socket.try_io(interest, act),
+            Self::InProcess(_) => act(),
+        }
+    }
+
+    /// Reads without blocking. Received descriptors replace the contents of `files`. Without `files`,
+    /// descriptors are discarded.
+    pub(crate) fn receive(
+        &self,
+        buffer: &mut [u8],
+        files: Option<&mut Vec<OwnedFd>>,
+    ) -> rustix::io::Result<usize> {
+        match (self, files) {
+            (Self::Socket(socket), Some(files)) => receive_with_files(socket, buffer, files),
+            (Self::Socket(socket), None) => {
+                rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count)
+            }
+            (Self::InProcess(end), Some(files)) => end.read(buffer, files),
+            (Self::InProcess(end), None) => end.read(buffer, &mut Vec::new()),
+        }
+    }
+
+    /// Returns true if no received bytes are unread.
+    pub(crate) fn has_no_unread_bytes(&self) -> bool {
+        match self {
+            Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),
+            Self::InProcess(end) => end.readable_bytes() == 0,
+        }
+    }
+
+    /// Writes as much as possible. Returns true if nothing is left.
+    pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
+        match self {
+            Self::Socket(socket) => outbox.flush(socket, pool),
+            Self::InProcess(end) => outbox.flush_in_process(end, pool),
+        }
+    }
+
+    /// Closes the connection, including all duplicates of the socket.
+    pub(crate) fn close(&self) {
+        match self {
+            Self::Socket(socket) => {
+                let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+            }
+            Self::InProcess(end) => end.close(),
+        }
+    }
+}

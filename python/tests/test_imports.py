@@ -1,0 +1,32 @@
+"""The import graph of the package has no circle, so that each module can be read after the modules that it imports."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+
+import bulkhead
+
+PACKAGE = pathlib.Path(bulkhead.__file__).parent
+
+
+def imports(module: pathlib.Path) -> set[str]:
+    """Returns the modules of the package that a module imports anywhere, also in functions and for type checkers."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("bulkhead"):
+            found.add(node.module.partition(".")[2])
+    return found - {"", "__version__"}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    # The package itself imports its modules on first use.
+    modules = [module for module in PACKAGE.glob("*.py") if module.stem != "__init__"]
+    graph = {module.stem: imports(module) for module in modules}
+    assert "_serve" in graph["_start"]
+    assert set().union(*graph.values()) <= set(graph)
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(graph)

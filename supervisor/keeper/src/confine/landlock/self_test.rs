@@ -1,0 +1,65 @@
+//! Tests whether the rules are enforced. `/proc` does not report Landlock rules, and a filter of an outer
+//! sandbox can make `landlock_restrict_self` succeed without executing it. So the child attempts an action that
+//! no rule allows.
+//!
+//! For a forked child: makes only system calls.
+
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use rustix::fs::{CWD, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+/// An action that no rule allows, and that this process could perform without the rules.
+#[derive(Debug)]
+pub(crate) enum ForbiddenAction {
+    /// Lists the root folder.
+    ListRoot,
+    /// Creates a device node with this path. Used if the root folder is granted, because no rule allows device
+    /// nodes.
+    CreateDevice(CString),
+    /// No test is possible, because all files can be read and no private folder exists.
+    None,
+}
+
+/// Name of a node that does not exist, and a device that every process may access.
+const NODE_NAME: &str = "bulkhead-probe";
+const NULL_DEVICE: (u32, u32) = (1, 3);
+
+impl ForbiddenAction {
+    /// Chooses the action. Depends on whether the root folder is granted, and on the worker's temporary folder.
+    pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
+        let node =
+            temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
+        match node {
+            _ if !root_is_given => Self::ListRoot,
+            Some(node) => Self::CreateDevice(node),
+            None => Self::None,
+        }
+    }
+
+    /// Performs the action. Even without rules the action can fail, because the user lacks the right to list
+    /// the root folder or to create a device.
+    pub(crate) fn attempt(&self) -> Result<(), Errno> {
+        match self {
+            Self::ListRoot => {
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                rustix::fs::open(c"/", flags, Mode::empty()).map(drop)
+            }
+            Self::CreateDevice(node) => {
+                let (major, minor) = NULL_DEVICE;
+                let device = rustix::fs::makedev(major, minor);
+                let made = rustix::fs::mknodat(CWD, node, FileType::CharacterDevice, Mode::RUSR, device);
+                if made.is_ok() {
+                    rustix::fs::unlink(node)?;
+                }
+                match made {
+                    Err(Errno::PERM) => Ok(()), // Only after the rules were checked.
+                    made => made,
+                }
+            }
+            Self::None => Err(Errno::ACCESS),
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! The seal: a stricter filter that a worker installs itself.
+
+use bulkhead_linux::syscalls;
+
+use super::{FatalAction, allow_all, deny_siblings, sealed};
+
+/// A stricter filter that a worker installs itself when it is ready for its first job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seal<'a> {
+    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). The seal then also forbids to execute programs and to
+    /// create sockets.
+    pub is_strict: bool,
+    /// True if the worker has the network, and so can create sockets.
+    pub network: bool,
+    /// Names of system calls that stay allowed.
+    pub allow: &'a [&'a str],
+    /// True if a template forked the worker. The seal then forbids to fork siblings, which the template may
+    /// do.
+    pub is_forked: bool,
+}
+
+/// Compiles a seal into a filter program for the kernel.
+pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
+    let Seal { is_strict, network, allow, is_forked } = *seal;
+    let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
+    // Fails only for an unknown name.
+    let strict = is_strict.then(|| sealed(network, &known).ok()).flatten();
+    let rules = strict.unwrap_or_else(allow_all);
+    let rules = if is_forked { deny_siblings(rules) } else { rules };
+    rules.compile(FatalAction::Kill).bytes()
+}

@@ -1,0 +1,65 @@
+//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
+//! groups are removed. If a group is not empty yet, the removal is retried.
+
+use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
+use crate::protocol::confinement::CgroupLimits;
+use crate::spawn::SpawnError;
+
+/// The parent of all groups, and the groups that could not be removed yet.
+#[derive(Default)]
+pub(super) struct WorkerGroups {
+    root: Option<DelegatedGroup>,
+    /// True if groups of previous keepers may be left.
+    may_have_stale: bool,
+    to_remove: Vec<Leaf>,
+}
+
+impl WorkerGroups {
+    /// Creates a group for a worker.
+    pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
+        let refused = |failure: Failure| {
+            let Failure { attempted, errno, advice } = failure;
+            SpawnError::new(&format!("cgroup: {attempted} ({advice})"), errno)
+        };
+        if self.root.is_none() {
+            let supervisor = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32);
+            self.root = Some(DelegatedGroup::find(supervisor).map_err(refused)?);
+            self.may_have_stale = true;
+            self.remove_stale();
+        }
+        let Some(root) = &self.root else { return Err(SpawnError::new("cgroup", rustix::io::Errno::NOENT)) };
+        let limits = Limits {
+            memory_bytes: limits.memory_bytes,
+            pids: limits.pids,
+            cpu_cores: limits.cpu_millicores.map(|millicores| millicores as f64 / 1000.0),
+        };
+        root.create_leaf(worker, &limits).map_err(refused)
+    }
+
+    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`] tries again.
+    pub(super) fn remove(&mut self, leaf: Leaf) {
+        if !try_remove(&leaf) {
+            self.to_remove.push(leaf);
+        }
+    }
+
+    /// Tries again to remove groups. Returns true if none is left.
+    pub(super) fn retry_removals(&mut self) -> bool {
+        self.to_remove.retain(|leaf| !try_remove(leaf));
+        self.remove_stale();
+        self.to_remove.is_empty() && !self.may_have_stale
+    }
+
+    fn remove_stale(&mut self) {
+        if let (true, Some(root)) = (self.may_have_stale, &self.root) {
+            // Groups that cannot be removed because of an error do not belong to this keeper.
+            self.may_have_stale = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
+        }
+    }
+}
+
+/// Removes a group if possible. Returns false only if the group is not empty, because any other error is
+/// permanent.
+fn try_remove(leaf: &Leaf) -> bool {
+    leaf.remove().unwrap_or(true)
+}

@@ -1,0 +1,332 @@
+//! Handles deaths: reaps dead workers, reports their deaths, and kills the processes left behind, in small
+//! steps between other work.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use bulkhead_linux::process_tree::{DescendantKiller, Progress};
+use rustix::io::Errno;
+
+use super::{Child, EventLoop, Stage, deregister};
+use crate::confine::cgroup::Leaf;
+use crate::protocol::{Exit, ReportMessage, Usage};
+use crate::spawn::{self, SpawnError};
+use crate::wait::{self, Waited};
+
+/// Time after which processes that survive SIGKILL are left to the kernel, and their worker is reported as
+/// reaped.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Pause between two runs of the killer while descendants of dead workers are left.
+const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
+const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
+
+/// Time from a death to an additional scan of all processes, and minimum interval between these audits. An
+/// audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of descendants.
+const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Maximum numbers of processes that are reaped, and that are scanned, in one iteration of the loop. Each
+/// takes some hundred microseconds in total.
+const REAPS_PER_ITERATION: usize = 64;
+const SCANNED_PER_ITERATION: usize = 64;
+
+/// Number of bytes read from templates after which an iteration reaps no more processes, because a template
+/// can send without end.
+const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
+
+/// A worker that is dead and reaped, while the processes it left behind are being killed.
+struct DeadWorker {
+    worker: u64,
+    /// True if the worker must be reported as reaped. A worker reported as failed must not.
+    is_reported: bool,
+    folder: Option<PathBuf>,
+    leaf: Option<Leaf>,
+    since: Instant,
+    /// Number of scans begun before the worker's death.
+    scan_number: u64,
+}
+
+/// Dead workers, and the killer for the processes that they left behind.
+pub(super) struct DescendantReaper {
+    /// True if the kernel does not distinguish orphans from workers, so that only a scan of all processes
+    /// shows whether something is left.
+    scans_always: bool,
+    dead_workers: Vec<DeadWorker>,
+    killer: DescendantKiller,
+    /// Start time of the next hunt.
+    next_run: Option<Instant>,
+    run_interval: Duration,
+    /// Number of processes that the last hunt killed.
+    last_killed: usize,
+    /// Number of processes that were given up. The same number is expected in later hunts.
+    unkillable: usize,
+    next_audit: Option<Instant>,
+    /// True if there may be ended processes that have not been reaped.
+    may_have_unreaped: bool,
+    /// True if the next hunt waits for forks in progress.
+    waits_for_forks: bool,
+}
+
+impl DescendantReaper {
+    pub(super) fn new(scans_always: bool) -> Self {
+        Self {
+            scans_always,
+            dead_workers: Vec::new(),
+            killer: DescendantKiller::default(),
+            next_run: None,
+            run_interval: RUN_INTERVAL_MIN,
+            last_killed: 0,
+            unkillable: 0,
+            next_audit: None,
+            may_have_unreaped: false,
+            waits_for_forks: false,
+        }
+    }
+
+    /// True if no fork must be started, because a hunt is in progress or about to begin.
+    pub(super) fn blocks_forks(&self) -> bool {
+        self.waits_for_forks || self.killer.is_active()
+    }
+
+    /// Returns the time of the next work, which is `now` if there is work already.
+    pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
+        if self.may_have_unreaped || self.killer.is_active() {
+            return Some(now);
+        }
+        if self.waits_for_forks {
+            return Some(now + RUN_INTERVAL_MIN);
+        }
+        let overdue = self.dead_workers.iter().map(|dead| dead.since + KILL_TIMEOUT).min();
+        overdue.map_or(self.next_audit, |overdue| Some(overdue.min(self.next_run.unwrap_or(now))))
+    }
+}
+
+impl EventLoop {
+    /// Handles the end of a worker's process, or of the first process of its namespace.
+    pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
+        if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
+            // Messages that the worker sent before it ended must be handled first.
+            self.advance_start(pid);
+            self.read_pending_messages(pid);
+            while self.handle_exits(pid) {}
+            wait::kill_group(pid);
+            self.reap_one(pid, now);
+        }
+    }
+
+    /// Reaps ended processes, workers and orphans. Ends of workers also have separate events, and so do not
+    /// wait behind a thousand orphans.
+    pub(super) fn reap(&mut self, now: Instant) {
+        self.reaper.may_have_unreaped = false;
+        let mut message_bytes = 0;
+        for _ in 0..REAPS_PER_ITERATION {
+            if message_bytes >= MESSAGE_BYTES_PER_ITERATION {
+                break;
+            }
+            let Some(pid) = bulkhead_linux::wait::peek_ended() else { return };
+            if !self.children.contains_key(&pid) {
+                message_bytes += self.read_fork_messages();
+            }
+            if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
+                self.reap_worker(pid, now);
+            } else if !self.reap_one(pid, now) {
+                return;
+            }
+        }
+        self.reaper.may_have_unreaped = true;
+    }
+
+    /// Returns true if there was a change of state to take.
+    fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
+        match wait::try_reap(pid) {
+            Waited::NoChild | Waited::NoChange => return false,
+            Waited::Stopped { pid } => wait::kill_child(pid),
+            Waited::Ended { pid, exit, usage } => match self.remove(pid) {
+                Some(child) => self.clean_up_after(pid, child, (exit, usage), now),
+                None => self.any_fork_ended(pid),
+            },
+        }
+        true
+    }
+
+    /// Handles the report of a pid namespace's first process on how the worker ended. The first process
+    /// itself can end only after all other processes in the namespace.
+    pub(super) fn handle_init_status(&mut self, pid: u32) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let Some(status) = child.status.take() else { return };
+        // There is only one message, whatever was read.
+        deregister(&self.poll, &status);
+        let Some(status) = spawn::read_status(&status) else { return };
+        self.advance_start(pid);
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        if matches!(child.stage, Stage::Running) {
+            child.stage = Stage::Ended;
+            let (worker, exit) = (child.worker, child.exit_cause(status.0));
+            self.report(&ReportMessage::Exited { worker, exit, usage: status.1 }, None);
+        }
+    }
+
+    /// Handles a reaped child. Reports the death at once, and begins to clean up.
+    fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
+        child.deregister_all(&self.poll);
+        child.leaf.iter().for_each(|leaf| _ = leaf.kill());
+        let is_reported = !matches!(child.stage, Stage::Failed);
+        if let Some(template) = child.template.take() {
+            self.template_ended(template);
+        }
+        let namespace = child.namespace.take();
+        match child.stage {
+            Stage::Running => {
+                // The first process of a pid namespace has reported the worker's end, unless the first
+                // process was killed before.
+                let status = child.status.as_ref().and_then(spawn::read_status);
+                let (exit, usage) = status.unwrap_or((exit, usage));
+                let (worker, exit) = (child.worker, child.exit_cause(exit));
+                self.report(&ReportMessage::Exited { worker, exit, usage }, None);
+            }
+            Stage::Ended => {}
+            Stage::Starting(_) => {
+                // The child has not reported a reason, but the order needs an answer.
+                self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
+                return self.clean_up_failed(child);
+            }
+            // The program can have run and left processes behind.
+            Stage::Failed if child.is_confined => {}
+            Stage::Failed => return self.clean_up_failed(child),
+        }
+        // Comes after the report, so that no worker is ordered from a template that has ended.
+        namespace.into_iter().for_each(|namespace| self.namespace_ended(pid, namespace));
+        let Child { worker, folder, leaf, .. } = child;
+        let scan_number = self.reaper.killer.scan_number();
+        self.reaper.dead_workers.push(DeadWorker {
+            worker,
+            is_reported,
+            folder,
+            leaf,
+            since: now,
+            scan_number,
+        });
+        self.reaper.next_audit.get_or_insert(now + AUDIT_INTERVAL);
+    }
+
+    /// Cleans up after a worker that never ran.
+    fn clean_up_failed(&mut self, child: Child) {
+        self.priority.restore();
+        self.remove_resources(child.folder, child.leaf);
+    }
+
+    /// Performs a step of killing what the dead left behind, and reports workers of which nothing is left.
+    pub(super) fn reap_descendants(&mut self, now: Instant) {
+        // Any process that the dead left behind would be a child of this thread.
+        let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
+        if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
+            self.reaper.unkillable = 0;
+            self.report_reaped(|_, _| true);
+        }
+        self.step_killer(now);
+        self.give_up_on_overdue(now);
+        if !self.reaper.dead_workers.is_empty() {
+            self.priority.raise();
+        } else if !self.reaper.killer.is_active() {
+            self.reaper.next_run = None;
+            self.reaper.run_interval = RUN_INTERVAL_MIN;
+        }
+    }
+
+    /// Continues the current hunt, or begins the next if it is due.
+    fn step_killer(&mut self, now: Instant) {
+        if !self.reaper.killer.is_active() {
+            let is_audit = self.reaper.dead_workers.is_empty();
+            let due = if is_audit { self.reaper.next_audit } else { self.reaper.next_run.or(Some(now)) };
+            if due.is_none_or(|due| now < due) {
+                return;
+            }
+            // A process that is being forked could not be distinguished from the hunted processes.
+            self.reaper.waits_for_forks = self.is_forking();
+            if self.reaper.waits_for_forks {
+                return;
+            }
+            if self.reaper.killer.begin().is_err() {
+                return self.killer_finished(now, None);
+            }
+        }
+        let children = &self.children;
+        match self.reaper.killer.step(SCANNED_PER_ITERATION, |pid| children.contains_key(&pid)) {
+            Ok(Progress::InProgress) => {}
+            Ok(Progress::ScanComplete) => {
+                self.report_reaped(|reaper, dead| reaper.killer.has_nothing_new_since(dead.scan_number))
+            }
+            Ok(Progress::Finished(found)) => self.killer_finished(now, Some(found)),
+            Err(_) => self.killer_finished(now, None),
+        }
+    }
+
+    /// Handles the end of a hunt. `found` is `None` if the hunt failed.
+    fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
+        self.reaper.next_run = Some(now + self.reaper.run_interval);
+        self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
+        if let Some(found) = found {
+            self.reaper.last_killed = found;
+            self.report_reaped(|reaper, dead| {
+                found <= reaper.unkillable && reaper.killer.scan_number() > dead.scan_number
+            });
+        }
+        if self.reaper.dead_workers.is_empty() {
+            self.reaper.next_run = None;
+            // Repeats until a scan finds nothing, because the children of killed processes are only found in
+            // the next scan.
+            let found_something = found != Some(0) || !self.groups.retry_removals();
+            self.reaper.next_audit = found_something.then(|| now + AUDIT_INTERVAL);
+            if found_something { self.priority.raise() } else { self.priority.restore() }
+        }
+    }
+
+    fn give_up_on_overdue(&mut self, now: Instant) {
+        let is_overdue = |dead: &DeadWorker| now >= dead.since + KILL_TIMEOUT;
+        if self.reaper.dead_workers.iter().any(is_overdue) {
+            self.reaper.unkillable = self.reaper.last_killed.max(1);
+            self.report(&ReportMessage::Unkillable { count: self.reaper.unkillable as u64 }, None);
+            self.report_reaped(|_, dead| is_overdue(dead));
+        }
+    }
+
+    /// Reports workers of which nothing is left.
+    fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
+        let all = std::mem::take(&mut self.reaper.dead_workers);
+        let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));
+        self.reaper.dead_workers = left;
+        let reaped: Vec<DeadWorker> = reaped;
+        if !reaped.is_empty() && self.reaper.dead_workers.is_empty() {
+            self.priority.restore();
+        }
+        for DeadWorker { worker, is_reported, folder, leaf, .. } in reaped {
+            self.remove_resources(folder, leaf);
+            if is_reported {
+                self.report(&ReportMessage::Reaped { worker }, None);
+            }
+        }
+    }
+
+    /// Removes the folder and the control group of a worker of which nothing is left.
+    pub(super) fn remove_resources(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
+        folder.into_iter().for_each(|folder| self.folders.remove(folder));
+        leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+    }
+
+    /// Kills a worker and all its descendants, as far as one call reaches.
+    pub(super) fn kill(&mut self, pid: u32) {
+        let Some(child) = self.children.get(&pid) else { return };
+        // A running template's control group also has the first process of the namespace, and killing that
+        // would kill the workers.
+        let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
+        if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
+            // The following calls reach what this misses.
+            let _ = leaf.kill();
+        }
+        match child.member {
+            Some(member) => self.kill_in_namespace(member),
+            None if child.namespace.is_some() => self.kill_template(pid),
+            None => wait::kill_group(pid),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Turns this process into the keeper, before there is a second thread.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use bulkhead_linux::descriptors::close_all_except;
+use bulkhead_linux::signals;
+use nix::sys::signal::SigSet;
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
+
+/// Highest `oom_score_adj`. Each point counts like a thousandth of the machine's memory.
+const OOM_SCORE_MAX: i32 = 1000;
+
+/// Distance of the keeper's score above the supervisor's. This is more memory than the supervisor usually
+/// uses.
+const OOM_KEEPER_STEP: i32 = 100;
+
+/// Distance of the workers' score above the keeper's.
+const OOM_WORKER_STEP: i32 = 500;
+
+/// Processes that the keeper watches in addition to its orders. The keeper exits when either ends.
+pub(super) struct WatchedProcesses {
+    application: OwnedFd,
+    guard: OwnedFd,
+}
+
+impl WatchedProcesses {
+    /// Opens both processes. Called in the keeper, while `application` is still standard output.
+    pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
+        let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
+        if rustix::process::getppid() != Some(guard) {
+            return Err(io::Error::other("the keeper's guard has ended"));
+        }
+        let application = rustix::io::fcntl_dupfd_cloexec(application, LINK_FD)?;
+        Ok(Self { application, guard: guard_process })
+    }
+
+    pub(super) fn all(&self) -> [&OwnedFd; 2] {
+        [&self.application, &self.guard]
+    }
+}
+
+/// Prepares the process for the start of the second thread. Returns the order socket, the watched processes, and the
+/// keeper's scheduling and memory settings before it takes precedence.
+pub(super) fn set_up(
+    guard: Option<Pid>,
+) -> io::Result<(OwnedFd, Option<WatchedProcesses>, OriginalSettings)> {
+    rustix::thread::set_name(c"bulkhead-keeper")?;
+    set_signals()?;
+    close_inherited()?;
+    // The socket is standard input, and must get this number; see `LINK_FD`.
+    let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
+    assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
+    let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    duplicate_to(&null, libc::STDIN_FILENO)?;
+    duplicate_to(&null, libc::STDOUT_FILENO)?;
+    rustix::process::chdir("/")?;
+    // Fails only for the leader of a process group. A spawned process is a leader only on request.
+    let _ = rustix::process::setsid();
+    rustix::process::set_child_subreaper(Some(Pid::INIT))?;
+    // If the supervisor were killed while this process is stopped, the keeper would not see the end of file.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
+    let original = OriginalSettings {
+        nice: rustix::process::getpriority_process(None)?,
+        oom: raise_oom_score(),
+        open_files: raise_open_files_limit(),
+    };
+    Ok((socket, watched, original))
+}
+
+/// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
+/// The process that goes first needs the higher score, and every process may raise its own score.
+fn raise_oom_score() -> OomSettings {
+    const FILE: &str = "/proc/self/oom_score_adj";
+    let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
+    let supervisor: i32 = supervisor.unwrap_or(0);
+    let own = (supervisor + OOM_KEEPER_STEP).min(OOM_SCORE_MAX);
+    let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all scores are equal.
+    OomSettings {
+        is_protected: supervisor < 0,
+        worker_score: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX),
+    }
+}
+
+/// Raises the limit of open files to the maximum. Returns the previous limits.
+fn raise_open_files_limit() -> (u64, u64) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let own = getrlimit(Resource::Nofile);
+    let all = Rlimit { current: own.maximum, maximum: own.maximum };
+    let _ = setrlimit(Resource::Nofile, all); // If this fails, the current limit has to be enough.
+    (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
+}
+
+/// Makes end of file the only event that ends the keeper. Signals for the supervisor's process group, or from
+/// a user who saw the process in a list, must not kill the workers. SIGCHLD is read from a descriptor.
+#[expect(unsafe_code, reason = "setting the disposition of a signal")]
+pub(super) fn set_signals() -> io::Result<()> {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    const IGNORED: [Signal; 12] = [
+        Signal::SIGHUP,
+        Signal::SIGINT,
+        Signal::SIGQUIT,
+        Signal::SIGPIPE,
+        Signal::SIGALRM,
+        Signal::SIGTERM,
+        Signal::SIGUSR1,
+        Signal::SIGUSR2,
+        Signal::SIGTSTP,
+        Signal::SIGTTIN,
+        Signal::SIGTTOU,
+        // A write beyond the file size limit then fails with an error instead.
+        Signal::SIGXFSZ,
+    ];
+    for number in IGNORED {
+        // SAFETY: no handler function is installed.
+        unsafe { signal(number, SigHandler::SigIgn) }?;
+    }
+    signals::restore_default_sigchld();
+    let mut blocked = SigSet::empty();
+    blocked.add(Signal::SIGCHLD);
+    blocked.thread_set_mask()?;
+    Ok(())
+}
+
+/// Closes inherited descriptors. A descriptor that the supervisor's program did not mark as close-on-exec
+/// would stay open as long as the keeper lives. But a connection that the supervisor closes must be closed.
+#[expect(unsafe_code, reason = "closing descriptors by number")]
+pub(super) fn close_inherited() -> io::Result<()> {
+    // SAFETY: this process has just started, and has opened no descriptors yet.
+    Ok(unsafe { close_all_except(LINK_FD, &mut []) }?)
+}

@@ -1,0 +1,372 @@
+//! Pid namespaces of templates, each with one template and the workers that the template forks.
+//!
+//! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and
+//! the remaining children. All children except the template, the workers and possible workers being forked
+//! were left behind by a worker. The keeper orders the first process to kill these. Children that survive
+//! this are killed while the whole namespace is stopped. If some survive this as well, the keeper retries at
+//! longer intervals and the worker counts as reaped. So the keeper never searches `/proc`, and nests do not
+//! affect each other.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::super::{Child, EventLoop, NAMESPACE, Stage, register_again};
+use crate::confine::cgroup::Leaf;
+use crate::protocol::socket::{self, Outbox, Received};
+use crate::protocol::{Exit, ReportMessage, Usage};
+use crate::spawn::{ChildExit, EXIT_BYTES_MAX, InitOrder, NAMED_CHILDREN_MAX};
+use crate::wait;
+
+/// Maximum number of exits read at a time.
+const EXITS_MAX: usize = 64;
+
+/// Maximum number of remembered exits of unknown processes. The template may be about to name some of these
+/// processes.
+const REMEMBERED_EXITS_MAX: usize = 64;
+
+/// Pause between two orders to kill.
+const KILL_INTERVAL_MIN: Duration = Duration::from_millis(2);
+const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
+
+/// Time after which processes that could not be killed one by one are killed while the whole namespace is
+/// stopped.
+const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
+
+/// Time after which a worker is reported as swept even if processes are left, and interval between later
+/// attempts to kill these.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
+const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// State of a template's pid namespace.
+pub(in crate::process) struct TemplateNamespace {
+    socket: OwnedFd,
+    /// Orders that the first process has not read: at most one kill of each worker and of the template, and one
+    /// order to kill leftover processes.
+    outbox: Outbox,
+    /// The template's pid in the namespace, once it is known.
+    pub(in crate::process) template: Option<u32>,
+    /// Workers: the pid in the namespace, and the pid outside.
+    workers: HashMap<u32, u32>,
+    /// Other children of the first process, each with the time of its discovery.
+    unidentified: Vec<(u32, Instant)>,
+    /// True if there may be more unknown children than listed.
+    has_more: bool,
+    /// Unknown processes that have ended.
+    recent_exits: VecDeque<u32>,
+    /// Workers that have ended. All are reported as swept when no unknown process is left.
+    exited: Vec<ExitedWorker>,
+    /// Set while there are processes to kill: start, time of the next order, and pause after that order.
+    kills: Option<(Instant, Instant, Duration)>,
+}
+
+struct ExitedWorker {
+    worker: u64,
+    since: Instant,
+    folder: Option<PathBuf>,
+    secret: Option<u128>,
+    leaf: Option<Leaf>,
+}
+
+/// A worker's place in a namespace.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::process) struct NamespaceMember {
+    /// The first process of the namespace.
+    pub(in crate::process) namespace: u32,
+    /// The worker's pid in the namespace.
+    pub(in crate::process) inner: u32,
+    /// Part of the name of the worker's temporary folder, if the folder is in the namespace too.
+    pub(in crate::process) secret: Option<u128>,
+}
+
+impl TemplateNamespace {
+    pub(in crate::process) fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket,
+            outbox: Outbox::default(),
+            template: None,
+            workers: HashMap::new(),
+            unidentified: Vec::new(),
+            has_more: false,
+            recent_exits: VecDeque::new(),
+            exited: Vec::new(),
+            kills: None,
+        }
+    }
+
+    pub(in crate::process) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    /// True if the template or a worker has this pid in the namespace.
+    pub(in crate::process) fn contains(&self, inner: u32) -> bool {
+        self.template == Some(inner) || self.workers.contains_key(&inner)
+    }
+
+    /// True if an unknown process with this pid has ended.
+    pub(in crate::process) fn has_ended(&self, inner: u32) -> bool {
+        self.recent_exits.contains(&inner)
+    }
+
+    pub(in crate::process) fn add_worker(&mut self, inner: u32, pid: u32) {
+        self.workers.insert(inner, pid);
+        self.unidentified.retain(|(pid, _)| *pid != inner);
+    }
+
+    /// Sends an order to kill leftover processes, unless an earlier order is pending. The keeper repeats the
+    /// order anyway, so that orders must not pile up for a first process that is stopped.
+    fn order_unless_pending(&mut self, order: InitOrder<'_>) {
+        if self.outbox.len() == 0 {
+            self.outbox.push(order.encode(), Vec::new());
+        }
+    }
+
+    /// Records the current children.
+    fn update_children(&mut self, children: &[u32], has_more: bool, now: Instant) {
+        let before: HashMap<u32, Instant> = self.unidentified.drain(..).collect();
+        let since = |pid: u32| before.get(&pid).copied().unwrap_or(now);
+        self.unidentified =
+            children.iter().filter(|pid| !self.contains(**pid)).map(|&pid| (pid, since(pid))).collect();
+        self.has_more = has_more;
+    }
+}
+
+impl EventLoop {
+    fn namespace_mut(&mut self, pid: u32) -> Option<&mut TemplateNamespace> {
+        self.children.get_mut(&pid)?.namespace.as_mut()
+    }
+
+    /// Handles messages of a namespace's first process.
+    pub(in crate::process) fn handle_namespace_messages(&mut self, pid: u32) {
+        let has_more = self.handle_exits(pid);
+        self.send_namespace_orders(pid, has_more);
+    }
+
+    /// Sends waiting orders. `has_more` means that messages may be waiting for which there is no new event.
+    fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
+        let Some(namespace) = self.namespace_mut(pid) else { return };
+        // If the first process has ended, it is reaped next.
+        let is_blocked = !namespace.outbox.flush(&namespace.socket).unwrap_or(true);
+        if !has_more && !is_blocked {
+            return;
+        }
+        let socket = namespace.socket.as_raw_fd();
+        let _ = register_again(&self.poll, &socket, pid as usize | NAMESPACE, is_blocked);
+    }
+
+    /// Handles some exits. Returns true if there may be more.
+    pub(in crate::process) fn handle_exits(&mut self, pid: u32) -> bool {
+        let (exits, has_more) = self.read_exits(pid);
+        let child = self.children.get(&pid);
+        if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
+            // A process can have identified itself before it ended.
+            self.read_pending_messages(pid);
+        }
+        exits.into_iter().for_each(|exit_report| self.handle_exit(pid, exit_report));
+        has_more
+    }
+
+    /// Reads some exits. Returns true if there may be more.
+    fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
+        let mut exits = Vec::new();
+        let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
+        let mut buffer = vec![0; EXIT_BYTES_MAX];
+        while exits.len() < EXITS_MAX {
+            match socket::receive(&namespace.socket, &mut buffer) {
+                Ok(Received::Message(length, _)) => match ChildExit::decode(&buffer[..length]) {
+                    Some(exit_report) => exits.push(exit_report),
+                    None => return (exits, false),
+                },
+                // If the socket is closed, the first process has ended, and is reaped.
+                Ok(Received::Nothing | Received::Closed) | Err(_) => return (exits, false),
+            }
+        }
+        (exits, true)
+    }
+
+    fn handle_exit(&mut self, pid: u32, exit_report: ChildExit) {
+        let now = Instant::now();
+        let Some(namespace) = self.namespace_mut(pid) else { return };
+        if namespace.template == Some(exit_report.pid) {
+            self.template_exited(pid, &exit_report);
+        } else if let Some(worker) = namespace.workers.remove(&exit_report.pid) {
+            self.worker_exited(pid, worker, exit_report.exit, exit_report.usage);
+        } else {
+            namespace.recent_exits.push_back(exit_report.pid);
+            if namespace.recent_exits.len() > REMEMBERED_EXITS_MAX {
+                namespace.recent_exits.pop_front();
+            }
+            self.fork_ended(pid, exit_report.pid);
+        }
+        let Some(namespace) = self.namespace_mut(pid) else { return };
+        match exit_report.children {
+            Some(children) => {
+                namespace.update_children(&children, exit_report.has_more, now);
+                self.clean_namespace(pid, now);
+            }
+            // A later exit of the same iteration lists the children.
+            None => namespace.has_more = true,
+        }
+    }
+
+    /// Handles the template's end. Its workers continue.
+    fn template_exited(&mut self, pid: u32, exit_report: &ChildExit) {
+        self.advance_start(pid);
+        // Includes the reason for the end.
+        self.read_pending_messages(pid);
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        if !matches!(child.stage, Stage::Running) {
+            // The first process ends with the template.
+            return;
+        }
+        child.stage = Stage::Ended;
+        let (worker, exit, template) =
+            (child.worker, child.exit_cause(exit_report.exit), child.template.take());
+        self.report(&ReportMessage::Exited { worker, exit, usage: exit_report.usage }, None);
+        template.into_iter().for_each(|template| self.template_ended(template));
+    }
+
+    /// Handles the end of a worker in this namespace.
+    fn worker_exited(&mut self, namespace: u32, pid: u32, exit: Exit, usage: Usage) {
+        let Some(child) = self.remove(pid) else { return };
+        let (worker, exit) = (child.worker, child.exit_cause(exit));
+        child.leaf.iter().for_each(|leaf| _ = leaf.kill());
+        self.report(&ReportMessage::Exited { worker, exit, usage }, None);
+        let Child { folder, leaf, member, .. } = child;
+        let secret = member.and_then(|member| member.secret);
+        if let Some(namespace) = self.namespace_mut(namespace) {
+            namespace.exited.push(ExitedWorker { worker, since: Instant::now(), folder, secret, leaf });
+        }
+    }
+
+    /// Reports workers of which nothing is left, and orders the remaining processes to be killed.
+    pub(in crate::process) fn clean_namespace(&mut self, pid: u32, now: Instant) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let Some(namespace) = &mut child.namespace else { return };
+        // A child that was discovered before the oldest fork in progress cannot be its result.
+        let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
+        let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
+        if namespace.unidentified.is_empty() && !namespace.has_more {
+            namespace.kills = None;
+            return self.report_reaped_in(pid, |_| true);
+        }
+        let left: Vec<u32> =
+            namespace.unidentified.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
+        if left.is_empty() {
+            if let Some((since, due, pause)) = namespace.kills {
+                // Waits for the forks in progress. The due time moves, so that the loop does not spin
+                // meanwhile.
+                namespace.kills = Some((since, due.max(now + KILL_INTERVAL_MIN), pause));
+            }
+            return;
+        }
+        let (since, due, pause) = *namespace.kills.get_or_insert((now, now, KILL_INTERVAL_MIN));
+        if now < due {
+            return;
+        }
+        let age = now.saturating_duration_since(since);
+        let next = if age < KILL_TIMEOUT { (pause * 2).min(KILL_INTERVAL_MAX) } else { LATE_KILL_INTERVAL };
+        namespace.kills = Some((since, now + pause, next));
+        let workers: Vec<u32> = namespace.workers.keys().copied().collect();
+        let order = match age < STOP_ALL_AFTER || workers.len() > NAMED_CHILDREN_MAX {
+            true => InitOrder::Kill(&left),
+            false => InitOrder::KillAllExcept(&workers),
+        };
+        namespace.order_unless_pending(order);
+        let is_overdue = |exited: &ExitedWorker| now >= exited.since + KILL_TIMEOUT;
+        if namespace.exited.iter().any(is_overdue) {
+            self.report(&ReportMessage::Unkillable { count: left.len() as u64 }, None);
+            self.report_reaped_in(pid, is_overdue);
+        }
+        self.send_namespace_orders(pid, false);
+    }
+
+    /// Returns the next time at which an order to kill is due.
+    pub(in crate::process) fn next_namespace_kill(&self) -> Option<Instant> {
+        let namespaces = self.templates.iter().filter_map(|pid| self.children.get(pid)?.namespace.as_ref());
+        namespaces.filter_map(|namespace| namespace.kills.map(|(_, due, _)| due)).min()
+    }
+
+    pub(in crate::process) fn clean_namespaces(&mut self, now: Instant) {
+        let is_due = |pid: &&u32| {
+            let namespace = self.children.get(pid).and_then(|child| child.namespace.as_ref());
+            namespace.and_then(|namespace| namespace.kills).is_some_and(|(_, due, _)| due <= now)
+        };
+        let due: Vec<u32> = self.templates.iter().filter(is_due).copied().collect();
+        due.into_iter().for_each(|pid| self.clean_namespace(pid, now));
+    }
+
+    /// Reports workers of which nothing is left, or whose time limit has passed.
+    fn report_reaped_in(&mut self, pid: u32, is_reaped: impl Fn(&ExitedWorker) -> bool) {
+        let Some(namespace) = self.namespace_mut(pid) else { return };
+        let reaped: Vec<ExitedWorker> = namespace.exited.extract_if(.., |exited| is_reaped(exited)).collect();
+        for ExitedWorker { worker, folder, secret, leaf, .. } in reaped {
+            self.remove_resources(folder, leaf);
+            if let Some(secret) = secret {
+                self.remove_folder(pid, worker, secret);
+            }
+            self.report(&ReportMessage::Reaped { worker }, None);
+        }
+    }
+
+    /// Orders a worker in a namespace to be killed, with its process group.
+    pub(in crate::process) fn kill_in_namespace(
+        &mut self,
+        NamespaceMember { namespace, inner, .. }: NamespaceMember,
+    ) {
+        if let Some(found) = self.namespace_mut(namespace) {
+            found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());
+            self.send_namespace_orders(namespace, false);
+        }
+    }
+
+    /// Orders a template to be killed. Its workers continue.
+    pub(in crate::process) fn kill_template(&mut self, pid: u32) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        match (&child.stage, &mut child.namespace) {
+            (Stage::Running, Some(namespace)) => {
+                namespace.outbox.push(InitOrder::KillTemplate.encode(), Vec::new());
+                self.send_namespace_orders(pid, false);
+            }
+            // The template has ended already.
+            (Stage::Ended, Some(_)) => {}
+            (Stage::Starting(_) | Stage::Running | Stage::Failed | Stage::Ended, _) => wait::kill_group(pid),
+        }
+    }
+
+    /// Handles the end of a namespace's first process. All processes in the namespace have ended with it.
+    pub(in crate::process) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
+        const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
+        let TemplateNamespace { workers, mut exited, .. } = namespace;
+        for here in workers.into_values() {
+            let Some(child) = self.remove(here) else { continue };
+            let (worker, exit) = (child.worker, child.exit_cause(KILLED));
+            self.report(&ReportMessage::Exited { worker, exit, usage: Usage::default() }, None);
+            let since = Instant::now();
+            exited.push(ExitedWorker { worker, since, folder: child.folder, secret: None, leaf: child.leaf });
+        }
+        debug_assert!(!self.children.contains_key(&pid));
+        for ExitedWorker { worker, folder, leaf, .. } in exited {
+            self.remove_resources(folder, leaf);
+            self.report(&ReportMessage::Reaped { worker }, None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_orders_do_not_pile_up() {
+        let (ours, _theirs) = socket::pair().unwrap();
+        let mut namespace = TemplateNamespace::new(ours);
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        assert_eq!(namespace.outbox.len(), 1);
+        assert!(namespace.outbox.flush(&namespace.socket).unwrap());
+        namespace.order_unless_pending(InitOrder::Kill(&[2]));
+        assert_eq!(namespace.outbox.len(), 1);
+    }
+}

@@ -1,0 +1,415 @@
+//! Temporary folders of workers that have no separate file system for temporary files.
+//!
+//! All folders are in one base folder. A lock distinguishes this base folder from base folders that an
+//! earlier keeper could not remove. The content of a worker's folder is not trusted. The removal follows no
+//! links and does not recurse, however deep the tree is. The removal runs on a separate thread, however large
+//! the tree is.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::time::Instant;
+
+use bulkhead_linux::folder::{self, FOLDER_FLAGS};
+use rustix::fs::{FlockOperation, Mode};
+use rustix::io::Errno;
+
+use crate::protocol::confinement::Identity;
+
+/// Prefix of the base folder's name, followed by the user id.
+const PREFIX: &str = "bulkhead-";
+
+/// Mode of the base folder. Other users can traverse the folder but not list it.
+const BASE_MODE: u32 = 0o711;
+
+/// Maximum number of attempts to find a free name.
+const NAME_ATTEMPTS_MAX: u32 = 100;
+
+/// Maximum number of folders that wait for removal, and maximum number of folders that are partly removed.
+const PENDING_REMOVALS_MAX: usize = 16 * 1024;
+
+/// Maximum number of base folders of killed keepers that one keeper removes. Each holds a descriptor.
+const STALE_FOLDERS_MAX: usize = 64;
+
+/// Number of entries removed from one folder before the next folder's turn. A template can fill the folder of
+/// a worker while the folder is being emptied.
+const ENTRIES_PER_STEP: usize = 16 * 1024;
+
+/// The base folder, created when the first worker needs a folder.
+#[derive(Default)]
+pub(super) struct TemporaryFolders {
+    base: Option<Base>,
+}
+
+struct Base {
+    path: PathBuf,
+    /// Lock on the base folder, held while the keeper lives.
+    lock: OwnedFd,
+    /// Sends folders to the removing thread, which ends when this is dropped.
+    removals: SyncSender<PathBuf>,
+}
+
+impl TemporaryFolders {
+    /// Creates a folder for a worker.
+    pub(super) fn create(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
+        if self.base.is_none() {
+            self.base = Some(Base::create(&std::env::temp_dir())?);
+        }
+        let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
+        // Workers that run as this user can change the mode of the base folder.
+        rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
+        let path = base.path.join(worker.to_string());
+        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
+        if let Some(Identity { uid, gid }) = identity {
+            std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
+        }
+        Ok(path)
+    }
+
+    /// Removes the folder of a worker of which nothing is left. The removal happens soon, or else when the
+    /// keeper exits.
+    pub(super) fn remove(&self, folder: PathBuf) {
+        if let Some(base) = &self.base {
+            // The thread ends with this process. A folder for which there is no time is removed with the base
+            // folder.
+            let _ = base.removals.try_send(folder);
+        }
+    }
+}
+
+/// Returns the folders of a keeper that runs as this user, each with its worker's spawn number.
+pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
+    let own = rustix::process::geteuid().as_raw();
+    let paths = (0..NAME_ATTEMPTS_MAX)
+        .map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
+    let is_ours =
+        |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
+    // Workers that run as this user can have changed the mode.
+    let open_up = |path: &PathBuf| {
+        let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
+    };
+    let bases = paths.filter(is_ours).inspect(open_up);
+    let entries = bases.filter_map(|path| std::fs::read_dir(path).ok()).flatten().flatten();
+    entries.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()))).collect()
+}
+
+impl Drop for TemporaryFolders {
+    fn drop(&mut self) {
+        if let Some(base) = &self.base {
+            remove(&base.path, usize::MAX);
+        }
+    }
+}
+
+impl Base {
+    fn create(parent: &Path) -> io::Result<Self> {
+        let (path, lock) = create_base(parent)?;
+        let (removals, folders) = sync_channel::<PathBuf>(PENDING_REMOVALS_MAX);
+        let parent = parent.to_owned();
+        let remover = move || run_remover(stale_folders(&parent), &folders);
+        std::thread::Builder::new().name("remover".into()).spawn(remover)?;
+        Ok(Self { path, lock, removals })
+    }
+}
+
+/// Creates a folder that others can traverse but not list, and locks it.
+fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
+    let prefix = prefix();
+    for number in 0..NAME_ATTEMPTS_MAX {
+        let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
+        match std::fs::DirBuilder::new().mode(BASE_MODE).create(&path) {
+            // Another keeper can remove the folder before it is locked.
+            Ok(()) => match lock(&path) {
+                Ok(lock) => return Ok((path, lock)),
+                Err(Errno::NOENT | Errno::WOULDBLOCK) => {}
+                Err(errno) => return Err(errno.into()),
+            },
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the
+/// folder is gone, is being removed, or another folder has the name.
+fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    let (locked, named) = (rustix::fs::fstat(&lock)?, rustix::fs::stat(path)?);
+    if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
+        return Err(Errno::NOENT);
+    }
+    // The keeper's umask can have removed permissions.
+    rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
+    Ok(lock)
+}
+
+fn prefix() -> String {
+    format!("{PREFIX}{}-", rustix::process::geteuid().as_raw())
+}
+
+/// A folder that is being removed.
+struct Removal {
+    folder: PathBuf,
+    /// Lock on the base folder of a killed keeper. Only the holder of the lock may remove the folder's name.
+    _lock: Option<OwnedFd>,
+}
+
+/// Finds and locks the base folders that killed keepers of this user left behind.
+fn stale_folders(parent: &Path) -> VecDeque<Removal> {
+    let prefix = prefix();
+    let own = rustix::process::geteuid().as_raw();
+    let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    let stale = entries.filter_map(|entry| {
+        let is_named = entry.file_name().to_str()?.starts_with(&prefix);
+        let is_ours = || entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
+        let folder = (is_named && is_ours()).then(|| entry.path())?;
+        // Fails for the folder of a running keeper.
+        let lock = lock(&folder).ok()?;
+        Some(Removal { folder, _lock: Some(lock) })
+    });
+    stale.take(STALE_FOLDERS_MAX).collect()
+}
+
+/// Removes the folders in `left`, and then folders in the order of arrival. Alternates between folders in steps.
+fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
+    let removal = |folder| Removal { folder, _lock: None };
+    loop {
+        if left.is_empty() {
+            let Ok(folder) = folders.recv() else { return };
+            left.push_back(removal(folder));
+        }
+        while left.len() < PENDING_REMOVALS_MAX {
+            match folders.try_recv() {
+                Ok(folder) => left.push_back(removal(folder)),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
+            }
+        }
+        let begun_at = Instant::now();
+        if let Some(next) = left.pop_front()
+            && !remove(&next.folder, ENTRIES_PER_STEP)
+        {
+            left.push_back(next);
+            // A folder that is refilled again and again uses at most half of a processor.
+            std::thread::sleep(begun_at.elapsed());
+        }
+    }
+}
+
+/// Removes a folder and its content, as far as possible. Returns `false` if the folder has more than
+/// `entries_max` entries.
+fn remove(path: &Path, entries_max: usize) -> bool {
+    if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
+        // An operator can see the rest, and the next keeper tries to remove it.
+        if folder::empty(&folder, entries_max) == Ok(false) {
+            return false;
+        }
+    }
+    let _ = std::fs::remove_dir(path);
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn remove_stale(parent: &Path) {
+        stale_folders(parent).iter().for_each(|stale| assert!(remove(&stale.folder, usize::MAX)));
+    }
+
+    /// The removal of many files must not delay the start of the first worker.
+    #[test]
+    fn removes_folders_of_killed_keepers_on_another_thread() {
+        let parent = tempfile::tempdir().unwrap();
+        let (stale, lock) = create_base(parent.path()).unwrap();
+        std::fs::write(stale.join("file"), "x").unwrap();
+        drop(lock);
+        let base = Base::create(parent.path()).unwrap();
+        let until = Instant::now() + std::time::Duration::from_secs(60);
+        while stale.exists() {
+            assert!(Instant::now() < until, "the stale folder was not removed");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert!(base.path.exists());
+    }
+
+    #[test]
+    fn folder_filled_during_removal_does_not_delay_others() {
+        let mut folders = TemporaryFolders::default();
+        let (filled, other) = (folders.create(1, None).unwrap(), folders.create(2, None).unwrap());
+        let wait = |is_done: &dyn Fn() -> bool, what: &str| {
+            let until = Instant::now() + std::time::Duration::from_secs(60);
+            while !is_done() {
+                assert!(Instant::now() < until, "{what}");
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        };
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let fill = |number: usize| {
+                let ordering = std::sync::atomic::Ordering::Relaxed;
+                for file in (number..).step_by(2).take_while(|_| !is_over.load(ordering)) {
+                    let _ = std::fs::create_dir(&filled);
+                    let _ = std::fs::write(filled.join(file.to_string()), "");
+                }
+            };
+            (0..2).for_each(|number| drop(scope.spawn(move || fill(number))));
+            wait(&|| filled.join("9").exists(), "there is something in it");
+            folders.remove(filled.clone());
+            folders.remove(other.clone());
+            wait(&|| !other.exists(), "the other one is gone");
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        folders.remove(filled.clone());
+        wait(&|| !filled.exists(), "and then this one");
+    }
+
+    #[test]
+    fn removes_deep_and_locked_trees() {
+        let folder = tempfile::tempdir().unwrap();
+        let top = folder.path().join("top");
+        std::fs::create_dir(&top).unwrap();
+        // Deeper than the maximum length of a path.
+        let mut here = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
+        for _ in 0..3000 {
+            rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
+            rustix::fs::symlinkat("/etc", &here, "link").unwrap();
+            here = rustix::fs::openat(&here, "d", FOLDER_FLAGS, Mode::empty()).unwrap();
+        }
+        std::fs::write(top.join("file"), "x").unwrap();
+        std::fs::create_dir(top.join("locked")).unwrap();
+        std::fs::write(top.join("locked/file"), "x").unwrap();
+        let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
+        std::fs::set_permissions(top.join("locked"), closed).unwrap();
+        remove(&top, usize::MAX);
+        assert!(!top.exists());
+        assert!(Path::new("/etc").exists());
+    }
+
+    /// Root can do everything. Other users cannot move a folder without access to it.
+    #[test]
+    #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
+    fn removes_nested_locked_folders_without_privileges() {
+        use std::os::unix::fs::PermissionsExt;
+        const NOBODY: libc::uid_t = 65534;
+        let remove_all = || {
+            if rustix::process::geteuid().is_root() {
+                // SAFETY: accesses no memory.
+                let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+                assert_eq!(changed, 0);
+            }
+            let parent = tempfile::tempdir().unwrap();
+            let (top, away) = (parent.path().join("top"), parent.path().join("away"));
+            let locked = ["a", "a/b", "a/b/c", "a/b/c/d"].map(|name| top.join(name));
+            std::fs::create_dir_all(&locked[3]).unwrap();
+            std::fs::create_dir(&away).unwrap();
+            for folder in &locked {
+                std::fs::write(folder.join("file"), "x").unwrap();
+                std::os::unix::fs::symlink(&away, folder.join("link")).unwrap();
+            }
+            for folder in locked.iter().rev().chain([&top, &away]) {
+                std::fs::set_permissions(folder, PermissionsExt::from_mode(0o000)).unwrap();
+            }
+            remove(&top, usize::MAX);
+            assert!(!top.exists());
+            assert_eq!(
+                std::fs::metadata(&away).unwrap().permissions().mode() & 0o777,
+                0,
+                "a link was followed"
+            );
+        };
+        std::thread::scope(|scope| scope.spawn(remove_all).join().unwrap());
+    }
+
+    #[test]
+    fn mode_of_base_folder_is_restored() {
+        use std::os::unix::fs::PermissionsExt;
+        let parent = tempfile::tempdir().unwrap();
+        let base = Base::create(parent.path()).unwrap();
+        let all = base.path.clone();
+        let mut folders = TemporaryFolders { base: Some(base) };
+        folders.create(1, None).unwrap();
+        std::fs::set_permissions(&all, PermissionsExt::from_mode(0o000)).unwrap();
+        folders.create(2, None).unwrap();
+        assert_eq!(std::fs::metadata(&all).unwrap().permissions().mode() & 0o7777, BASE_MODE);
+        drop(folders);
+        assert!(!all.exists());
+    }
+
+    #[test]
+    fn occupied_names_do_not_prevent_removal() {
+        let parent = tempfile::tempdir().unwrap();
+        let (top, at_once) = (parent.path().join("top"), 256);
+        for number in 0..=at_once {
+            std::fs::create_dir_all(top.join(format!(".bulkhead-{number}/in/it"))).unwrap();
+        }
+        assert!((0..20).any(|_| remove(&top, at_once)), "it takes a few goes");
+        assert!(!top.exists());
+    }
+
+    #[test]
+    fn concurrent_removals_succeed() {
+        let parent = tempfile::tempdir().unwrap();
+        let top = parent.path().join("top");
+        for folder in 0..20 {
+            let folder = top.join(folder.to_string());
+            std::fs::create_dir_all(folder.join("inner")).unwrap();
+            (0..200).for_each(|file| std::fs::write(folder.join(file.to_string()), "").unwrap());
+            (0..20).for_each(|file| std::fs::write(folder.join(format!("inner/{file}")), "").unwrap());
+        }
+        let folder = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
+        std::thread::scope(|scope| {
+            let removers: Vec<_> =
+                (0..3).map(|_| scope.spawn(|| folder::empty(&folder, usize::MAX))).collect();
+            for remover in removers {
+                assert!(remover.join().unwrap().unwrap());
+            }
+        });
+        std::fs::remove_dir(&top).unwrap();
+    }
+
+    /// Another keeper sweeps the same parent folder while folders are created.
+    #[test]
+    fn concurrent_cleanup_does_not_remove_new_folders() {
+        let parent = tempfile::tempdir().unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let sweeper = scope.spawn(|| {
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    remove_stale(parent.path());
+                }
+            });
+            let all_made = (0..300).all(|_| {
+                create_base(parent.path()).is_ok_and(|(path, _lock)| {
+                    let is_there = path.is_dir();
+                    remove(&path, usize::MAX);
+                    is_there
+                })
+            });
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            sweeper.join().unwrap();
+            assert!(all_made);
+        });
+    }
+
+    #[test]
+    fn removes_only_folders_of_killed_keepers() {
+        let parent = tempfile::tempdir().unwrap();
+        let (left, lock) = create_base(parent.path()).unwrap();
+        std::fs::write(left.join("file"), "x").unwrap();
+        remove_stale(parent.path());
+        assert!(left.exists());
+        drop(lock);
+        remove_stale(parent.path());
+        assert!(!left.exists());
+        let other = parent.path().join("bulkhead-x");
+        std::fs::create_dir(&other).unwrap();
+        remove_stale(parent.path());
+        assert!(other.exists());
+    }
+}

@@ -1,0 +1,235 @@
+//! The confinement of a worker as ordered, and as read back from the kernel.
+//!
+//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all that is
+//! ordered, or does not start the worker.
+
+use bincode::{BorrowDecode, Encode};
+
+/// The ordered confinement of a worker. The default confines nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Confinement<'a> {
+    /// Layers and limits.
+    pub layers: Layers,
+    /// Programs that the worker executes, and the files that these execute or load. The worker can read the
+    /// folders of these files.
+    pub programs: Vec<&'a str>,
+    /// Additional readable paths.
+    pub read: Vec<&'a str>,
+    /// Writable paths.
+    pub write: Vec<&'a str>,
+    /// Paths that no worker gets, even inside a folder that is given: the supervisor's own files.
+    pub withheld: Vec<&'a str>,
+    /// System calls allowed in addition to the profile.
+    pub allow: Vec<&'a str>,
+    /// System calls denied in addition to the profile.
+    pub deny: Vec<&'a str>,
+}
+
+/// Layers of confinement, and their numeric parameters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Layers {
+    /// Executed programs cannot gain privileges.
+    pub no_new_privs: bool,
+    /// The worker has no capabilities, whatever its user is.
+    pub no_capabilities: bool,
+    /// Landlock restricts files, and sockets and processes outside.
+    pub landlock: bool,
+    /// Filter of system calls.
+    pub seccomp: Seccomp,
+    /// True if forbidden calls are reported by name. Otherwise the kernel kills the process that makes the
+    /// call.
+    pub seccomp_names: bool,
+    /// New namespaces.
+    pub namespaces: Namespaces,
+    /// User and group of the worker. `None` means the keeper's.
+    pub identity: Option<Identity>,
+    /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
+    /// Other namespaces are created inside, without another user namespace.
+    pub subordinate_ids: bool,
+    /// True if the worker can use the network.
+    pub network: bool,
+    /// Place for temporary files.
+    pub temporary: TemporaryFiles,
+    /// True if the worker receives its own rules. The worker can then confine each program that it runs
+    /// separately from the others.
+    pub program_rules: bool,
+    /// Limits for the worker and its descendants together, in a separate control group. `None` means no
+    /// group.
+    pub cgroup: Option<CgroupLimits>,
+}
+
+/// Limits of a control group. `None` means unlimited.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct CgroupLimits {
+    /// Memory in bytes.
+    pub memory_bytes: Option<u64>,
+    /// Number of processes and threads.
+    pub pids: Option<u64>,
+    /// Thousandths of a processor core.
+    pub cpu_millicores: Option<u64>,
+}
+
+/// A filter of system calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
+pub enum Seccomp {
+    /// No filter.
+    #[default]
+    Off,
+    /// A deny list that ordinary programs do not notice.
+    DenyList,
+    /// An allow list with the calls needed for computing.
+    AllowList,
+}
+
+/// New namespaces of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Namespaces {
+    /// User namespace, which allows an unprivileged keeper to create the others.
+    pub user: bool,
+    /// Pid namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
+    pub pid: bool,
+    /// Mount namespace with a private root folder.
+    pub mount: bool,
+    /// Network namespace, in which the only interface is a loopback that is down.
+    pub network: bool,
+    /// Mount namespace with the system's root folder, in which only `/proc` is private.
+    pub proc: bool,
+}
+
+impl Namespaces {
+    /// Returns true if there is any new namespace.
+    pub fn any(self) -> bool {
+        self != Self::default()
+    }
+}
+
+/// A user and a group, without supplementary groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Identity {
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+}
+
+/// Place for a worker's temporary files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub enum TemporaryFiles {
+    /// None, or wherever the worker's user can write.
+    #[default]
+    None,
+    /// A private folder on disk, named by `TMPDIR`.
+    Folder,
+    /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
+    PrivateTmp(u64),
+    /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
+    /// The root folder is the system's.
+    MountedTmpfs(u64),
+}
+
+/// The confinement of a worker as read back from the kernel once the program runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Observed {
+    /// `NoNewPrivs`.
+    pub no_new_privs: bool,
+    /// `Seccomp`: 0 without a filter, 2 with a filter.
+    pub seccomp: u32,
+    /// Union of `CapEff`, `CapPrm`, `CapInh` and `CapAmb`.
+    pub capabilities: u64,
+    /// `CapBnd`.
+    pub bounding: u64,
+    /// The value of `Uid`, if all four ids are equal.
+    pub uid: Option<u32>,
+    /// The value of `Gid`, if all four ids are equal.
+    pub gid: Option<u32>,
+    /// Number of entries in `Groups`.
+    pub groups: u32,
+    /// Namespaces that differ from the keeper's.
+    pub namespaces: Namespaces,
+    /// Version of the enforced Landlock rules. This is the version that was applied, because the kernel does
+    /// not report it.
+    pub landlock: Option<u32>,
+    /// True if the worker is in the control group created for it.
+    pub cgroup: bool,
+    /// Number of descriptors that the program was started with.
+    pub descriptors: u32,
+    /// True if these values were read from the template that forked the worker.
+    pub is_inherited: bool,
+}
+
+impl Observed {
+    /// Returns the first value that differs from the order, by its name in `/proc/PID/status` if there is
+    /// one.
+    pub fn mismatch(&self, layers: &Layers) -> Option<&'static str> {
+        let wanted = layers.namespaces;
+        let found = self.namespaces;
+        let is = |identity: Identity| self.uid == Some(identity.uid) && self.gid == Some(identity.gid);
+        let filter = if layers.seccomp == Seccomp::Off { 0 } else { SECCOMP_MODE_FILTER };
+        let rows = [
+            ("NoNewPrivs", !layers.no_new_privs || self.no_new_privs),
+            ("capabilities", !layers.no_capabilities || self.capabilities == 0),
+            ("Seccomp", self.seccomp >= filter),
+            ("Uid or Gid", layers.identity.is_none_or(is)),
+            ("Groups", layers.identity.is_none() || self.groups == 0),
+            ("user namespace", !(wanted.user || layers.subordinate_ids) || found.user),
+            ("pid namespace", !wanted.pid || found.pid),
+            ("mount namespace", !(wanted.mount || wanted.proc) || found.mount),
+            ("network namespace", !wanted.network || found.network),
+            ("Landlock", !layers.landlock || self.landlock.is_some()),
+            ("cgroup", layers.cgroup.is_none() || self.cgroup),
+            ("descriptors", self.descriptors == super::WORKER_DESCRIPTORS),
+        ];
+        rows.iter().find(|(_, is_right)| !is_right).map(|(name, _)| *name)
+    }
+}
+
+/// Value of `SECCOMP_MODE_FILTER`.
+const SECCOMP_MODE_FILTER: u32 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mismatch_names_the_missing_value() {
+        let identity = Identity { uid: 7, gid: 8 };
+        let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
+        let layers = Layers {
+            no_new_privs: true,
+            no_capabilities: true,
+            landlock: true,
+            seccomp: Seccomp::AllowList,
+            namespaces: everything,
+            identity: Some(identity),
+            ..Layers::default()
+        };
+        let right = Observed {
+            no_new_privs: true,
+            seccomp: SECCOMP_MODE_FILTER,
+            uid: Some(7),
+            gid: Some(8),
+            namespaces: everything,
+            landlock: Some(1),
+            descriptors: super::super::WORKER_DESCRIPTORS,
+            ..Observed::default()
+        };
+        assert_eq!(right.mismatch(&layers), None);
+        let wrong = [
+            (Observed { no_new_privs: false, ..right }, "NoNewPrivs"),
+            (Observed { capabilities: 1, ..right }, "capabilities"),
+            (Observed { seccomp: 0, ..right }, "Seccomp"),
+            (Observed { uid: Some(0), ..right }, "Uid or Gid"),
+            (Observed { gid: None, ..right }, "Uid or Gid"),
+            (Observed { groups: 1, ..right }, "Groups"),
+            (Observed { landlock: None, ..right }, "Landlock"),
+            (Observed { descriptors: 9, ..right }, "descriptors"),
+            (Observed { namespaces: Namespaces { pid: false, ..everything }, ..right }, "pid namespace"),
+        ];
+        let only_proc = Layers { namespaces: Namespaces { proc: true, ..Namespaces::default() }, ..layers };
+        let shared = Observed { namespaces: Namespaces { mount: false, ..everything }, ..right };
+        assert_eq!(shared.mismatch(&only_proc), Some("mount namespace"));
+        for (observed, name) in wrong {
+            assert_eq!(observed.mismatch(&layers), Some(name));
+        }
+    }
+}

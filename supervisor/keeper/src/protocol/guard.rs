@@ -1,0 +1,25 @@
+//! Arguments and message of the guard, which is the process between an application that embeds a supervisor and
+//! the keeper.
+
+use bincode::{BorrowDecode, Encode};
+
+use super::LayerSupport;
+
+/// Second argument of a keeper that has a guard. The third argument is [`VERSION`].
+pub(crate) const GUARDED_ARGUMENT: &str = "guarded";
+
+/// Fourth argument if the first message must contain the layers that the machine supports.
+pub(crate) const PROBE_ARGUMENT: &str = "first";
+
+/// Version of orders and reports. The messages themselves have no version, because both ends are usually the
+/// same program. If the keeper is another program, it must have the same version.
+pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
+
+/// The guard's only message. Carries the keeper's pidfd, and the namespace of `ids` if there is one.
+#[derive(Debug, Encode, BorrowDecode)]
+pub(crate) struct GuardReady {
+    pub(crate) keeper: u32,
+    pub(crate) abilities: Vec<LayerSupport>,
+    /// First and last subordinate id, or the reason why there are none.
+    pub(crate) ids: Result<(u32, u32), String>,
+}

@@ -1,0 +1,33 @@
+//! The layers of confinement that this machine supports.
+
+use bincode::{BorrowDecode, Encode};
+use serde::Serialize;
+
+/// A layer of confinement, and whether it is available.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Encode, BorrowDecode)]
+pub struct LayerSupport {
+    /// Name of the layer.
+    pub layer: String,
+    /// True if the layer is available.
+    #[serde(rename = "available")]
+    pub is_available: bool,
+    /// Details such as a version or a path, if there are any.
+    pub found: Option<String>,
+    /// Error of the kernel, if the layer is not available.
+    pub why_not: Option<String>,
+    /// Advice for an administrator, if the layer is not available.
+    pub what_to_do: Option<String>,
+}
+
+impl LayerSupport {
+    /// Converts the result of a trial.
+    pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
+        let is_available = tried.is_ok();
+        let what_to_do = (!is_available).then(|| what_to_do.into());
+        let (found, why_not) = match tried {
+            Ok(found) => (found, None),
+            Err(why_not) => (None, Some(why_not)),
+        };
+        Self { layer: layer.into(), is_available, found, why_not, what_to_do }
+    }
+}

@@ -1,0 +1,149 @@
+//! Orders of the supervisor, and their encoding.
+
+use std::io;
+
+use bincode::{BorrowDecode, Encode};
+
+use super::confinement::Confinement;
+
+/// The hidden first argument with which a program must call [`run_as_keeper`].
+pub const KEEPER_ARGUMENT: &str = "__keeper";
+
+/// Environment variables of the service manager for the supervisor, which other processes must not inherit.
+pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
+    ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
+
+/// Maximum size of an order in bytes. The configuration allows 96 KiB for arguments and environment. The
+/// limits and the paths of a sandbox use the rest.
+pub const ORDER_BYTES_MAX: usize = 192 * 1024;
+
+/// Number of descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
+pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
+
+/// Number of descriptors that a worker starts with: standard input, output and error, and the link.
+pub(crate) const WORKER_DESCRIPTORS: u32 = 4;
+
+/// An order to start a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct SpawnOrder<'a> {
+    /// Spawn number, which identifies the worker in reports. Chosen by the caller, and never used twice.
+    pub worker: u64,
+    /// Path of the program. `PATH` is not searched.
+    pub program: &'a str,
+    /// All arguments, including the zeroth (the program's name).
+    pub arguments: Vec<&'a str>,
+    /// The whole environment as `NAME=value`. Nothing is inherited.
+    pub environment: Vec<&'a str>,
+    /// Working directory.
+    pub directory: &'a str,
+    /// Resource limits, set in this order.
+    pub rlimits: Vec<Rlimit>,
+    /// Confinement of the worker.
+    pub confinement: Confinement<'a>,
+    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)). A template has a
+    /// socket to the keeper in place of a link.
+    pub is_template: bool,
+}
+
+/// A limit of `setrlimit(2)`. `u64::MAX` means unlimited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Rlimit {
+    /// Number of the resource, such as `libc::RLIMIT_AS`.
+    pub resource: u32,
+    /// Limit in force.
+    pub soft: u64,
+    /// Maximum to which the process can raise the soft limit.
+    pub hard: u64,
+}
+
+/// An order of the supervisor. End of file is the order to exit.
+#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub(crate) enum Order<'a> {
+    /// Starts a worker, with link, standard output and standard error.
+    Spawn(Box<SpawnOrder<'a>>),
+    /// Makes a template fork a worker, with the same descriptors as `Spawn`.
+    Fork { worker: u64, template: u64 },
+    /// Sends the user namespace that workers with [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids) enter, as a descriptor.
+    Namespace,
+    /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
+    /// be.
+    Kill { worker: u64 },
+    /// Requests a `Pong`.
+    Ping,
+}
+
+impl SpawnOrder<'_> {
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        let Confinement { programs, read, write, withheld, allow, deny, .. } = &self.confinement;
+        let lists = [&self.arguments, &self.environment, programs, read, write, withheld, allow, deny];
+        [self.program, self.directory].into_iter().chain(lists.into_iter().flatten().copied())
+    }
+
+    pub(crate) fn encode(&self) -> io::Result<Vec<u8>> {
+        if self.texts().any(|text| text.contains('\0')) {
+            return Err(invalid("a path, an argument or an environment variable contains a NUL byte"));
+        }
+        let bytes = Order::Spawn(Box::new(self.clone())).encode()?;
+        if bytes.len() > ORDER_BYTES_MAX {
+            return Err(invalid(
+                "the arguments, the environment and the paths of the sandbox are too large together",
+            ));
+        }
+        Ok(bytes)
+    }
+}
+
+/// Encoding of orders. The limit bounds the memory allocated for an order of [`ORDER_BYTES_MAX`] bytes in
+/// which each byte is a text.
+fn coding() -> impl bincode::config::Config {
+    bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
+}
+
+impl Order<'_> {
+    pub(crate) fn encode(&self) -> io::Result<Vec<u8>> {
+        bincode::encode_to_vec(self, coding()).map_err(io::Error::other)
+    }
+
+    /// Returns `None` if the bytes are not an order.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Order<'_>> {
+        let (order, used) = bincode::borrow_decode_from_slice(bytes, coding()).ok()?;
+        (used == bytes.len()).then_some(order)
+    }
+}
+
+fn invalid(text: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decodes_encoded_orders_and_rejects_garbage() {
+        let order = SpawnOrder {
+            worker: 7,
+            program: "/bin/sh",
+            directory: "/",
+            arguments: vec!["sh"],
+            environment: vec!["A=b"],
+            rlimits: vec![Rlimit { resource: 9, soft: 1, hard: u64::MAX }],
+            confinement: Confinement {
+                read: vec!["/a", "/b"],
+                deny: vec!["mount"],
+                ..Confinement::default()
+            },
+            is_template: false,
+        };
+        let bytes = order.encode().unwrap();
+        assert_eq!(Order::decode(&bytes), Some(Order::Spawn(Box::new(order.clone()))));
+        assert_eq!(Order::decode(&[&bytes[..], &[0]].concat()), None);
+        for length in 0..bytes.len() {
+            assert_eq!(Order::decode(&bytes[..length]), None);
+        }
+        assert_eq!(Order::decode(&[255; 100]), None);
+        assert!(SpawnOrder { arguments: vec!["a\0b"], ..order.clone() }.encode().is_err());
+        let long = "x".repeat(ORDER_BYTES_MAX);
+        assert!(SpawnOrder { arguments: vec![&long], ..order }.encode().is_err());
+    }
+}

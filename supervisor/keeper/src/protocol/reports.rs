@@ -1,0 +1,149 @@
+//! Reports of the keeper.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use bincode::{BorrowDecode, Encode};
+
+use super::confinement::Observed;
+
+/// Maximum size of a report in bytes. The longest report has the name of a step, possibly with a path, and
+/// some numbers.
+pub(crate) const REPORT_BYTES_MAX: usize = 1024;
+
+/// Maximum size of a step's name in a report, in bytes.
+pub(crate) const STEP_BYTES_MAX: usize = 768;
+
+/// Cause of a worker's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub enum Exit {
+    /// The worker exited with this code.
+    Code(i32),
+    /// A signal killed the worker.
+    Signal {
+        /// Number of the signal.
+        number: i32,
+        /// True if the kernel wrote a core file.
+        core_dumped: bool,
+    },
+    /// The kernel killed the worker because its control group had reached the memory limit, or because the
+    /// machine was out of memory.
+    Oom,
+    /// The keeper killed the worker for a system call that the filter forbids; see [`syscall_name`](crate::syscall_name).
+    Violation {
+        /// Number of the call.
+        call: u32,
+    },
+}
+
+/// Resource usage of a worker, including descendants that the worker has waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Usage {
+    /// Processor time in user mode, in microseconds.
+    pub user_us: u64,
+    /// Processor time in the kernel, in microseconds.
+    pub system_us: u64,
+    /// Peak resident memory of the largest process, in KiB.
+    pub maxrss_kib: u64,
+}
+
+/// A report of the keeper.
+///
+/// The answer to each [`Keeper::spawn`](crate::Keeper::spawn) is either `Spawned`, `Exited` and `Reaped`, in this order, or
+/// `SpawnFailed`.
+#[derive(Debug)]
+pub enum Report {
+    /// The keeper is running. This is the first report.
+    Started {
+        /// True if this kernel does not reparent orphans to a process's first thread. The keeper then scans
+        /// all processes of the machine after each death.
+        scan_always: bool,
+    },
+    /// The worker's program is running.
+    Spawned {
+        /// Spawn number of the worker.
+        worker: u64,
+        /// Process id of the worker.
+        pid: u32,
+        /// Identifies the process even when the pid is reused, and becomes readable when the process has
+        /// ended.
+        pidfd: OwnedFd,
+        /// The worker's confinement as read back from the kernel.
+        observed: Observed,
+    },
+    /// A process of the worker made a system call that the filter forbids. The keeper kills the process.
+    Violation {
+        /// Spawn number of the worker.
+        worker: u64,
+        /// Process id as the worker sees it.
+        process: u32,
+        /// Number of the call; see [`syscall_name`](crate::syscall_name).
+        call: u32,
+    },
+    /// The worker's program never ran.
+    SpawnFailed {
+        /// Spawn number of the worker.
+        worker: u64,
+        /// The step that failed, such as `exec` or `rlimit as`.
+        step: String,
+        /// The error of the step.
+        error: io::Error,
+    },
+    /// The worker is dead. The keeper is killing the processes that the worker left behind.
+    Exited {
+        /// Spawn number of the worker.
+        worker: u64,
+        /// Cause of the end.
+        exit: Exit,
+        /// Resource usage.
+        usage: Usage,
+    },
+    /// Everything that a dead worker left behind is gone.
+    Reaped {
+        /// Spawn number of the worker.
+        worker: u64,
+    },
+    /// A message from a template.
+    Template {
+        /// Spawn number of the template.
+        worker: u64,
+        /// The message.
+        message: TemplateReport,
+    },
+    /// The answer to [`Keeper::ping`](crate::Keeper::ping).
+    Pong,
+    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
+    /// processes behind.
+    Unkillable {
+        /// Number of these processes.
+        count: u64,
+    },
+}
+
+/// A message that a template sends before it forks; see [`Keeper::fork`](crate::Keeper::fork).
+#[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub enum TemplateReport {
+    /// The template can fork.
+    Ready,
+    /// Current status of the initialisation.
+    Status(String),
+    /// Reason why the template exits.
+    Refused(String),
+    /// Extends the start deadline to this time from now.
+    Extend(Duration),
+}
+
+/// A report of the keeper: [`Report`] as sent over the socket, without the pidfd that comes with `Spawned`.
+#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub(crate) enum ReportMessage<'a> {
+    Started { scan_always: bool },
+    Spawned { worker: u64, pid: u32, observed: Observed },
+    Violation { worker: u64, process: u32, call: u32 },
+    SpawnFailed { worker: u64, step: &'a str, errno: i32 },
+    Exited { worker: u64, exit: Exit, usage: Usage },
+    Reaped { worker: u64 },
+    Template { worker: u64, message: TemplateReport },
+    Unkillable { count: u64 },
+    Pong,
+}

@@ -1,0 +1,285 @@
+//! The confinement of a worker, prepared before the fork: rules, a filter, a root folder.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
+
+use super::mounts::covers::Covers;
+use super::mounts::proc_entries;
+use super::mounts::root::{self, PrivateRoot};
+use super::steps;
+use super::{SpawnError, program_rules};
+use crate::confine::landlock::{self, Ruleset};
+use crate::confine::reach::{self, GrantedPaths, Unreachable};
+use crate::confine::seccomp::{self, FatalAction, Filter};
+use crate::protocol::SpawnOrder;
+use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
+
+/// Name of the step.
+pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
+
+/// Maximum number of filters kept for later workers with the same rules. There is one filter for each sandbox
+/// that differs from others in its system calls.
+const FILTERS_MAX: usize = 1024;
+
+/// Confinement that the child applies step by step.
+#[derive(Default)]
+pub(crate) struct PreparedConfinement {
+    pub(super) layers: Layers,
+    pub(super) ruleset: Option<Ruleset>,
+    pub(super) filter: Option<Arc<Filter>>,
+    pub(super) root: Option<Arc<PrivateRoot>>,
+    /// The worker's own rules, which become its standard input.
+    pub(super) program_rules: Option<OwnedFd>,
+    /// Mounts for paths that the worker's user cannot reach in the system's root folder. `None` with a
+    /// private root folder.
+    pub(super) covers: Option<Arc<Covers>>,
+    /// The program, if it is executed by a descriptor. In this case, the keeper's user enters the working
+    /// directory.
+    pub(super) executable: Option<OwnedFd>,
+    /// File that the host loads or runs, if only a descriptor gives access to it. Stays open in the host.
+    pub(super) hosted_file: Option<OwnedFd>,
+    /// Mount point and mount options of a temporary file system.
+    pub(super) private_temporary: Option<(CString, CString)>,
+    /// Folder to show at `/dev/shm`, in a private mount namespace with the system's root folder.
+    pub(super) shared_memory: Option<CString>,
+    /// Existing user namespace that the worker enters first.
+    pub(super) user_namespace: Option<Arc<OwnedFd>>,
+    /// True if the child can mount before it is in a new user namespace.
+    may_mount: bool,
+}
+
+/// Compiled filters by input. Compiling a filter takes longer than all other preparations.
+#[derive(Default)]
+pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
+
+type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
+
+impl PreparedConfinement {
+    /// Prepares the confinement of a worker. `temporary` is the private folder for [`TemporaryFiles::Folder`] or
+    /// [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
+    pub(crate) fn prepare(
+        order: &SpawnOrder<'_>,
+        temporary: Option<&Path>,
+        filters: &mut FilterCache,
+        subordinate: Option<Arc<OwnedFd>>,
+    ) -> Result<Self, SpawnError> {
+        let SpawnOrder { directory, confinement: ordered, .. } = order;
+        let layers = ordered.layers;
+        let programs = as_paths(&ordered.programs);
+        let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
+        let withheld = as_paths(&ordered.withheld);
+        let directory = Path::new(directory);
+        let ruleset = layers.landlock.then(|| {
+            let rules = landlock::Rules {
+                programs: &programs,
+                directory: Some(directory),
+                read: &read,
+                write: &write,
+                temporary,
+                withheld: &withheld,
+                has_own_root: layers.namespaces.mount,
+                network: layers.network,
+            };
+            Ruleset::prepare(&rules).map_err(|failure| {
+                SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
+            })
+        });
+        let user_namespace = match (layers.subordinate_ids, subordinate) {
+            (false, _) => None,
+            (true, None) => return Err(SpawnError::new(SUBORDINATE_STEP, Errno::NOENT)),
+            (true, found) => found,
+        };
+        let may_mount = user_namespace.is_some()
+            || capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        let granted = GrantedPaths {
+            program: Path::new(order.program),
+            programs: &programs,
+            directory,
+            read: &read,
+            write: &write,
+            temporary,
+            temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
+        };
+        let unreachable = find_unreachable(&granted, &layers)?;
+        let executable = match unreachable.folders.first() {
+            Some(_) if !may_mount && unreachable.hides_only_programs(&granted) => {
+                Some(open(granted.program)?)
+            }
+            Some(folder) if !may_mount => return Err(unreachable_folder(folder, layers.identity)),
+            _ => None,
+        };
+        let hosted_file = executable
+            .as_ref()
+            .and_then(|_| unreachable.hidden_hosted_file(&granted))
+            .map(open)
+            .transpose()?;
+        let root = layers.namespaces.mount.then(|| {
+            proc_entries::prepare();
+            let missing = |path: &Path| {
+                SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
+            };
+            PrivateRoot::prepare(&granted, &withheld, &unreachable, &layers).map(Arc::new).map_err(missing)
+        });
+        let ruleset = ruleset.transpose()?;
+        // A template confines the processes that it forks, as a host confines its programs.
+        let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
+        let program_rules =
+            gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
+        let covers = match root {
+            _ if !may_mount => None,
+            Some(_) => None,
+            None => Covers::prepare(&unreachable, &withheld)
+                .map_err(|folder| unreachable_folder(&folder, layers.identity))?
+                .map(Arc::new),
+        };
+        Ok(Self {
+            layers,
+            program_rules: program_rules.transpose()?,
+            ruleset,
+            filter: filters.get(ordered, order.is_template)?,
+            root: root.transpose()?,
+            covers,
+            executable,
+            hosted_file,
+            private_temporary: private_temporary(&layers, temporary),
+            shared_memory: shared_memory(&layers, temporary),
+            user_namespace,
+            may_mount,
+        })
+    }
+
+    /// Returns the version of the Landlock rules, if there are any.
+    pub(crate) fn landlock(&self) -> Option<u32> {
+        self.ruleset.as_ref().map(Ruleset::abi)
+    }
+
+    /// True if the child reports when it is confined, and waits for permission to continue.
+    pub(super) fn is_any(&self) -> bool {
+        self.layers != Layers::default()
+    }
+
+    /// True if the child makes its root folder before it enters a user namespace.
+    pub(super) fn makes_root_first(&self) -> bool {
+        self.root.is_some() && self.may_mount
+    }
+
+    pub(super) fn root(&self) -> Option<Arc<PrivateRoot>> {
+        self.root.clone()
+    }
+
+    pub(super) fn covers(&self) -> Option<Arc<Covers>> {
+        self.covers.clone()
+    }
+
+    /// True if the worker has a private `/tmp`.
+    pub(super) fn has_tmp(&self) -> bool {
+        matches!(self.layers.temporary, TemporaryFiles::PrivateTmp(_))
+    }
+}
+
+/// Returns the folder to show at `/dev/shm`: the temporary folder on disk. The step that mounts a file system
+/// over the folder shows that file system itself.
+fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
+    let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
+    folder.and_then(root::c_string)
+}
+
+/// Finds the given paths that the worker's own user cannot reach.
+fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
+    let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
+    reach::check(granted, identity).map_err(|mut unusable| {
+        unusable.is_subordinate = layers.subordinate_ids;
+        SpawnError::new(&unusable.to_string(), Errno::ACCESS)
+    })
+}
+
+/// Returns mount point and mount options of a temporary file system in the system's root folder.
+fn private_temporary(layers: &Layers, folder: Option<&Path>) -> Option<(CString, CString)> {
+    let TemporaryFiles::MountedTmpfs(bytes) = layers.temporary else { return None };
+    root::c_string(folder?).zip(root::tmp_options(bytes, layers.identity))
+}
+
+fn open(program: &Path) -> Result<OwnedFd, SpawnError> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    rustix::fs::open(program, flags, Mode::empty()).map_err(|errno| SpawnError::new("exec", errno))
+}
+
+fn unreachable_folder(folder: &Path, identity: Option<Identity>) -> SpawnError {
+    let uid = identity.map_or(0, |identity| identity.uid);
+    let folder = folder.display();
+    let step = format!(
+        "let user {uid} through {folder}, which contains paths given to the worker: `chmod o+x {folder}`, or set \
+         `user` in `sandbox` to a user that can"
+    );
+    SpawnError::new(&step, Errno::ACCESS)
+}
+
+impl FilterCache {
+    fn get(
+        &mut self,
+        ordered: &Confinement<'_>,
+        is_template: bool,
+    ) -> Result<Option<Arc<Filter>>, SpawnError> {
+        let layers = &ordered.layers;
+        let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let (allow, deny) = (owned(&ordered.allow), owned(&ordered.deny));
+        let key = (layers.seccomp, layers.seccomp_names, layers.network, is_template, allow, deny);
+        if let Some(filter) = self.0.get(&key) {
+            return Ok(Some(filter.clone()));
+        }
+        let rules = match layers.seccomp {
+            Seccomp::Off => return Ok(None),
+            Seccomp::DenyList => seccomp::default(layers.network),
+            Seccomp::AllowList => seccomp::strict(layers.network),
+        };
+        let rules = if layers.network && !hides_unix_sockets(layers) {
+            seccomp::deny_unix_sockets(rules)
+        } else {
+            rules
+        };
+        let rules = if layers.landlock && !landlock_controls_truncation() {
+            seccomp::deny_truncation(rules)
+        } else {
+            rules
+        };
+        let rules = if is_template { seccomp::allow_siblings(rules) } else { rules };
+        let unknown = |name| {
+            SpawnError::new(&format!("{}: unknown system call {name}", steps::SECCOMP_STEP), Errno::INVAL)
+        };
+        let rules = rules.with_overrides(&ordered.allow, &ordered.deny).map_err(unknown)?;
+        let fatal_action = if layers.seccomp_names { FatalAction::Notify } else { FatalAction::Kill };
+        let filter = Arc::new(rules.compile(fatal_action));
+        if self.0.len() >= FILTERS_MAX {
+            self.0.clear();
+        }
+        self.0.insert(key, filter.clone());
+        Ok(Some(filter))
+    }
+}
+
+/// True if a worker with the network can reach only the Unix sockets in its own folders. Newer versions of
+/// Landlock ensure this. With older versions, a private root folder ensures this if Landlock denies abstract
+/// sockets.
+fn hides_unix_sockets(layers: &Layers) -> bool {
+    const SCOPES_SINCE: u32 = 6;
+    const PATHS_SINCE: u32 = 9;
+    let version = bulkhead_linux::landlock::abi_version().ok().filter(|_| layers.landlock).unwrap_or(0);
+    version >= PATHS_SINCE || version >= SCOPES_SINCE && layers.namespaces.mount
+}
+
+/// True if Landlock can deny truncating a file that may be read.
+fn landlock_controls_truncation() -> bool {
+    const TRUNCATE_SINCE: u32 = 3;
+    bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)
+}
+
+fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {
+    texts.iter().map(Path::new).collect()
+}

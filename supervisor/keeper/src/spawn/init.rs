@@ -1,0 +1,52 @@
+//! The first process of a pid namespace.
+
+pub(super) mod template;
+pub(super) mod worker;
+
+use std::os::fd::RawFd;
+
+use bulkhead_linux::descriptors::close_all_except;
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use crate::protocol::{Exit, Usage};
+use crate::wait;
+
+/// Size of a report in bytes: the status of `wait(2)`, and three numbers of the usage.
+const STATUS_BYTES: usize = 4 + 3 * 8;
+
+/// Reduces this process to these capabilities, or to none if these are not available, and to these
+/// descriptors.
+fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
+    let none = CapabilitySet::empty();
+    let set = |all| {
+        let sets = CapabilitySets { effective: all, permitted: all, inheritable: none };
+        rustix::thread::set_capabilities(None, sets)
+    };
+    // Fails only if there is nothing to give up.
+    let _ = set(capabilities).or_else(|_| set(none));
+    // Name in process lists. Cannot fail with a name this short.
+    let _ = rustix::thread::set_name(c"bulkhead-init");
+    // SAFETY: sets a flag of this process, so that no process in the namespace can inspect it.
+    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
+    // SAFETY: nothing in this process uses the other descriptors any more.
+    let _ = unsafe { close_all_except(0, kept) };
+}
+
+fn encode(status: i32, usage: &Usage) -> [u8; STATUS_BYTES] {
+    let mut bytes = [0; STATUS_BYTES];
+    let (head, tail) = bytes.split_at_mut(4);
+    head.copy_from_slice(&status.to_le_bytes());
+    let numbers = [usage.user_us, usage.system_us, usage.maxrss_kib];
+    for (to, from) in tail.chunks_exact_mut(8).zip(numbers) {
+        to.copy_from_slice(&from.to_le_bytes());
+    }
+    bytes
+}
+
+/// Returns `None` if the bytes are not the status of an ended process.
+fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<(Exit, Usage)> {
+    let (status, numbers) = bytes.split_first_chunk()?;
+    let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };
+    let [user_us, system_us, maxrss_kib] = [user, system, resident].map(u64::from_le_bytes);
+    Some((wait::exit(i32::from_le_bytes(*status))?, Usage { user_us, system_us, maxrss_kib }))
+}

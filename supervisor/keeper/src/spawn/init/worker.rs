@@ -1,0 +1,59 @@
+//! The first process of a pid namespace, from the fork of the worker on.
+//!
+//! The first process reaps every process that ends in the namespace. When the worker has ended, the first
+//! process reports how, and exits. The kernel then kills everything else in the namespace. The first process
+//! is a copy of the keeper without rights. Signals from the namespace do not reach it. The code makes only
+//! system calls.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::thread::CapabilitySet;
+
+use super::super::exit;
+use super::{STATUS_BYTES, become_init, decode, encode};
+use crate::protocol::{Exit, Usage};
+use crate::wait;
+
+/// Becomes the first process, with the child `worker`.
+pub(in crate::spawn) fn run(worker: u32, status: &OwnedFd) -> ! {
+    become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
+    loop {
+        match bulkhead_linux::wait::wait4(-1, 0) {
+            // The process has asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
+            Ok((pid, status, _)) if libc::WIFSTOPPED(status) => wait::kill_child(pid),
+            Ok((pid, end, rusage)) if pid == worker => {
+                let bytes = encode(end, &wait::usage(&rusage));
+                let _ = rustix::io::write(status, &bytes); // An error means that the keeper is gone.
+                exit(0)
+            }
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => exit(0),
+        }
+    }
+}
+
+/// Reads the first process's report on how the worker ended. Returns `None` if the first process was killed
+/// before the worker ended.
+pub(crate) fn read_status(status: &OwnedFd) -> Option<(Exit, Usage)> {
+    let mut bytes = [0; STATUS_BYTES];
+    let read = rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes));
+    (read == Ok(STATUS_BYTES)).then(|| decode(&bytes))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_written_status() {
+        let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
+        assert_eq!(read_status(&ours), None);
+        let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
+        rustix::io::write(&theirs, &encode(libc::SIGSEGV | 0x80, &usage)).unwrap();
+        let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
+        assert_eq!(read_status(&ours), Some((exit, usage)));
+        rustix::io::write(&theirs, &encode(3 << 8, &usage)).unwrap();
+        assert_eq!(read_status(&ours), Some((Exit::Code(3), usage)));
+    }
+}

@@ -1,0 +1,79 @@
+//! Hides the machine's entries in a private `/proc`, except entries that language runtimes read.
+//!
+//! (The kernel's own option, `subset=pid`, would hide these too.)
+
+use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::OnceLock;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{Access, mount, restrict};
+
+/// Entries that stay visible. C libraries, allocators, Node, Java, Go, Python and shell tools read these
+/// entries. The entries show processors, memory, times, and the kernel's version, settings, file systems and
+/// control groups.
+const VISIBLE_ENTRIES: [&str; 11] = [
+    "cgroups",
+    "cpuinfo",
+    "filesystems",
+    "loadavg",
+    "meminfo",
+    "self",
+    "stat",
+    "sys",
+    "thread-self",
+    "uptime",
+    "version",
+];
+
+/// Files mounted over hidden entries. No process may open these files. Both are removed from the root folder
+/// when all entries are hidden.
+const EMPTY_FILE: &CStr = c"/no-file";
+const EMPTY_FOLDER: &CStr = c"/no-folder";
+
+/// All other entries of `/proc` that are not processes. Looked up once, because they are the same for all
+/// workers.
+static HIDDEN_ENTRIES: OnceLock<Vec<HiddenEntry>> = OnceLock::new();
+
+struct HiddenEntry {
+    at: CString,
+    is_folder: bool,
+}
+
+/// Looks up the entries to hide. Runs in the keeper, before the fork.
+pub(in crate::spawn) fn prepare() {
+    HIDDEN_ENTRIES.get_or_init(|| {
+        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let hidden = entries.filter_map(|entry| {
+            let name = entry.file_name();
+            let name = name.to_str()?;
+            let kind = entry.file_type().ok()?;
+            let is_shown =
+                kind.is_symlink() || VISIBLE_ENTRIES.contains(&name) || name.parse::<u32>().is_ok();
+            let at = CString::new(entry.path().as_os_str().as_bytes()).ok()?;
+            (!is_shown).then(|| HiddenEntry { at, is_folder: kind.is_dir() })
+        });
+        hidden.collect()
+    });
+}
+
+/// Hides the entries. Runs in the forked child, and makes only system calls. Skips entries that no longer
+/// exist.
+pub(super) fn hide() -> Result<(), Errno> {
+    let flags = OFlags::CREATE | OFlags::CLOEXEC | OFlags::RDONLY;
+    drop(rustix::fs::open(EMPTY_FILE, flags, Mode::empty())?);
+    rustix::fs::mkdir(EMPTY_FOLDER, Mode::empty())?;
+    for HiddenEntry { at, is_folder } in HIDDEN_ENTRIES.get().into_iter().flatten() {
+        let with = if *is_folder { EMPTY_FOLDER } else { EMPTY_FILE };
+        match mount(Some(with), at, None, libc::MS_BIND, None) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    // Also restricts the mounts that hide the entries.
+    restrict(c"/proc", Access::Read)?;
+    rustix::fs::unlink(EMPTY_FILE)?;
+    rustix::fs::rmdir(EMPTY_FOLDER)
+}

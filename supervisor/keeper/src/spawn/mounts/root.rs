@@ -1,0 +1,463 @@
+//! A private root folder for a worker, made of parts of the system's root folder. Nearly all parts are
+//! read-only.
+//!
+//! The keeper decides the layout before the fork. The child makes the mounts in a private mount namespace,
+//! with system calls only.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use bulkhead_linux::errno::check;
+use rustix::fs::Mode;
+use rustix::io::Errno;
+
+use super::super::progress::StepError;
+use super::proc_entries;
+use super::{Access, mount, restrict};
+use crate::confine::paths;
+use crate::confine::reach::{GrantedPaths, Unreachable};
+use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
+
+/// Location of the system's root folder while the new one is being made.
+const OLD_ROOT: &CStr = c"/old";
+
+/// First mount point of the new root folder. Every system has this folder, and nothing in it is needed before
+/// the root is changed.
+const STAGING_FOLDER: &CStr = c"/proc";
+
+/// Mount options of the file system with the folders and links of the new root, which becomes read-only at
+/// the end.
+const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
+
+/// Number of bytes of a private `/tmp` per file that it can hold, and minimum number of files.
+const BYTES_PER_FILE: u64 = 4096;
+const FILES_MIN: u64 = 1024;
+
+/// Targets and names of links that programs expect in `/dev`. Named shared memory is a file in the private
+/// `/tmp`.
+const LINKS: [(&CStr, &CStr); 5] = [
+    (c"/proc/self/fd", c"/dev/fd"),
+    (c"/proc/self/fd/0", c"/dev/stdin"),
+    (c"/proc/self/fd/1", c"/dev/stdout"),
+    (c"/proc/self/fd/2", c"/dev/stderr"),
+    (c"/tmp", c"/dev/shm"),
+];
+
+/// A step in making a root folder, or in making the content of a covered folder.
+pub(in crate::spawn) enum LayoutStep {
+    Folder(CString),
+    File(CString),
+    Link {
+        to: CString,
+        at: CString,
+    },
+    Bind {
+        from: CString,
+        at: CString,
+        access: Access,
+    },
+    /// Hides the content of a file or folder.
+    Hide {
+        at: CString,
+        is_folder: bool,
+    },
+}
+
+/// All steps that make a root folder, decided in advance.
+pub(in crate::spawn) struct PrivateRoot {
+    steps: Vec<LayoutStep>,
+    /// Folders that are replaced by their entries.
+    expanded: Vec<CString>,
+    has_pid_namespace: bool,
+    tmp_options: Option<CString>,
+}
+
+/// Maximum number of a folder's entries that are shown individually. A larger folder is shown as a whole, and
+/// withheld paths inside are hidden.
+const SHOWN_ENTRIES_MAX: usize = 512;
+
+/// First number of the steps that are the same for every root. Numbers of [`PrivateRoot::steps`] are lower.
+const COMMON_STEPS_FIRST: u32 = 1 << 16;
+const COMMON_STEPS: [&str; 6] =
+    ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
+
+impl PrivateRoot {
+    /// Decides the layout. Fails with a path of the configuration that does not exist.
+    pub(in crate::spawn) fn prepare<'v>(
+        granted: &GrantedPaths<'v>,
+        withheld: &'v [&'v Path],
+        unreachable: &Unreachable,
+        layers: &Layers,
+    ) -> Result<Self, &'v Path> {
+        let mut layout = Layout::default();
+        for path in paths::SYSTEM_FOLDERS {
+            layout.add_system_folder(Path::new(path));
+        }
+        for path in paths::world_readable() {
+            layout.add_world_readable_file(&path);
+        }
+        for path in paths::DEVICES.iter().chain(&paths::RANDOM_DEVICES) {
+            layout.bind(Path::new(path), Access::Device);
+        }
+        let mut inner_links = Vec::new();
+        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
+            inner_links.extend(layout.add_program_folder(&folder, withheld, unreachable));
+        }
+        let named = granted.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
+            if !path.exists() {
+                return Err(path);
+            }
+            if paths::is_grantable(path, granted.write) == Ok(true) {
+                if access == Access::Read && is_expanded(path, unreachable) {
+                    inner_links.extend(layout.add_program_folder(path, withheld, unreachable));
+                } else {
+                    layout.bind(path, access);
+                }
+            }
+        }
+        let expanded = layout.expanded.iter().filter_map(|folder| c_string(folder)).collect();
+        let mut steps = layout.steps();
+        for folder in &layout.expanded {
+            steps.extend(folders_to(folder).into_iter().map(LayoutStep::Folder));
+        }
+        // The working directory must exist, even if the worker has no access to the content.
+        if paths::is_grantable(granted.directory, granted.write) == Ok(true) {
+            steps.extend(folders_to(granted.directory).into_iter().map(LayoutStep::Folder));
+        }
+        for (at, to) in inner_links {
+            if let (None, Some(at), Some(to)) = (layout.access_above(&at), c_string(&at), c_string(&to)) {
+                steps.push(LayoutStep::Link { to, at });
+            }
+        }
+        for path in withheld {
+            steps.extend(layout.hide(path));
+        }
+        let tmp_options = match layers.temporary {
+            TemporaryFiles::PrivateTmp(bytes) => tmp_options(bytes, layers.identity),
+            TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => None,
+        };
+        Ok(Self { steps, expanded, has_pid_namespace: layers.namespaces.pid, tmp_options })
+    }
+
+    /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
+    pub(in crate::spawn) fn expanded(&self) -> &[CString] {
+        &self.expanded
+    }
+
+    /// Describes a step for people.
+    pub(in crate::spawn) fn describe(&self, step: u32) -> String {
+        if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
+            return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
+        }
+        let text = |path: &CString| path.to_string_lossy().into_owned();
+        match self.steps.get(step as usize) {
+            Some(LayoutStep::Folder(at) | LayoutStep::File(at)) => format!("make {}", text(at)),
+            Some(LayoutStep::Link { at, .. }) => format!("make the link {}", text(at)),
+            Some(LayoutStep::Bind { at, .. }) => format!("show {}", text(at)),
+            Some(LayoutStep::Hide { at, .. }) => format!("hide {}", text(at)),
+            None => String::new(),
+        }
+    }
+
+    /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
+    /// In a new pid namespace, the process must be the first.
+    pub(in crate::spawn) fn enter(&self) -> Result<(), StepError> {
+        let common = |number, result: Result<(), Errno>| {
+            result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
+        };
+        common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
+        common(1, change_root())?;
+        // Must come before the system's paths are shown, because some can be inside of these folders.
+        common(2, self.mount_proc())?;
+        common(3, self.mount_tmp())?;
+        for (number, step) in self.steps.iter().enumerate() {
+            step.execute().map_err(|errno| StepError { errno, detail: number as u32 })?;
+        }
+        common(4, LINKS.iter().try_for_each(|(to, at)| ignore_existing(rustix::fs::symlink(*to, *at))))?;
+        common(5, close_root())
+    }
+
+    fn mount_proc(&self) -> Result<(), Errno> {
+        make_folder(c"/proc")?;
+        if !self.has_pid_namespace {
+            return bind(c"/old/proc", c"/proc", Access::Read);
+        }
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
+        mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
+        proc_entries::hide()
+    }
+
+    fn mount_tmp(&self) -> Result<(), Errno> {
+        make_folder(c"/tmp")?;
+        let Some(options) = &self.tmp_options else { return Ok(()) };
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+        mount(Some(c"tmpfs"), c"/tmp", Some(c"tmpfs"), flags, Some(options))
+    }
+}
+
+impl LayoutStep {
+    pub(in crate::spawn) fn execute(&self) -> Result<(), Errno> {
+        match self {
+            Self::Folder(at) => make_folder(at),
+            Self::File(at) => {
+                let flags = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::CLOEXEC;
+                rustix::fs::open(at, flags, Mode::from_raw_mode(0o444)).map(drop)
+            }
+            Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
+            Self::Bind { from, at, access } => bind(from, at, *access),
+            // If a folder above denies access to the worker, nothing needs to be hidden. The worker cannot
+            // get access later either, because the Landlock rules apply as well.
+            Self::Hide { at, .. }
+                if rustix::fs::access(at, rustix::fs::Access::EXISTS) == Err(Errno::ACCESS) =>
+            {
+                Ok(())
+            }
+            Self::Hide { at, is_folder: false } => {
+                mount(Some(c"/old/dev/null"), at, None, libc::MS_BIND, None)
+            }
+            Self::Hide { at, is_folder: true } => {
+                let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
+                mount(Some(c"tmpfs"), at, Some(c"tmpfs"), flags, Some(c"size=4k,nr_inodes=2,mode=0555"))
+            }
+        }
+    }
+}
+
+/// Content of the root folder by path. Parents come before their content.
+#[derive(Default)]
+struct Layout {
+    binds: BTreeMap<PathBuf, (PathBuf, Access)>,
+    links: BTreeMap<PathBuf, PathBuf>,
+    /// Folders that are not shown themselves, but by their entries.
+    expanded: BTreeSet<PathBuf>,
+}
+
+impl Layout {
+    /// Adds a folder of the system, or the link that newer systems have in its place.
+    fn add_system_folder(&mut self, path: &Path) {
+        match std::fs::read_link(path) {
+            Ok(to) => drop(self.links.insert(path.to_owned(), to)),
+            Err(_) => self.bind(path, Access::Read),
+        }
+    }
+
+    /// Shows a path under the given name and under its real path.
+    fn bind(&mut self, path: &Path, access: Access) {
+        let Ok(real) = std::fs::canonicalize(path) else { return };
+        if real == Path::new("/") {
+            return self.bind_root(access);
+        }
+        for place in [path.to_path_buf(), real.clone()] {
+            let entry = self.binds.entry(place).or_insert((real.clone(), access));
+            entry.1 = entry.1.max(access);
+        }
+    }
+
+    /// Shows a folder. If paths inside are withheld, shows the other present entries individually. A mount
+    /// over a withheld path would not be enough, because the path becomes visible again when another file
+    /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
+    /// the links in the folder, with targets.
+    fn add_program_folder(
+        &mut self,
+        folder: &Path,
+        withheld: &[&Path],
+        unreachable: &Unreachable,
+    ) -> Vec<(PathBuf, PathBuf)> {
+        let entries = |folder: &Path| {
+            let entries = std::fs::read_dir(folder).ok()?.flatten();
+            let is_link = |path: &PathBuf| path.is_symlink();
+            Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
+        };
+        let parts = match paths::grantable_parts(folder, withheld) {
+            Ok(parts) if parts == [folder] && is_expanded(folder, unreachable) => entries(folder),
+            Ok(parts) if parts != [folder] => Some(parts),
+            _ => None,
+        };
+        let parts = match parts {
+            Some(parts) if parts.len() <= SHOWN_ENTRIES_MAX => parts,
+            _ => {
+                self.bind(folder, Access::Read);
+                return Vec::new();
+            }
+        };
+        parts.iter().for_each(|part| self.bind(part, Access::Read));
+        let expanded: BTreeSet<&Path> =
+            parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
+        self.expanded.extend(expanded.iter().map(|folder| folder.to_path_buf()));
+        let entries = expanded.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
+        let links = entries.flatten().flatten().filter_map(|entry| {
+            let path = entry.path();
+            Some((path.clone(), std::fs::read_link(path).ok()?))
+        });
+        links.collect()
+    }
+
+    /// Shows the whole system, except folders that the worker has privately.
+    fn bind_root(&mut self, access: Access) {
+        for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
+            if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
+                self.bind(&entry.path(), access);
+            }
+        }
+    }
+
+    /// Shows a file of the system under the given name, if every user can read the file.
+    fn add_world_readable_file(&mut self, path: &Path) {
+        use std::os::unix::fs::PermissionsExt;
+        let is_world_readable = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
+        if let Ok(real) = std::fs::canonicalize(path)
+            && std::fs::metadata(&real).is_ok_and(|found| is_world_readable(&found))
+        {
+            self.binds.insert(path.to_owned(), (real, Access::Read));
+        }
+    }
+
+    fn steps(&self) -> Vec<LayoutStep> {
+        let mut made = BTreeSet::new();
+        let mut steps: Vec<LayoutStep> = self
+            .links
+            .iter()
+            .filter_map(|(at, to)| Some(LayoutStep::Link { to: c_string(to)?, at: c_string(at)? }))
+            .collect();
+        for (at, (from, access)) in &self.binds {
+            let above = self.access_above(at);
+            // The path is already visible, or is reached by a link.
+            if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
+                continue;
+            }
+            let (Some(source), Some(place)) = (old_path(from), c_string(at)) else { continue };
+            if above.is_none() {
+                steps.extend(
+                    folders_above(at).into_iter().filter(|f| made.insert(f.clone())).map(LayoutStep::Folder),
+                );
+                let node = place.clone();
+                steps.push(if from.is_dir() { LayoutStep::Folder(node) } else { LayoutStep::File(node) });
+            }
+            steps.push(LayoutStep::Bind { from: source, at: place, access: *access });
+        }
+        steps
+    }
+
+    /// Returns how the nearest folder above this path is shown, if there is one.
+    fn access_above(&self, path: &Path) -> Option<Access> {
+        path.ancestors().skip(1).find_map(|above| {
+            let (_, access) = self.binds.get(above)?;
+            (!self.is_behind_link(above)).then_some(*access)
+        })
+    }
+
+    fn is_behind_link(&self, path: &Path) -> bool {
+        path.ancestors().any(|above| self.links.contains_key(above))
+    }
+
+    /// Hides a path wherever it would be visible, unless it was explicitly granted.
+    fn hide(&self, path: &Path) -> Vec<LayoutStep> {
+        let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
+        let is_folder = real.is_dir();
+        let places: BTreeSet<PathBuf> = self
+            .binds
+            .iter()
+            .filter(|(at, _)| !self.is_behind_link(at))
+            .filter_map(|(at, (from, _))| Some(at.join(real.strip_prefix(from).ok()?)))
+            .filter(|at| !self.binds.contains_key(at))
+            .collect();
+        places.iter().filter_map(|at| Some(LayoutStep::Hide { at: c_string(at)?, is_folder })).collect()
+    }
+}
+
+/// Returns the mount options of a memory file system with this size in bytes.
+pub(in crate::spawn) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
+    let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
+    let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
+    CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
+}
+
+/// True if a folder denies access to the worker's user, so that it is shown by its entries.
+pub(in crate::spawn) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
+    !unreachable.expanded.is_empty()
+        && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
+}
+
+/// Returns the folders that lead to a path, from the top, without the root.
+fn folders_above(path: &Path) -> Vec<CString> {
+    path.parent().map(folders_to).unwrap_or_default()
+}
+
+/// Returns the folders that lead to a path, and the path itself. If the path contains `..`, includes folders
+/// that it enters and leaves again.
+fn folders_to(path: &Path) -> Vec<CString> {
+    let mut folders = Vec::new();
+    let mut so_far = PathBuf::from("/");
+    for part in path.components() {
+        match part {
+            Component::Normal(_) => {
+                so_far.push(part);
+                folders.extend(c_string(&so_far));
+            }
+            Component::ParentDir => so_far.push(part),
+            _ => {}
+        }
+    }
+    folders
+}
+
+pub(in crate::spawn) fn c_string(path: &Path) -> Option<CString> {
+    CString::new(path.as_os_str().as_bytes()).ok()
+}
+
+/// Returns the location of a system path while the new root is being made.
+fn old_path(path: &Path) -> Option<CString> {
+    CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
+}
+
+/// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
+/// process there. The new `/proc` is visible only to this process and its descendants.
+pub(in crate::spawn) fn mount_private_proc() -> Result<(), Errno> {
+    // Later unmounts of the system propagate here, but nothing from here propagates to the system.
+    mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
+    let mut first = [std::mem::MaybeUninit::uninit(); 16];
+    let (own, _) = rustix::fs::readlinkat_raw(rustix::fs::CWD, c"/proc/self", &mut first[..])?;
+    if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
+}
+
+/// Replaces the root with an empty file system, in which the system's root is a folder.
+fn change_root() -> Result<(), Errno> {
+    let flags = libc::MS_NOSUID | libc::MS_NODEV;
+    mount(Some(c"tmpfs"), STAGING_FOLDER, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
+    rustix::process::chdir(STAGING_FOLDER)?;
+    make_folder(c"old")?;
+    // SAFETY: the texts end with NUL.
+    check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c"old".as_ptr()) } as i32)?;
+    rustix::process::chdir(c"/")
+}
+
+/// Detaches the system's root, and makes the new root read-only.
+fn close_root() -> Result<(), Errno> {
+    // SAFETY: the text ends with NUL.
+    check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
+    rustix::fs::rmdir(OLD_ROOT)?;
+    let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
+    mount(None, c"/", None, flags, None)
+}
+
+fn make_folder(at: &CStr) -> Result<(), Errno> {
+    ignore_existing(rustix::fs::mkdir(at, Mode::from_raw_mode(0o755)))
+}
+
+fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
+    match result {
+        Err(Errno::EXIST) => Ok(()),
+        result => result,
+    }
+}
+
+/// Shows `from` also at `at`, with all mounts below.
+fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
+    mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
+    restrict(at, access)
+}

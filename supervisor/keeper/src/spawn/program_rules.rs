@@ -1,0 +1,51 @@
+//! The rules that the host of `exec` programs receives about its own confinement, in a sealed memory file.
+
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use bulkhead_shared::program_rules::{Grant, ProgramRules};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::SpawnError;
+use crate::confine::landlock::Ruleset;
+use crate::protocol::confinement::{Layers, TemporaryFiles};
+
+/// Name of the step.
+const STEP: &str = "rules for programs";
+
+/// Mount point of [`TemporaryFiles::PrivateTmp`].
+const PRIVATE_TMP: &str = "/tmp";
+
+/// Returns a file with the rules, positioned at its start.
+pub(super) fn create_file(
+    layers: &Layers,
+    ruleset: Option<&Ruleset>,
+    temporary: Option<&Path>,
+) -> Result<OwnedFd, SpawnError> {
+    let temporary = match layers.temporary {
+        TemporaryFiles::PrivateTmp(_) => Some(Path::new(PRIVATE_TMP)),
+        TemporaryFiles::None | TemporaryFiles::Folder | TemporaryFiles::MountedTmpfs(_) => temporary,
+    };
+    let rules = match ruleset {
+        Some(ruleset) => ruleset.program_rules(temporary),
+        None => ProgramRules {
+            temporary: temporary.map(|path| Grant { path: path.to_owned(), access: 0 }),
+            ..ProgramRules::default()
+        },
+    };
+    sealed_memory_file(&rules.encode()).map_err(|error| SpawnError::from_io(STEP, &error))
+}
+
+fn sealed_memory_file(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(rustix::fs::memfd_create(c"rules", flags)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE,
+    )?;
+    Ok(file.into())
+}

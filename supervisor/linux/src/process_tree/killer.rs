@@ -1,0 +1,280 @@
+//! Kills all descendants of this process in small steps, so that the caller can do other work between the
+//! steps.
+//!
+//! A run scans all processes and stops each descendant that is not spared. The scan is repeated until no new
+//! descendant appears. Then all stopped descendants are killed. The killer remembers which processes earlier
+//! scans have seen, so that the caller can distinguish the processes that a worker left behind from processes
+//! found before.
+
+use std::collections::HashMap;
+use std::fs::ReadDir;
+use std::io;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::{Process, descendants, read_process};
+
+/// Maximum number of scans for processes that were forked while their parents were being stopped.
+const STOP_SCANS_MAX: usize = 32;
+
+/// Finds and kills the descendants of this process, in one run after another; see [`DescendantKiller::begin`].
+#[derive(Default)]
+pub struct DescendantKiller {
+    stage: Stage,
+    /// Number of scans begun in this run.
+    run_scans: usize,
+    /// Number of scans begun in all runs.
+    scans: u64,
+    /// Descendants that existed in the latest complete scan.
+    found: HashMap<u32, Found>,
+    /// Highest `seen` of all processes in `found`.
+    latest_first_seen: u64,
+}
+
+#[derive(Default)]
+enum Stage {
+    #[default]
+    Idle,
+    /// Reads the table of all processes.
+    Scanning { entries: ReadDir, table: HashMap<u32, Process> },
+    /// Sends `signal` to the targets, from last to first.
+    Signalling { targets: Vec<u32>, signal: Signal },
+}
+
+struct Found {
+    started: u64,
+    parent: u32,
+    /// Number of the scan that saw the process first.
+    first_seen: u64,
+    /// True if the process was sent SIGSTOP. The signal can have failed.
+    is_stopped: bool,
+}
+
+/// State of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// The run is not finished.
+    InProgress,
+    /// The run is not finished, and a scan is complete. Only now can the result of
+    /// [`DescendantKiller::has_nothing_new_since`] change.
+    ScanComplete,
+    /// The run is finished, with the number of killed processes. 0 means that nothing was left.
+    Finished(usize),
+}
+
+impl std::fmt::Debug for DescendantKiller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DescendantKiller")
+            .field("scans", &self.scans)
+            .field("found", &self.found.len())
+            .finish()
+    }
+}
+
+impl DescendantKiller {
+    /// Begins the next run. Errors: `/proc` cannot be read.
+    pub fn begin(&mut self) -> io::Result<()> {
+        self.run_scans = 0;
+        self.begin_scan()
+    }
+
+    /// True if a run is in progress.
+    pub fn is_active(&self) -> bool {
+        !matches!(self.stage, Stage::Idle)
+    }
+
+    /// Returns the number of scans begun so far. See [`DescendantKiller::has_nothing_new_since`].
+    pub fn scan_number(&self) -> u64 {
+        self.scans
+    }
+
+    /// True if the latest scan began after scan `scan_number` and found only processes that earlier scans had
+    /// seen. A process that died during scan `scan_number` has then left nothing behind. Call this when a scan
+    /// is complete.
+    pub fn has_nothing_new_since(&self, scan_number: u64) -> bool {
+        self.scans > scan_number && self.latest_first_seen <= scan_number
+    }
+
+    /// Performs a step of the run, with at most `processes_max` processes. Children for which `is_spared`
+    /// returns true are left alone, with their descendants. An error (`/proc` cannot be read) ends the run.
+    pub fn step(&mut self, processes_max: usize, is_spared: impl FnMut(u32) -> bool) -> io::Result<Progress> {
+        match std::mem::take(&mut self.stage) {
+            Stage::Idle => Ok(Progress::Finished(self.found.len())),
+            Stage::Scanning { mut entries, mut table } => {
+                for entry in entries.by_ref().take(processes_max) {
+                    let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+                    if let Some(pid) = pid
+                        && let Some(process) = read_process(pid)
+                    {
+                        table.insert(pid, process);
+                    }
+                }
+                match entries.next() {
+                    None => Ok(self.evaluate_scan(&table, is_spared)),
+                    Some(entry) => {
+                        let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+                        table.extend(pid.and_then(|pid| Some((pid, read_process(pid)?))));
+                        self.stage = Stage::Scanning { entries, table };
+                        Ok(Progress::InProgress)
+                    }
+                }
+            }
+            Stage::Signalling { mut targets, signal } => {
+                for _ in 0..processes_max {
+                    let Some(pid) = targets.pop() else { break };
+                    self.signal(pid, signal);
+                }
+                if !targets.is_empty() {
+                    self.stage = Stage::Signalling { targets, signal };
+                } else if signal == Signal::STOP {
+                    self.begin_scan()?;
+                } else {
+                    return Ok(Progress::Finished(self.found.len()));
+                }
+                Ok(Progress::InProgress)
+            }
+        }
+    }
+
+    fn begin_scan(&mut self) -> io::Result<()> {
+        self.stage = Stage::Idle;
+        let entries = std::fs::read_dir("/proc")?;
+        self.run_scans += 1;
+        self.scans += 1;
+        self.stage = Stage::Scanning { entries, table: HashMap::new() };
+        Ok(())
+    }
+
+    /// Evaluates a complete scan. Stops the processes that the scan found for the first time. If there are
+    /// none, kills all.
+    fn evaluate_scan(
+        &mut self,
+        table: &HashMap<u32, Process>,
+        is_spared: impl FnMut(u32) -> bool,
+    ) -> Progress {
+        let own = std::process::id();
+        let mut before = std::mem::take(&mut self.found);
+        // Parents come before children, so that the parent of each process has been stopped before the
+        // process is.
+        let mut fresh = Vec::new();
+        for (pid, started) in descendants(table, own, is_spared) {
+            let known = before.remove(&pid).filter(|found| found.started == started);
+            let parent = table[&pid].parent;
+            let unseen = Found { started, parent, first_seen: self.scans, is_stopped: false };
+            let found = Found { parent, ..known.unwrap_or(unseen) };
+            if !found.is_stopped {
+                fresh.push(pid);
+            }
+            self.found.insert(pid, found);
+        }
+        self.latest_first_seen = self.found.values().map(|found| found.first_seen).max().unwrap_or(0);
+        if self.found.is_empty() {
+            return Progress::Finished(0);
+        }
+        if fresh.is_empty() || self.run_scans >= STOP_SCANS_MAX {
+            let targets = self.found.keys().copied().collect();
+            self.stage = Stage::Signalling { targets, signal: Signal::KILL };
+        } else {
+            fresh.reverse();
+            self.stage = Stage::Signalling { targets: fresh, signal: Signal::STOP };
+        }
+        Progress::ScanComplete
+    }
+
+    /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
+    /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
+    /// may not be a descendant, so it is left to the next scan.
+    fn signal(&mut self, pid: u32, signal: Signal) {
+        let Some(found) = self.found.get_mut(&pid) else { return };
+        let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
+        // From here on the descriptor identifies the process, so the following read of `/proc` is decisive.
+        let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
+        let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
+            self.found.remove(&pid);
+            return;
+        };
+        let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
+        if found.is_stopped || has_its_parent {
+            // The signal fails if the process has exited in the meantime. It also fails for a set-user-id
+            // program, which a subreaper without privileges cannot signal; the next run finds the program
+            // again.
+            let _ = pidfd_send_signal(&descriptor, signal);
+            found.is_stopped = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// Performs a whole run in small steps.
+    fn run_all(killer: &mut DescendantKiller, is_spared: impl Fn(u32) -> bool) -> usize {
+        killer.begin().unwrap();
+        loop {
+            if let Progress::Finished(count) = killer.step(3, &is_spared).unwrap() {
+                return count;
+            }
+        }
+    }
+
+    /// Runs the case in a separate process, because a run kills all other descendants of this process.
+    fn in_separate_process(case: &str, run: impl FnOnce()) {
+        if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
+            return run();
+        }
+        let name = format!("process_tree::killer::tests::{case}");
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env("BULKHEAD_TEST_CASE", case);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+
+    fn shell(script: &str) -> std::process::Child {
+        Command::new("sh").args(["-c", script]).spawn().unwrap()
+    }
+
+    fn wait_for_descendants(of: u32, count: usize) {
+        while super::super::descendants_of(of).unwrap().len() < count {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn kills_unspared_descendants_in_small_steps() {
+        in_separate_process("kills_unspared_descendants_in_small_steps", || {
+            let script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & done; wait";
+            let (mut goes, mut stays) = (shell(script), shell(script));
+            [goes.id(), stays.id()].into_iter().for_each(|pid| wait_for_descendants(pid, 10));
+            let spared = stays.id();
+            let mut killer = DescendantKiller::default();
+            assert_eq!(run_all(&mut killer, |pid| pid == spared), 11);
+            goes.wait().unwrap();
+            assert_eq!(super::super::descendants_of(spared).unwrap().len(), 10);
+            assert_eq!(run_all(&mut killer, |_| false), 11);
+            stays.wait().unwrap();
+        });
+    }
+
+    #[test]
+    fn distinguishes_new_processes_from_known_ones() {
+        in_separate_process("distinguishes_new_processes_from_known_ones", || {
+            let mut first = shell("exec sleep 1000");
+            let mut killer = DescendantKiller::default();
+            killer.begin().unwrap();
+            while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
+            let scan_number = killer.scan_number();
+            assert!(!killer.has_nothing_new_since(scan_number), "the scan was begun before");
+            // The process is stopped and scanned again. It is not new, because the first scan has seen it.
+            assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
+            assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);
+            assert!(killer.has_nothing_new_since(scan_number) && !killer.has_nothing_new_since(0));
+            let mut second = shell("exec sleep 1000");
+            assert_eq!(run_all(&mut killer, |_| false), 2);
+            assert!(!killer.has_nothing_new_since(scan_number));
+            first.wait().unwrap();
+            second.wait().unwrap();
+        });
+    }
+}

@@ -1,0 +1,56 @@
+//! The scheduler's time slice of a thread.
+
+use std::time::Duration;
+
+use crate::errno;
+
+/// Requests a shorter time slice for the calling thread and for threads that it starts.
+///
+/// At the end of a slice, other threads waiting for the processor can run. A thread with a shorter slice also
+/// waits less for threads with a longer one. The thread's share of the processor does not change. A thread
+/// with a scheduling policy other than `SCHED_OTHER` or `SCHED_BATCH` is left alone. Errors are those of
+/// `sched_setattr(2)`. Linux before 6.12 accepts the slice without effect.
+#[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
+pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
+    let size = size_of::<libc::sched_attr>();
+    // SAFETY: the structure has only numbers, for which zero is a valid value.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most `size` bytes to `attributes`, which outlives the call.
+    let result = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+    errno::check(result)?;
+    if ![libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32)) {
+        return Ok(());
+    }
+    attributes.size = size as u32;
+    attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
+    // SAFETY: the kernel reads `attributes.size` bytes of `attributes`, which outlives the call.
+    errno::check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) })
+}
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "sched_getattr has no safe wrapper")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_slice_is_set_and_inherited() {
+        let query = || {
+            let size = size_of::<libc::sched_attr>();
+            // SAFETY: as in `set_time_slice`.
+            let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+            // SAFETY: as in `set_time_slice`.
+            unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+            (attributes.sched_policy, attributes.sched_nice, attributes.sched_runtime)
+        };
+        std::thread::spawn(move || {
+            let (policy, nice, before) = query();
+            set_time_slice(Duration::from_micros(100)).unwrap();
+            // Linux before 6.12 reports no slice.
+            let expected = (policy, nice, if before == 0 { 0 } else { 100_000 });
+            assert_eq!(query(), expected);
+            assert_eq!(std::thread::spawn(query).join().unwrap(), expected);
+        })
+        .join()
+        .unwrap();
+    }
+}

@@ -1,0 +1,68 @@
+//! Helpers for tests of isolated tenants.
+
+use crate::{SAME_NUMBERS, Supervisor, children, wait_for};
+use serde_json::Value;
+
+/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` are further keys.
+pub fn isolated(tenants: &str, more: &str) -> String {
+    format!(
+        "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
+         tenants = {{ isolate = true, {tenants} }}\n{more}\n"
+    )
+}
+
+/// Sends a PATCH to a path below `/v1/bulkheads/`. Returns the status and the answer.
+pub fn patch(supervisor: &Supervisor, path: &str, body: &str) -> (u16, Value) {
+    supervisor.patch(&format!("/v1/bulkheads/{path}"), body)
+}
+
+/// Returns the snapshot of one tenant of the bulkhead `b`.
+pub fn part(supervisor: &Supervisor, tenant: &str) -> Value {
+    supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"))
+}
+
+/// Waits until a number in a tenant's snapshot has this value. The tenant can still be unknown.
+pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64) {
+    wait_for(&format!("{field} of {tenant} is {value}"), || {
+        let (status, body) = supervisor.try_get(&format!("/v1/bulkheads/b?tenant={tenant}"))?;
+        let part: Value = serde_json::from_str(&body).ok().filter(|_| status == 200)?;
+        (part[field].as_u64() == Some(value)).then_some(())
+    });
+}
+
+/// Returns the process ids of a tenant's workers.
+pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
+    let part = part(supervisor, tenant);
+    let workers = part["workers"].as_array().expect("workers");
+    workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
+}
+
+/// Waits until no worker runs, according to the snapshot and to the kernel.
+pub fn wait_for_rest(supervisor: &Supervisor) {
+    wait_for("no worker runs", || {
+        let is_at_rest = supervisor.worker_pids("b").is_empty() && children(supervisor.keeper()).is_empty();
+        is_at_rest.then_some(())
+    });
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+/// Returns the number of rejected jobs.
+pub fn rejected(snapshot: &Value) -> u64 {
+    snapshot["rejected"].as_object().expect("by reason").values().map(number).sum()
+}
+
+/// Returns the number of jobs that have an outcome.
+pub fn outcomes(snapshot: &Value) -> u64 {
+    let ended = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
+    ended.iter().map(|field| number(&snapshot[*field])).sum::<u64>() + rejected(snapshot)
+}
+
+/// Checks that each submitted job has an outcome or is under way.
+pub fn assert_balanced(snapshot: &Value) {
+    let underway: u64 =
+        ["in_flight", "queued", "elsewhere"].iter().map(|field| number(&snapshot[*field])).sum();
+    assert_eq!(number(&snapshot["submitted"]), outcomes(snapshot) + underway, "{snapshot}");
+}

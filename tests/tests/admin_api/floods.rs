@@ -1,0 +1,113 @@
+//! Clients that flood the admin socket slow down only themselves. Jobs and shutdown continue.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::tenants::{assert_balanced, isolated};
+use bulkhead_tests::{PATIENCE, Supervisor, outcome, wait_for};
+use nix::sys::signal::Signal;
+
+/// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
+const TENANTS: usize = 4000;
+
+const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
+
+/// Starts a supervisor that remembers many tenants whose jobs were all rejected.
+fn crowded() -> (Supervisor, Client) {
+    let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
+    let supervisor = Supervisor::start(&bulkheads);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let busy = client.job("b", "").operation("hang").tenant("busy").start().unwrap();
+    supervisor.wait_number("b", "in_flight", 1);
+    for tenant in 0..TENANTS {
+        let refused = client.job("b", "").tenant(format!("t{tenant}")).send();
+        assert_eq!(outcome(&refused), "rejected/unavailable");
+    }
+    std::mem::forget(busy);
+    (supervisor, client)
+}
+
+/// Requests these pages continuously while `meanwhile` runs. Returns the number of responses.
+fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
+    let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for page in pages {
+            let (is_over, answers) = (&is_over, &answers);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    answers.fetch_add(u64::from(supervisor.try_get(page).is_some()), Ordering::Relaxed);
+                }
+            });
+        }
+        wait_for("some are answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(meanwhile));
+        is_over.store(true, Ordering::Relaxed);
+        if let Err(panic) = done {
+            std::panic::resume_unwind(panic);
+        }
+    });
+    answers.into_inner()
+}
+
+/// The pages describe thousands of tenants.
+#[test]
+fn jobs_continue_while_large_pages_are_requested() {
+    let (supervisor, client) = crowded();
+    let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
+    let mut jobs = 0;
+    let answers = besieged(&supervisor, &pages, || {
+        for _ in 0..100 {
+            assert_eq!(outcome(&client.job("honest", "").deadline(PATIENCE).send()), "ok");
+            jobs += 1;
+        }
+    });
+    // A job needs two or three iterations of the event loop, and each iteration builds one part of a large page.
+    assert!(jobs == 100 && answers > 0);
+    let snapshot = supervisor.snapshot("b");
+    assert_balanced(&snapshot);
+    assert_eq!(snapshot["rejected"]["unavailable"], TENANTS);
+    assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200);
+}
+
+/// A tenant that is forgotten while the snapshot is being built counts exactly once.
+#[test]
+fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
+    let (supervisor, client) = crowded();
+    let submitted = TENANTS + 1;
+    besieged(&supervisor, &["/v1/bulkheads"; 2], || {
+        let mut least = 0;
+        for round in 0..20 {
+            for tenant in 0..50 {
+                let refused = client.job("b", "").tenant(format!("u{round}-{tenant}")).send();
+                assert_eq!(outcome(&refused), "rejected/unavailable");
+            }
+            let snapshot = supervisor.snapshot("b");
+            assert_balanced(&snapshot);
+            let now = snapshot["submitted"].as_u64().unwrap();
+            assert!(now >= least, "{now} after {least}");
+            least = now;
+        }
+    });
+    assert_eq!(supervisor.number("b", "submitted") as usize, submitted + 20 * 50);
+}
+
+#[test]
+fn a_stop_is_not_lost_in_a_crowd_of_commands() {
+    let (mut supervisor, _client) = crowded();
+    // The supervisor is stopped, so more commands pile up than one iteration takes. No client waits for the response.
+    supervisor.signal(Signal::SIGSTOP);
+    let admin = supervisor.folder.path().join("admin.sock");
+    let ask = || {
+        let mut socket = UnixStream::connect(&admin).ok()?;
+        socket.write_all(b"GET /v1/bulkheads HTTP/1.1\r\nHost: x\r\n\r\n").ok()
+    };
+    let asked = (0..100).filter_map(|_| ask()).count();
+    assert!(asked > 0);
+    // The second signal ends the drain, which would wait for the running job.
+    supervisor.signal(Signal::SIGTERM);
+    supervisor.signal(Signal::SIGINT);
+    supervisor.signal(Signal::SIGCONT);
+    assert!(supervisor.wait().success());
+}

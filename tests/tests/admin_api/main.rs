@@ -1,0 +1,10 @@
+//! The admin API: sockets, HTTP, jobs over HTTP, the dashboard, and hostile callers.
+
+mod admin;
+mod dashboard;
+mod floods;
+mod http_jobs;
+mod openapi;
+mod tcp;
+mod tour;
+mod watch;

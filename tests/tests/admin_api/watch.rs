@@ -1,0 +1,156 @@
+//! `GET /v1/watch`: the states of all bulkheads and all events in one stream.
+
+use std::io::{BufRead, BufReader};
+
+use bulkhead_tests::http::{Place, Socket};
+use bulkhead_tests::{Supervisor, not_run, wait_for};
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
+
+/// Message of the stream.
+#[derive(Debug)]
+struct Said {
+    event: String,
+    id: Option<u64>,
+    data: Value,
+}
+
+struct Watcher(BufReader<Socket>);
+
+impl Watcher {
+    fn begin(supervisor: &Supervisor, query: &str, headers: &[&str]) -> Self {
+        let mut socket = Place::of(supervisor).connect();
+        socket.send_head("GET", &format!("/v1/watch{query}"), headers, None);
+        let mut reader = BufReader::new(socket);
+        let mut head = String::new();
+        while !head.ends_with("\r\n\r\n") {
+            assert!(reader.read_line(&mut head).expect("a head in time") > 0, "{head}");
+        }
+        assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/event-stream"), "{head}");
+        Self(reader)
+    }
+
+    /// Returns the next message, or `None` at the end. Skips chunk sizes and comments.
+    fn next(&mut self) -> Option<Said> {
+        let mut said = Said { event: String::new(), id: None, data: Value::Null };
+        loop {
+            let mut line = String::new();
+            if self.0.read_line(&mut line).expect("something in time") == 0 {
+                return None;
+            }
+            let line = line.trim_end();
+            match line.split_once(": ") {
+                Some(("event", name)) => said.event = name.to_owned(),
+                Some(("id", id)) => said.id = id.parse().ok(),
+                Some(("data", data)) => said.data = serde_json::from_str(data).expect("JSON"),
+                _ if line.is_empty() && !said.event.is_empty() && !said.data.is_null() => return Some(said),
+                _ => {}
+            }
+        }
+    }
+
+    fn next_of(&mut self, event: &str) -> Said {
+        loop {
+            let said = self.next().expect("the stream goes on");
+            if said.event == event {
+                return said;
+            }
+        }
+    }
+}
+
+#[test]
+fn state_and_events_come_on_one_stream() {
+    let supervisor = Supervisor::start(ONE);
+    let mut watcher = Watcher::begin(&supervisor, "", &[]);
+    let hello = watcher.next().unwrap();
+    assert_eq!((hello.event.as_str(), hello.data["pid"].as_u64()), ("hello", Some(supervisor.pid().into())));
+    assert!(hello.data["started"].is_string() && hello.data["version"].is_string(), "{hello:?}");
+    let state = watcher.next_of("bulkheads").data;
+    let asked = supervisor.get("/v1/bulkheads");
+    let keys = |of: &Value| of["bulkheads"][0].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&state), keys(&asked));
+    assert!(state["at"].is_string());
+
+    // The stream continues with new states and events.
+    assert_eq!(Place::of(&supervisor).job("b", "echo", &[], b"").status, 200);
+    loop {
+        if watcher.next_of("bulkheads").data["bulkheads"][0]["done"] == 1 {
+            break;
+        }
+    }
+    Place::of(&supervisor).job("b", "abort", &[], b"").problem(502);
+    let crashed = loop {
+        let said = watcher.next_of("event");
+        assert_eq!(said.id, said.data["seq"].as_u64(), "{said:?}");
+        if said.data["kind"] == "job_crashed" {
+            break said.id.unwrap();
+        }
+    };
+    // Another watcher can continue after a given event.
+    let query = format!("?since={}", crashed - 1);
+    let last = format!("Last-Event-ID: {}", crashed - 1);
+    for (query, header) in [(query.as_str(), "X-None: 1"), ("", last.as_str())] {
+        let first = Watcher::begin(&supervisor, query, &[header]).next_of("event");
+        assert_eq!(first.id, Some(crashed), "{first:?}");
+    }
+    let newest = supervisor.wait_events("worker_ready", 2).last().unwrap()["seq"].as_u64();
+    assert_eq!(Watcher::begin(&supervisor, "?limit=1", &[]).next_of("event").id, newest);
+    supervisor.signal(Signal::SIGTERM);
+    while watcher.next().is_some() {}
+}
+
+#[test]
+fn many_watch_and_those_who_leave_are_forgotten() {
+    let supervisor = Supervisor::start(ONE);
+    let mut watchers: Vec<_> = (0..100).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
+    for watcher in &mut watchers {
+        watcher.next_of("bulkheads");
+    }
+    // All watchers are shown the same snapshots.
+    let moments: Vec<String> =
+        watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
+    let different = bulkhead_tests::tally(moments).len();
+    assert!(different <= 50, "{different} moments for 100 watchers");
+    // The number of watchers is bounded, and a watcher that leaves frees its place.
+    let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
+    Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
+    drop((watchers, rest));
+    wait_for("there are places again", || {
+        let mut socket = Place::of(&supervisor).connect();
+        socket.send_head("GET", "/v1/watch", &[], None);
+        let mut line = String::new();
+        BufReader::new(socket).read_line(&mut line).ok()?;
+        line.starts_with("HTTP/1.1 200").then_some(())
+    });
+    // The first watcher after a time without watchers sees the current state.
+    let done = supervisor.number("b", "done");
+    Place::of(&supervisor).job("b", "echo", &[], b"");
+    let mut late = Watcher::begin(&supervisor, "", &[]);
+    wait_for("it is up to date", || {
+        (late.next_of("bulkheads").data["bulkheads"][0]["done"] == done + 1).then_some(())
+    });
+}
+
+#[test]
+fn a_data_plane_that_does_not_answer_is_told() {
+    let supervisor = Supervisor::start(ONE);
+    let mut watcher = Watcher::begin(&supervisor, "", &[]);
+    watcher.next_of("bulkheads");
+    // Stops only the first thread, which is the data plane.
+    let thread = Pid::from_raw(supervisor.pid() as i32);
+    if let Err(error) = ptrace::seize(thread, ptrace::Options::empty()) {
+        not_run!("this machine does not permit ptrace(2) of another process: {error}");
+        return;
+    }
+    ptrace::interrupt(thread).unwrap();
+    waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+    watcher.next_of("stuck");
+    ptrace::detach(thread, None).unwrap();
+    watcher.next_of("bulkheads");
+}

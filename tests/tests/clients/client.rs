@@ -1,0 +1,846 @@
+//! The client library, against a real supervisor, and against a fake supervisor that violates the protocol.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, ConnectError, Executed, JobError, Reply, Verdict, blocking};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused};
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::{FLAG_CRITICAL, HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::{Outcome, RejectReason};
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for};
+use tempfile::TempDir;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    // Tests wait for conditions by blocking, so the client needs another thread.
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, future).await.expect("nothing hangs") })
+}
+
+/// Returns whether the job ran, and the error message. Panics if the job succeeded or has an outcome.
+fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
+    let error = result.expect_err("the job cannot have succeeded");
+    assert!(error.outcome().is_none(), "{error}");
+    assert_eq!(error.exit_code(), 69);
+    (error.executed(), error.to_string())
+}
+
+// A real supervisor.
+
+const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n";
+
+#[test]
+fn a_client_reconnects_when_its_supervisor_is_started_again() {
+    let mut supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "x").send().await.unwrap();
+        let running = client.job("b", "").operation("hang").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+
+        let error = running.await.unwrap_err();
+        assert_eq!(error.executed(), Executed::Unknown, "it was running");
+        assert!(!error.is_retryable(), "{error}");
+        assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
+
+        // No supervisor is running. A job with a short deadline must not wait until the client gives up reconnecting.
+        let began = Instant::now();
+        let limit = Duration::from_millis(50);
+        let hasty = client.job("b", "x").deadline(limit).send().await.unwrap_err();
+        assert_eq!(hasty.executed(), Executed::No);
+        assert!(hasty.is_retryable(), "{hasty}");
+        assert!(hasty.to_string().contains("jobs.sock is not reachable"), "{hasty}");
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", ONE);
+        let began = Instant::now();
+        loop {
+            match client.job("b", "again").send().await {
+                Ok(reply) => break assert_eq!(reply.payload(), b"again"),
+                Err(error) => assert_eq!(error.executed(), Executed::No, "{error}"),
+            }
+            assert!(began.elapsed() < PATIENCE, "it never reconnected");
+        }
+    });
+}
+
+/// The jobs have no deadline, so a job that the client forgets would wait forever.
+#[test]
+fn reconnected_client_sends_all_waiting_jobs() {
+    const TASKS: usize = 200;
+    let keys = "max_in_flight = 8\nmax_queue = 1000\n";
+    let mut supervisor = Supervisor::start(&format!("{ONE}{keys}"));
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(8).enable_all().build().unwrap();
+    let client = runtime.block_on(Client::connect(supervisor.socket())).unwrap();
+    for round in 0..5 {
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+        let tasks: Vec<_> = (0..TASKS)
+            .map(|_| {
+                let client = client.clone();
+                runtime.spawn(async move {
+                    loop {
+                        match client.job("b", "x").send().await {
+                            Ok(reply) => break reply.payload().to_vec(),
+                            // This job found the connection closed, or the client gave up reconnecting.
+                            Err(error) => assert_ne!(error.executed(), Executed::Yes, "{error}"),
+                        }
+                    }
+                })
+            })
+            .collect();
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", &format!("{ONE}{keys}"));
+        runtime.block_on(async {
+            for task in tasks {
+                let reply = tokio::time::timeout(PATIENCE, task).await;
+                assert_eq!(reply.unwrap_or_else(|_| panic!("one waits in round {round}")).unwrap(), b"x");
+            }
+        });
+    }
+}
+
+#[test]
+fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
+    let mut supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "x").send().await.unwrap();
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+
+        // Only the first of these jobs waits until the client gives up reconnecting (5 s). Otherwise the loop would
+        // take minutes.
+        let began = Instant::now();
+        for job in 0..100 {
+            let error = client.job("b", "x").send().await.unwrap_err();
+            assert_eq!(error.executed(), Executed::No, "{error}");
+            // The first job can fail because of the closed connection.
+            assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
+        }
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+
+        // The client tries to connect at once and does not wait for the backoff.
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", ONE);
+        wait_for("it listens", || UnixStream::connect(supervisor.socket()).ok());
+        assert_eq!(client.job("b", "again").send().await.unwrap().payload(), b"again");
+    });
+}
+
+#[test]
+fn a_job_outlives_the_client_that_sent_it() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "200").operation("sleep").start().await.unwrap();
+        drop(client);
+        assert_eq!(handle.await.unwrap().payload(), b"done");
+
+        // Cancelling a job does not need the client either.
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        drop(client);
+        drop(handle);
+        supervisor.wait_number("b", "cancelled", 1);
+        supervisor.wait_number("b", "available", 1);
+    });
+    assert_eq!(supervisor.number("b", "restarts"), 0, "the handler saw that it was cancelled");
+}
+
+#[test]
+fn a_job_that_is_no_longer_awaited_is_cancelled() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        drop(handle);
+        // The handler returns only when it is cancelled, and its worker survives.
+        supervisor.wait_number("b", "available", 1);
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+        assert_eq!(supervisor.number("b", "restarts"), 0);
+
+        // Dropping the handle of a finished job cancels nothing, not even the next job, which reuses the number.
+        let handle = client.job("b", "x").start().await.unwrap();
+        supervisor.wait_number("b", "done", 1);
+        drop(handle);
+        assert_eq!(client.job("b", "next").send().await.unwrap().payload(), b"next");
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+    });
+}
+
+#[test]
+fn many_jobs_share_one_connection() {
+    const JOBS: u64 = 2000;
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\nmax_queue = 4000\ndeadline = \"60s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "").send().await.unwrap();
+        let before = descriptors(supervisor.pid());
+        let mut blockers = Vec::new();
+        for _ in 0..8 {
+            blockers.push(client.job("b", "").operation("yield").start().await.unwrap());
+        }
+        let mut handles = Vec::new();
+        for number in 0..JOBS {
+            let client = client.clone();
+            handles.push(client.job("b", number.to_string()).start().await.unwrap());
+        }
+        supervisor.wait_number("b", "queued", JOBS);
+        assert!(descriptors(supervisor.pid()) <= before + 1, "clones open no connections");
+        drop(blockers);
+        for (number, handle) in handles.into_iter().enumerate().rev() {
+            assert_eq!(handle.await.unwrap().payload(), number.to_string().as_bytes());
+        }
+    });
+}
+
+#[test]
+fn progress_comes_in_order_and_ends_with_the_job() {
+    let supervisor = Supervisor::start(ONE);
+    let expected: Vec<(f32, String)> = (1..=4).map(|i| (i as f32 / 4.0, format!("step {i}"))).collect();
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let mut handle = client.job("b", "").operation("progress").start().await.unwrap();
+        let mut seen = Vec::new();
+        while let Some(progress) = handle.progress().await {
+            seen.push((progress.fraction, progress.text));
+        }
+        assert_eq!(seen, expected);
+        assert_eq!(handle.await.unwrap().payload(), b"done");
+    });
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    let mut handle = client.job("b", "").operation("progress").start().unwrap();
+    let mut seen = Vec::new();
+    while let Some(progress) = handle.progress() {
+        seen.push((progress.fraction, progress.text));
+    }
+    assert_eq!(seen, expected);
+    assert_eq!(handle.wait().unwrap().payload(), b"done");
+}
+
+/// The client gets the last report before the result.
+#[test]
+fn frequent_progress_is_limited_to_ten_reports_a_second() {
+    let supervisor = Supervisor::start(ONE);
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    let began = Instant::now();
+    let mut handle = client.job("b", "").operation("progress-often").start().unwrap();
+    let mut seen = Vec::new();
+    while let Some(progress) = handle.progress() {
+        seen.push((progress.fraction, progress.text));
+    }
+    handle.wait().unwrap();
+    // The first report arrives at once, and the last report when the job is done.
+    let most = 2 + began.elapsed().as_millis() / 100;
+    assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
+    assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
+
+    // A report must not be held back until the job ends.
+    let go = supervisor.file("go").display().to_string();
+    let mut handle = client.job("b", go).operation("progress-and-wait").start().unwrap();
+    let mut texts = std::iter::from_fn(|| handle.progress()).map(|progress| progress.text);
+    assert_eq!([texts.next(), texts.next()], [Some("first".into()), Some("second".into())]);
+    supervisor.touch("go");
+    assert_eq!(texts.next(), None);
+    handle.wait().unwrap();
+}
+
+#[test]
+fn the_blocking_twin_does_the_same() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n",
+    );
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let client = client.clone();
+            scope.spawn(move || {
+                for number in 0..50 {
+                    let text = format!("{thread}/{number}");
+                    assert_eq!(client.job("b", text.clone()).send().unwrap().payload(), text.as_bytes());
+                }
+            });
+        }
+    });
+    let failed = client.job("b", "").operation("fail").send().unwrap_err();
+    assert_eq!(failed.exit_code(), 1);
+    let limit = Duration::from_millis(30);
+    let late = client.job("b", "10000").operation("sleep").deadline(limit).send().unwrap_err();
+    assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late}");
+    assert!(late.to_string().contains("not within 30 ms"), "{late}");
+
+    let handle = client.job("b", "").operation("yield").start().unwrap();
+    drop(client);
+    supervisor.wait_number("b", "cancelled", 0);
+    drop(handle);
+    supervisor.wait_number("b", "cancelled", 1);
+    let other = blocking::Client::connect(supervisor.socket()).unwrap();
+    let handle = other.job("b", "x").start().unwrap();
+    drop(other);
+    assert_eq!(handle.wait().unwrap().payload(), b"x");
+    assert!(blocking::Client::connect("/nonexistent/jobs.sock").is_err());
+}
+
+#[test]
+fn what_to_do_is_said_when_no_supervisor_is_there() {
+    let text = |path: &Path| run(Client::connect(path)).expect_err("no supervisor is there").to_string();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("jobs.sock");
+    let missing = text(&path);
+    assert!(missing.starts_with(&format!("connect to {}", path.display())), "{missing}");
+    assert!(missing.contains("there is no such socket; is the supervisor running?"), "{missing}");
+
+    drop(UnixListener::bind(&path).unwrap());
+    let stale = text(&path);
+    assert!(stale.contains("nothing listens there; is the supervisor running?"), "{stale}");
+
+    let too_long = text(&folder.path().join("x".repeat(200)));
+    assert!(too_long.contains("check that the path is right"), "{too_long}");
+}
+
+#[test]
+fn a_job_error_says_what_to_do() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\nrestart = { max = 100 }\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let crashed = client.job("b", "").operation("abort").send().await.unwrap_err().to_string();
+        assert!(crashed.starts_with("crashed (signal)"), "{crashed}");
+        assert!(crashed.contains("send the job again only if a rerun is safe"), "{crashed}");
+        let again = client.job("b", "").operation("abort").idempotent(true).send().await.unwrap_err();
+        assert!(again.to_string().contains("; the job can be sent again"), "{again}");
+
+        let _blocker = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        let full = client.job("b", "").send().await.unwrap_err();
+        let wait = full.retry_after().unwrap().as_micros().div_ceil(1000);
+        assert!(full.to_string().ends_with(&format!("; try again after {wait} ms")), "{full}");
+        let long = client.job("b", "").tenant("x".repeat(257)).send().await.unwrap_err().to_string();
+        assert_eq!(long, "rejected (invalid): the tenant's name is longer than 256 bytes");
+    });
+}
+
+#[test]
+fn the_end_of_the_runtime_ends_its_jobs() {
+    let supervisor = Supervisor::start(ONE);
+    let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let client = server.block_on(Client::connect(supervisor.socket())).unwrap();
+    let handle = server.block_on(client.job("b", "").operation("yield").start()).unwrap();
+    server.shutdown_background();
+    run(async {
+        let (executed, text) = lost(handle.await);
+        assert_eq!(executed, Executed::Unknown);
+        assert!(text.contains("the async runtime that served the connection has ended"), "{text}");
+        let (executed, text) = lost(client.job("b", "").send().await);
+        assert_eq!(executed, Executed::No, "{text}");
+    });
+}
+
+// A fake supervisor.
+
+/// A listening socket in place of a supervisor.
+struct Fake {
+    listener: UnixListener,
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+/// The supervisor's end of a client connection.
+struct Peer(UnixStream);
+
+fn frame(kind: u8, flags: u8, number: u64, metadata: &[u8], payload: &[u8]) -> Vec<u8> {
+    let length = (metadata.len() + payload.len()) as u32;
+    let header = Header { length, kind, flags, metadata_length: metadata.len() as u16, number };
+    [&header.encode()[..], metadata, payload].concat()
+}
+
+fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    codec::encode(message, &[], &mut bytes).unwrap();
+    bytes
+}
+
+/// `main` prints a returned error with `Debug`.
+#[test]
+fn debug_of_errors_is_their_sentence() {
+    let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();
+    assert_eq!(format!("{error:?}"), error.to_string());
+    let lost = JobError::Disconnected { executed: Executed::No, message: "it is gone".into() };
+    assert_eq!(format!("{lost:?}"), "it is gone");
+    let failed = bulkhead_worker::HandlerError::new("bad_header", "the magic is missing");
+    assert_eq!(format!("{failed:?}"), "bad_header: the magic is missing");
+}
+
+fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
+    let verdict = Verdict::Cancelled { executed: Executed::Yes };
+    let told = Outcome {
+        verdict,
+        job: None,
+        bulkhead: "b".into(),
+        attempts: 1,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retryable: false,
+        retry_after: None,
+        deadline: Duration::from_secs(1),
+        run_limit: None,
+        status: None,
+        report: None,
+    };
+    metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
+}
+
+fn outcome(number: u64, payload: &[u8]) -> Vec<u8> {
+    frame(kind::OUTCOME, 0, number, &outcome_metadata(0, 0), payload)
+}
+
+fn welcome(version: u16) -> Vec<u8> {
+    let welcome =
+        ClientWelcome { version, frame_bytes_max: 1 << 30, capabilities: 0, server_version: "fake" };
+    frame(kind::CLIENT_WELCOME, 0, MAGIC, &metadata(&welcome), b"")
+}
+
+fn refused(message: &str) -> Vec<u8> {
+    let reason = RejectReason::Overloaded.code();
+    frame(kind::REFUSED, 0, 0, &metadata(&Refused { reason, message }), b"")
+}
+
+impl Fake {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        // If no client connects, the test fails instead of blocking.
+        listener.set_nonblocking(true).unwrap();
+        Self { listener, path, _folder: folder }
+    }
+
+    /// Accepts a client and reads the hello.
+    fn accept(&self) -> Peer {
+        let mut peer = Peer(wait_for("a client comes", || self.listener.accept().ok()).0);
+        peer.0.set_nonblocking(false).unwrap();
+        peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        let (header, metadata, _) = peer.next().expect("a hello");
+        assert_eq!((header.kind, header.number), (kind::HELLO, MAGIC));
+        let (hello, _) = codec::decode::<Hello<'_>>(&metadata, &[]).unwrap();
+        assert!(hello.frame_bytes_max < u32::MAX, "the client has a bound, and says so");
+        peer
+    }
+
+    fn welcome(&self) -> Peer {
+        let mut peer = self.accept();
+        peer.send(&welcome(1));
+        peer
+    }
+}
+
+impl Peer {
+    fn send(&mut self, bytes: &[u8]) {
+        // The client may have closed the connection.
+        let _ = self.0.write_all(bytes);
+    }
+
+    /// Returns the next frame as header, metadata and payload, or `None` if the client is gone.
+    fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
+        let mut header = [0; HEADER_BYTES];
+        self.0.read_exact(&mut header).ok()?;
+        let header = Header::decode(&header);
+        let mut rest = vec![0; header.length as usize];
+        self.0.read_exact(&mut rest).ok()?;
+        let payload = rest.split_off(usize::from(header.metadata_length));
+        Some((header, rest, payload))
+    }
+
+    /// Returns the number of the next job.
+    fn job(&mut self) -> u64 {
+        let (header, ..) = self.next().expect("a job");
+        assert_eq!(header.kind, kind::SUBMIT);
+        header.number
+    }
+
+    /// Waits until the client closes the connection.
+    fn end(mut self) {
+        while self.next().is_some() {}
+        assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still there");
+    }
+}
+
+/// Runs `script` as the supervisor of a client that runs `work`.
+fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
+    let fake = Fake::new();
+    let path = fake.path.clone();
+    std::thread::scope(|scope| {
+        // The thread owns the listener, so the socket closes when the script ends.
+        scope.spawn(move || script(&fake));
+        run(work(path))
+    })
+}
+
+#[test]
+fn a_server_that_does_not_welcome_is_not_believed() {
+    let no_welcome: &[(&str, Vec<u8>)] = &[
+        ("closed before a welcome", Vec::new()),
+        ("failed to be served", refused("too many clients; try later")),
+        ("instead of a welcome", outcome(1, b"")),
+        ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
+        ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
+        ("metadata within", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
+        ("version 9 of the protocol", welcome(9)),
+    ];
+    for (expected, answer) in no_welcome {
+        against(
+            |fake| fake.accept().send(answer),
+            async |path| {
+                let error = Client::connect(path).await.expect_err("that was no welcome");
+                assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
+                let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
+                    if message == "too many clients; try later");
+                assert_eq!(is_refusal, expected.contains("served"), "{error:?}");
+            },
+        );
+    }
+}
+
+#[test]
+fn lies_about_a_job_end_the_connection_with_a_clear_error() {
+    let header = |kind, length, metadata_length| {
+        Header { length, kind, flags: 0, metadata_length, number: 1 << 32 }.encode().to_vec()
+    };
+    let critical = frame(200, FLAG_CRITICAL, 0, b"", b"");
+    let large = [frame(200, FLAG_CRITICAL, 0, b"", &[0; 1 << 20]), vec![0; 100]].concat();
+    let cases: &[(&str, Vec<u8>)] = &[
+        ("announced a frame of 4294967295 bytes", [header(kind::OUTCOME, u32::MAX, 8), vec![0; 8]].concat()),
+        ("announced a frame of 4294967295 bytes", [header(77, u32::MAX, 8), vec![0; 8]].concat()),
+        ("metadata within", header(kind::OUTCOME, 4, 100)),
+        ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
+        ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
+        ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),
+        ("the unknown kind 200", critical),
+        ("the unknown kind 200", large),
+        ("your frames are odd", refused("your frames are odd")),
+        ("in the middle of a frame", outcome(1 << 32, b"result")[..60].to_vec()),
+        ("in the middle of a frame", outcome(1 << 32, &vec![7; 1 << 20])[..100_000].to_vec()),
+        ("the supervisor closed the connection", Vec::new()),
+    ];
+    for (expected, answer) in cases {
+        against(
+            |fake| {
+                let mut peer = fake.welcome();
+                assert_eq!(peer.job(), 1 << 32, "the cases above are about this number");
+                peer.send(answer);
+                peer.0.shutdown(std::net::Shutdown::Write).unwrap();
+                // The client makes a second connection for the next job.
+                drop(peer);
+                let mut peer = fake.welcome();
+                let number = peer.job();
+                peer.send(&outcome(number, b"sound"));
+                peer.end();
+            },
+            async |path| {
+                let client = Client::connect(path).await.unwrap();
+                let (executed, text) = lost(client.job("b", "x").send().await);
+                assert!(text.contains(expected), "{expected}: {text}");
+                assert_eq!(executed, Executed::Unknown);
+                assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"sound");
+            },
+        );
+    }
+}
+
+#[test]
+fn what_a_client_does_not_know_does_no_harm() {
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            peer.send(&frame(200, 0, number, b"?", b"a kind of the future"));
+            peer.send(&frame(200, 0, number, b"?", &[1; 1 << 20]));
+            for stranger in [0, number + 1, number + (1 << 32), u64::MAX] {
+                peer.send(&outcome(stranger, b"not yours"));
+                peer.send(&outcome(stranger, &[1; 1 << 20]));
+                peer.send(&frame(
+                    kind::PROGRESS,
+                    0,
+                    stranger,
+                    &metadata(&Progress { fraction: 0.5, text: "" }),
+                    b"",
+                ));
+            }
+            for fraction in [f32::NAN, f32::INFINITY, -3.0] {
+                let progress = Progress { fraction, text: "odd" };
+                peer.send(&frame(kind::PROGRESS, 0, number, &metadata(&progress), b""));
+            }
+            peer.send(&outcome(number, b"yours"));
+            peer.send(&outcome(number, b"yours again"));
+            // An outcome with an unknown code, and a rejection with an unknown reason.
+            for (code, reason) in [(99, 0), (2, 200)] {
+                let number = peer.job();
+                peer.send(&frame(kind::OUTCOME, 0, number, &outcome_metadata(code, reason), b""));
+            }
+            let number = peer.job();
+            peer.send(&outcome(number, b"still the same connection"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let mut handle = client.job("b", "x").start().await.unwrap();
+            let mut fractions = Vec::new();
+            while let Some(progress) = handle.progress().await {
+                fractions.push(progress.fraction);
+            }
+            assert_eq!(fractions, [0.0, 1.0, 0.0]);
+            assert_eq!(handle.await.unwrap().payload(), b"yours");
+            for expected in ["outcome 99, reason 0", "outcome 2, reason 200"] {
+                let (executed, text) = lost(client.job("b", "x").send().await);
+                assert_eq!(executed, Executed::Yes, "as the supervisor said");
+                assert!(text.contains(expected), "{text}");
+            }
+            let last = client.job("b", "x").send().await.unwrap();
+            assert_eq!(last.payload(), b"still the same connection");
+        },
+    );
+}
+
+#[test]
+fn announced_bytes_cost_no_memory_before_they_come() {
+    const ALONE: &str = "MEASURES_MEMORY_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        // The test runs again in a separate process, because other tests of this process need memory, too.
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        alone.args(["client::announced_bytes_cost_no_memory_before_they_come", "--exact"]).env(ALONE, "1");
+        let ran = alone.output().unwrap();
+        assert!(ran.status.success(), "{ran:?}");
+        assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "{ran:?}");
+        return;
+    }
+    let before = resident_bytes(std::process::id());
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            let metadata = outcome_metadata(0, 0);
+            let metadata_length = metadata.len() as u16;
+            let header = Header { length: 1 << 30, kind: kind::OUTCOME, flags: 0, metadata_length, number };
+            peer.send(&[&header.encode()[..], &metadata, &[0; 100_000]].concat());
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            // The test cannot see when the client has read the bytes, so it waits for 200 ms.
+            assert!(tokio::time::timeout(Duration::from_millis(200), handle).await.is_err());
+            let grown = resident_bytes(std::process::id()).saturating_sub(before);
+            assert!(grown < 64 << 20, "{} MiB more", grown >> 20);
+        },
+    );
+}
+
+#[test]
+fn jobs_wait_for_a_supervisor_that_does_not_read() {
+    const JOBS: usize = 40;
+    let (read_on, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            told.recv().unwrap();
+            // Skips frames that are not jobs.
+            while let Some((header, _, payload)) = peer.next() {
+                if header.kind == kind::SUBMIT {
+                    peer.send(&outcome(header.number, &payload[..4]));
+                }
+            }
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let (started, mut starts) = tokio::sync::mpsc::unbounded_channel();
+            let mut jobs = tokio::task::JoinSet::new();
+            for index in 0..JOBS {
+                let job = client.job("b", [&(index as u32).to_le_bytes()[..], &[0; 1 << 20]].concat());
+                let started = started.clone();
+                jobs.spawn(async move {
+                    let handle = job.start().await?;
+                    started.send(()).unwrap();
+                    handle.await
+                });
+            }
+            let mut count = 0;
+            while count < 8 {
+                starts.recv().await.unwrap();
+                count += 1;
+            }
+            // The client's buffer is full, so the deadline passes before the job is sent.
+            let limit = Duration::from_millis(100);
+            let late = client.job("b", vec![0; 1 << 20]).deadline(limit).send().await.unwrap_err();
+            let outcome = late.outcome().expect("an outcome of the client's own");
+            assert_eq!(outcome.verdict, Verdict::DeadlineQueued);
+            assert_eq!((outcome.deadline, late.executed()), (limit, Executed::No));
+            while starts.try_recv().is_ok() {
+                count += 1;
+            }
+            assert!(count <= 12, "{count} jobs of 1 MiB went into a bound of 8 MiB");
+
+            read_on.send(()).unwrap();
+            let mut seen = [false; JOBS];
+            while let Some(done) = jobs.join_next().await {
+                let reply = done.unwrap().unwrap();
+                let index = u32::from_le_bytes(reply.payload().try_into().unwrap());
+                assert!(!std::mem::replace(&mut seen[index as usize], true), "{index} came twice");
+            }
+            assert_eq!(seen, [true; JOBS]);
+        },
+    );
+}
+
+#[test]
+fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            peer.job();
+            told.recv().unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let sent = client.job("b", "small").start().await.unwrap();
+            let mut others = Vec::new();
+            for _ in 0..4 {
+                // More than the socket buffer can hold, so none of these jobs is sent completely.
+                others.push(client.job("b", vec![0; 3 << 20]).start().await);
+            }
+            // The client's buffer has no room for this job.
+            let waiting = client.job("b", vec![0; 3 << 20]).send();
+            let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
+            let (executed, text) = lost(sent.await);
+            assert_eq!(executed, Executed::Unknown);
+            assert!(text.contains("send the job again only if a rerun is safe"), "{text}");
+            for handle in others {
+                let (executed, text) = lost(handle.unwrap().await);
+                assert_eq!(executed, Executed::No);
+                assert!(text.contains("the job was not sent: send the job again"), "{text}");
+            }
+            assert_eq!(lost(waiting).0, Executed::No);
+        },
+    );
+}
+
+#[test]
+fn client_backs_off_when_supervisor_closes_after_welcome() {
+    let fake = Fake::new();
+    run(async {
+        let path = fake.path.clone();
+        let (client, ()) = tokio::join!(tokio::spawn(Client::connect(path)), async {
+            drop(fake.welcome());
+        });
+        let _client = client.unwrap().unwrap();
+        let (began, mut count) = (Instant::now(), 0);
+        while began.elapsed() < Duration::from_millis(500) {
+            drop(fake.welcome());
+            count += 1;
+        }
+        // Without backoff there would be thousands of connections. With backoff, the eighth comes after more than a
+        // second.
+        assert!(count <= 8, "{count} connections in half a second");
+    });
+}
+
+#[test]
+fn a_connection_ends_with_the_last_who_needs_it() {
+    let (client_gone, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            told.recv().unwrap();
+            peer.send(&outcome(number, b"late"));
+            peer.end();
+            // The client does not reconnect after the last user is gone.
+            let mut peer = fake.welcome();
+            peer.job();
+            drop(peer);
+        },
+        async |path| {
+            let client = Client::connect(&path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            drop(client);
+            client_gone.send(()).unwrap();
+            assert_eq!(handle.await.unwrap().payload(), b"late");
+
+            let client = Client::connect(&path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            drop(client);
+            assert!(lost(handle.await).1.contains("the supervisor closed the connection"));
+        },
+    );
+}
+
+#[test]
+fn a_job_waits_for_a_connection_that_is_being_made() {
+    let (go_on, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            drop(fake.welcome());
+            let mut second = fake.accept();
+            told.recv().unwrap();
+            second.send(&welcome(1));
+            let number = second.job();
+            second.send(&outcome(number, b"waited"));
+            second.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let job = client.job("b", "x").deadline(Duration::from_secs(20));
+            let (reply, ()) = tokio::join!(job.send(), async {
+                tokio::task::yield_now().await;
+                go_on.send(()).unwrap();
+            });
+            // The client may have sent the job before noticing the loss. The job then ends with an error.
+            match reply {
+                Ok(reply) => assert_eq!(reply.payload(), b"waited"),
+                Err(error) => {
+                    assert!(error.to_string().contains("lost"), "{error}");
+                    assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"waited");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn every_outcome_has_its_error() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
+        assert!(matches!(failed, JobError::Failed(_)), "{failed:?}");
+        let rejected = client.job("nobody", "").send().await.unwrap_err();
+        assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
+        let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
+        assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
+        // A job that has to wait for the next worker could miss its deadline without having run.
+        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        let limit = Duration::from_secs(2);
+        let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();
+        assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late:?}");
+        let codes = [&failed, &rejected, &crashed, &late].map(|error| error.exit_code());
+        assert_eq!(codes, [1, 66, 70, 124]);
+        let executed = [&failed, &rejected, &crashed, &late].map(|error| error.executed());
+        assert_eq!(executed, [Executed::Yes, Executed::No, Executed::Unknown, Executed::Yes]);
+    });
+}

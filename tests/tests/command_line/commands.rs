@@ -1,0 +1,1013 @@
+//! The `bulkhead` command as users run it: a process with arguments, standard streams and an exit code, against a real
+//! supervisor.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+
+use bulkhead_tests::{PATIENCE, Supervisor, kill_pid, not_run, programs, tally, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+// Running the command.
+
+/// Exit code and output of a command.
+struct Ran {
+    code: Option<i32>,
+    stdout: Vec<u8>,
+    stderr: String,
+}
+
+impl Ran {
+    fn text(&self) -> &str {
+        std::str::from_utf8(&self.stdout).expect("text")
+    }
+
+    /// Parses standard output, which must consist of one JSON object per line.
+    fn objects(&self) -> Vec<Value> {
+        let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+        self.text()
+            .lines()
+            .map(parse)
+            .inspect(|value: &Value| assert!(value.is_object(), "{value}"))
+            .collect()
+    }
+
+    fn object(&self) -> Value {
+        let mut objects = self.objects();
+        assert_eq!(objects.len(), 1, "{objects:?} {}", self.stderr);
+        objects.remove(0)
+    }
+
+    #[track_caller]
+    fn expect(self, code: i32) -> Self {
+        let (stdout, stderr) = (String::from_utf8_lossy(&self.stdout), &self.stderr);
+        assert_eq!(self.code, Some(code), "stdout: {stdout}\nstderr: {stderr}");
+        self
+    }
+}
+
+/// A running command. A test that stops waiting kills the command.
+struct Running {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: Option<JoinHandle<Vec<u8>>>,
+    stderr: JoinHandle<Vec<u8>>,
+}
+
+fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // After a read error, the test uses the bytes that arrived before.
+        let _ = from.read_to_end(&mut bytes);
+        bytes
+    })
+}
+
+fn spawn(command: &mut Command) -> Running {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the command runs");
+    let stdin = child.stdin.take();
+    let stdout = child.stdout.take().map(read_all);
+    let stderr = read_all(child.stderr.take().expect("a pipe"));
+    Running { child, stdin, stdout, stderr }
+}
+
+impl Running {
+    /// Writes `input` to standard input, closes it, and waits for the command to exit.
+    fn feed(mut self, input: &[u8]) -> Ran {
+        // The command can exit before reading everything.
+        let _ = self.stdin.take().expect("a pipe").write_all(input);
+        self.end()
+    }
+
+    fn end(mut self) -> Ran {
+        drop(self.stdin.take());
+        let began = std::time::Instant::now();
+        let status = loop {
+            match self.child.try_wait().expect("our own child") {
+                Some(status) => break status,
+                None if began.elapsed() > PATIENCE => {
+                    let _ = self.child.kill();
+                    panic!("the command did not end: {:?}", self.stderr.join());
+                }
+                None => std::thread::park_timeout(std::time::Duration::from_millis(2)),
+            }
+        };
+        let stdout = self.stdout.take().map(|reader| reader.join().expect("a reader")).unwrap_or_default();
+        let stderr = String::from_utf8_lossy(&self.stderr.join().expect("a reader")).into_owned();
+        Ran { code: status.code(), stdout, stderr }
+    }
+}
+
+/// Runs the command against `supervisor`.
+fn bulkhead(supervisor: &Supervisor, arguments: &[&str]) -> Ran {
+    spawn(supervisor.command().args(arguments)).end()
+}
+
+/// Runs the command against `supervisor` with this standard input.
+fn fed(supervisor: &Supervisor, arguments: &[&str], input: &[u8]) -> Ran {
+    spawn(supervisor.command().args(arguments)).feed(input)
+}
+
+/// Returns the command without the environment variables that name a supervisor.
+fn plain(arguments: &[&str]) -> Command {
+    let mut command = Command::new(programs().join("bulkhead"));
+    command.args(arguments).env_remove("BULKHEAD_SOCKET").env_remove("BULKHEAD_ADMIN");
+    command
+}
+
+/// Starts a job that runs until the command is interrupted.
+fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
+    let running = spawn(supervisor.command().args(arguments).arg("-n"));
+    supervisor.wait_number(arguments[1], "in_flight", 1);
+    running
+}
+
+/// A command that follows a stream, and the received lines.
+struct Following {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+fn follow(command: &mut Command) -> Following {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().expect("the command runs");
+    let (sender, lines) = channel();
+    let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    std::thread::spawn(move || {
+        for line in stdout.lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    Following { child, lines }
+}
+
+impl Following {
+    /// Waits for a line that contains `part`.
+    fn line_with(&self, part: &str) -> String {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no line with {part}"));
+            if line.contains(part) {
+                return line;
+            }
+        }
+    }
+
+    /// Sends SIGINT and returns the exit code.
+    fn interrupt(mut self) -> Option<i32> {
+        kill_pid(self.child.id(), Signal::SIGINT);
+        wait_for("the command ends", || self.child.try_wait().expect("our own child")).code()
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        // The command may have exited already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+// Outcomes and exit codes.
+
+const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
+
+/// Checks that an object has all fields of the outcome, each of the right type.
+fn check_shape(object: &Value) {
+    let outcome = object["outcome"].as_str().expect("outcome");
+    assert!(OUTCOMES.contains(&outcome), "{object}");
+    assert!(object.as_object().unwrap().contains_key("reason"), "{object}");
+    assert!(object["reason"].is_string() != matches!(outcome, "ok" | "cancelled"), "{object}");
+    assert!(object["bulkhead"].is_string(), "{object}");
+    assert!(object["attempts"].is_u64(), "{object}");
+    for time in ["queued_ms", "ran_ms"] {
+        assert!(object[time].as_f64().is_some_and(|ms| ms >= 0.0), "{object}");
+    }
+    assert!(matches!(object["executed"].as_str(), Some("yes" | "no" | "unknown")), "{object}");
+    assert!(object["retryable"].is_boolean(), "{object}");
+    let has_run = object["executed"] != "no";
+    assert_eq!(object["worker_pid"].is_u64(), has_run, "{object}");
+    assert_eq!(object["attempts"].as_u64() > Some(0), has_run, "{object}");
+    if let Some(wait) = object.get("retry_after_ms") {
+        assert!(wait.as_f64().is_some_and(|ms| ms > 0.0), "{object}");
+    }
+    let is_nested = |value: &Value| value.is_object() || value.is_array();
+    assert!(!object.as_object().unwrap().values().any(is_nested), "the fields are flat: {object}");
+}
+
+/// Checks the result of `submit --json` against a row of the table of outcomes.
+#[track_caller]
+fn check_end(ran: Ran, code: i32, outcome: &str, reason: &str, executed: &str, retryable: bool) -> Value {
+    let object = ran.expect(code).object();
+    check_shape(&object);
+    let told = (&object["outcome"], &object["executed"], &object["retryable"]);
+    assert_eq!(told, (&outcome.into(), &executed.into(), &retryable.into()), "{object}");
+    assert_eq!(object["reason"].as_str().unwrap_or(""), reason, "{object}");
+    object
+}
+
+const SHELL: &str = "env = { PATH = \"/usr/bin:/bin\" }\n";
+
+#[test]
+fn each_end_of_a_job_has_its_object_and_its_exit_code() {
+    let supervisor = Supervisor::start(
+        "[defaults]\ndeadline = \"60s\"\ngrace = \"20ms\"\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
+         [bulkhead.small]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\nmax_result = \"1KiB\"\n\
+         [bulkhead.liar]\ncommand = [\"MISBEHAVE\", \"raw\", \"rubbish\"]\n\
+         [bulkhead.sick]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"100ms\", missed = 5 }\n\
+         [bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n",
+    );
+    let submit = |arguments: &[&str], input: &str| {
+        let fixed = ["submit", "--json", "--payload-file", "-"];
+        fed(&supervisor, &[&fixed[..], arguments].concat(), input.as_bytes())
+    };
+    let ok = check_end(submit(&["b"], "1234"), 0, "ok", "", "yes", false);
+    assert_eq!((&ok["bulkhead"], &ok["result_bytes"]), (&"b".into(), &4.into()));
+
+    let failed = check_end(submit(&["b", "fail"], ""), 1, "failed", "bad_input", "yes", false);
+    assert_eq!(failed["code"], "bad_input");
+    assert_eq!(failed["message"], "the input is bad");
+    assert_eq!(failed["fault"], "caller");
+    let panicked = submit(&["b", "panic"], "");
+    assert_eq!(check_end(panicked, 1, "failed", "panic", "yes", false)["fault"], "dependency");
+    check_end(submit(&["small", "big"], "2000"), 1, "failed", "result_too_large", "yes", false);
+
+    check_end(submit(&["b", &"x".repeat(300)], ""), 65, "rejected", "invalid", "no", false);
+    check_end(submit(&["small"], &"x".repeat(1025)), 65, "rejected", "too_large", "no", false);
+    check_end(submit(&["nobody"], ""), 66, "rejected", "not_found", "no", false);
+    check_end(submit(&["Not A Name\u{1b}"], ""), 66, "rejected", "not_found", "no", false);
+    let unavailable = check_end(submit(&["broken"], ""), 75, "rejected", "unavailable", "no", true);
+    assert!(unavailable["retry_after_ms"].is_number(), "{unavailable}");
+
+    let exited = check_end(submit(&["b", "exit"], "3"), 70, "crashed", "exit", "unknown", false);
+    assert_eq!(exited["exit_code"], 3);
+    let zero = check_end(submit(&["b", "exit"], "0"), 70, "crashed", "exit", "unknown", false);
+    assert_eq!(zero["exit_code"], 0, "an exit with a job in hand is a crash, whatever the status");
+    let killed = submit(&["b", "segv", "--idempotent"], "");
+    assert_eq!(check_end(killed, 70, "crashed", "signal", "unknown", true)["signal"], "SIGSEGV");
+    check_end(submit(&["liar"], ""), 70, "crashed", "protocol", "unknown", false);
+    check_end(submit(&["sick", "stop"], ""), 70, "crashed", "hung", "unknown", false);
+
+    let late = |more: &[&str]| {
+        // A job that has to wait for a worker could miss its deadline before it starts.
+        supervisor.wait_number("b", "available", 1);
+        submit(&[&["b", "hang", "--deadline", "2s"], more].concat(), "")
+    };
+    let late_once = check_end(late(&[]), 124, "deadline_exceeded", "running", "yes", false);
+    assert!(late_once["ran_ms"].as_f64() >= Some(40.0), "{late_once}");
+    check_end(late(&["--idempotent"]), 124, "deadline_exceeded", "running", "yes", true);
+}
+
+#[test]
+fn a_full_a_slow_and_a_closed_bulkhead_say_try_again_later() {
+    let supervisor = Supervisor::start(
+        "[defaults]\ndeadline = \"60s\"\ngrace = \"20ms\"\n\
+         [bulkhead.full]\ncommand = [\"MISBEHAVE\"]\n\
+         [bulkhead.queue]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n\
+         [bulkhead.hasty]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\nqueue_timeout = \"50ms\"\n",
+    );
+    let names = ["full", "queue", "hasty"];
+    let blockers = names.map(|name| blocker(&supervisor, &["submit", name, "yield"]));
+    let end = |arguments: &[&str], code, outcome, reason| {
+        let ran = bulkhead(&supervisor, &[&["submit", "--json"], arguments].concat());
+        check_end(ran, code, outcome, reason, "no", true)
+    };
+    let mut told = vec![end(&["full"], 75, "rejected", "queue_full")];
+    let message = told[0]["message"].as_str().unwrap();
+    assert!(message.contains("no queue is configured") && message.contains("`max_queue`"), "{message}");
+    told.push(end(&["hasty"], 75, "rejected", "queue_timeout"));
+    let late = end(&["queue", "--deadline", "50ms"], 124, "deadline_exceeded", "queued");
+    assert!(late["queued_ms"].as_f64() >= Some(40.0), "{late}");
+    // The drain rejects queued and new jobs.
+    let waiting = spawn(supervisor.command().args(["submit", "queue", "--json", "-n"]));
+    supervisor.wait_number("queue", "queued", 1);
+    bulkhead(&supervisor, &["drain", "queue"]).expect(0);
+    told.push(check_end(waiting.end(), 75, "rejected", "draining", "no", true));
+    told.push(end(&["queue"], 75, "rejected", "draining"));
+    for object in told {
+        assert!(object["retry_after_ms"].is_number(), "{object}");
+    }
+    for blocker in &blockers {
+        kill_pid(blocker.child.id(), Signal::SIGINT);
+    }
+    for blocker in blockers {
+        blocker.end().expect(130);
+    }
+}
+
+#[test]
+fn an_interrupted_job_is_cancelled() {
+    let supervisor = Supervisor::start(
+        "[defaults]\ndeadline = \"60s\"\n\
+         [bulkhead.one]\ncommand = [\"MISBEHAVE\"]\n\
+         [bulkhead.two]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n",
+    );
+    let one = blocker(&supervisor, &["submit", "one", "yield"]);
+    let two =
+        spawn(supervisor.command().args("submit two yield -n --json --repeat 5 --concurrency 2".split(' ')));
+    supervisor.wait_number("two", "in_flight", 2);
+    kill_pid(one.child.id(), Signal::SIGINT);
+    let one = one.end().expect(130);
+    assert!(one.stdout.is_empty() && one.stderr.contains("cancelled"), "{}", one.stderr);
+    kill_pid(two.child.id(), Signal::SIGINT);
+    let objects = two.end().expect(130).objects();
+    assert_eq!(objects.len(), 2, "one for each job that was under way: {objects:?}");
+    objects.iter().for_each(check_shape);
+    let is_told = |o: &Value| o["outcome"] == "cancelled" && o["bulkhead"] == "two" && o["executed"] == "yes";
+    assert!(objects.iter().all(is_told), "{objects:?}");
+    supervisor.wait_number("one", "cancelled", 1);
+    supervisor.wait_number("two", "cancelled", 2);
+    supervisor.wait_number("two", "available", 2);
+}
+
+#[test]
+fn a_stop_that_outruns_a_job_and_a_neighbour_that_hangs() {
+    let mut supervisor = Supervisor::start(
+        "[defaults]\ngrace = \"20ms\"\ndeadline_max = \"60s\"\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
+         [bulkhead.pair]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\ndeadline = \"3s\"\n",
+    );
+    let innocent = blocker(&supervisor, &["submit", "pair", "hang", "--json", "--deadline", "60s"]);
+    let guilty = bulkhead(&supervisor, &["submit", "pair", "hang", "--json"]);
+    check_end(guilty, 124, "deadline_exceeded", "running", "yes", false);
+    check_end(innocent.end(), 70, "crashed", "collateral", "unknown", false);
+
+    let job = blocker(&supervisor, &["submit", "b", "hang", "--json"]);
+    supervisor.signal(Signal::SIGTERM);
+    wait_for("it drains", || (supervisor.try_get("/readyz")?.0 == 503).then_some(()));
+    let refused = bulkhead(&supervisor, &["restart", "b"]).expect(75);
+    assert!(refused.stderr.contains("stopping"), "{}", refused.stderr);
+    check_end(bulkhead(&supervisor, &["submit", "b", "--json"]), 75, "rejected", "draining", "no", true);
+    supervisor.signal(Signal::SIGTERM);
+    check_end(job.end(), 70, "crashed", "stopped", "unknown", false);
+    assert_eq!(supervisor.wait().code(), Some(0));
+}
+
+#[test]
+fn no_supervisor_is_69() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("jobs.sock");
+    let admin = folder.path().join("admin.sock");
+    let check = |hint: &str| {
+        let sockets = ["--socket", socket.to_str().unwrap(), "--admin", admin.to_str().unwrap()];
+        let run =
+            |arguments: &[&str]| spawn(&mut plain(&[&sockets[..], arguments].concat())).end().expect(69);
+        let submitted = run(&["submit", "b", "--json"]);
+        let object = submitted.object();
+        assert_eq!((&object["outcome"], &object["executed"]), (&"unreachable".into(), &"no".into()));
+        assert!(submitted.stderr.contains(hint), "{}", submitted.stderr);
+        assert!(submitted.stderr.contains("is the supervisor running?"), "{}", submitted.stderr);
+        let commands = [
+            &["submit", "b"][..],
+            &["submit", "b", "--repeat", "3"],
+            &["bench", "b"],
+            &["status"],
+            &["status", "b"],
+            &["events"],
+            &["events", "--follow"],
+            &["logs", "b"],
+            &["restart", "b"],
+            &["drain", "b"],
+            &["resume", "b"],
+            &["reset", "b"],
+        ];
+        for command in commands {
+            let ran = run(command);
+            assert!(ran.stdout.is_empty(), "{command:?}");
+            assert!(ran.stderr.contains(folder.path().to_str().unwrap()), "{command:?}: {}", ran.stderr);
+            let is_told = ran.stderr.contains("--socket") && ran.stderr.contains("BULKHEAD_SOCKET");
+            assert!(is_told, "{command:?}: {}", ran.stderr);
+        }
+    };
+    check("there is no such socket");
+    drop((UnixListener::bind(&socket).unwrap(), UnixListener::bind(&admin).unwrap()));
+    check("nothing listens there");
+}
+
+#[test]
+fn one_client_too_many_is_told_to_come_later() {
+    let supervisor = Supervisor::start_with(
+        "max_clients = 1",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"60s\"\n",
+    );
+    let first = blocker(&supervisor, &["submit", "b", "yield"]);
+    let second = bulkhead(&supervisor, &["submit", "b", "--json"]);
+    assert!(second.stderr.contains("max_clients"), "{}", second.stderr);
+    check_end(second, 75, "rejected", "overloaded", "no", true);
+    kill_pid(first.child.id(), Signal::SIGINT);
+    first.end().expect(130);
+    wait_for("there is room again", || {
+        (bulkhead(&supervisor, &["submit", "b"]).code == Some(0)).then_some(())
+    });
+}
+
+#[test]
+fn a_user_that_may_not_is_told_77() {
+    let supervisor =
+        Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let folder = supervisor.folder.path();
+    if std::fs::metadata(folder).unwrap().uid() != 0 {
+        not_run!("a call as another user requires root; the test removes permissions instead");
+        for socket in ["jobs.sock", "admin.sock"] {
+            std::fs::set_permissions(folder.join(socket), PermissionsExt::from_mode(0o000)).unwrap();
+        }
+        bulkhead(&supervisor, &["submit", "b"]).expect(77);
+        bulkhead(&supervisor, &["status"]).expect(77);
+        return;
+    }
+    // The other user must be able to run the program and to enter the folder.
+    std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
+    let program = folder.join("bulkhead");
+    // `cp` makes the copy, because a child that another test starts at the same time could inherit a file that this
+    // process writes. Executing that file would fail with ETXTBSY.
+    let copied = Command::new("cp").arg(programs().join("bulkhead")).arg(&program).status().unwrap();
+    assert!(copied.success());
+    let stranger = |arguments: &[&str]| {
+        let mut command = Command::new(&program);
+        command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
+        spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
+    };
+    // The file mode admits every user, but the supervisor rejects this one.
+    let told = stranger(&["submit", "b", "--json"]);
+    assert!(told.stderr.contains("65534"), "{}", told.stderr);
+    check_end(told, 77, "rejected", "forbidden", "no", false);
+    for command in [&["status"][..], &["events"], &["logs", "b"], &["drain", "b"]] {
+        let told = stranger(command);
+        assert!(told.stdout.is_empty() && told.stderr.contains("admin.sock"), "{}", told.stderr);
+    }
+    std::fs::set_permissions(supervisor.socket(), PermissionsExt::from_mode(0o600)).unwrap();
+    check_end(stranger(&["submit", "b", "--json"]), 77, "rejected", "forbidden", "no", false);
+    assert_eq!(supervisor.snapshot("b")["state"], "ready");
+}
+
+#[test]
+fn what_cannot_be_meant_is_a_usage_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let missing = missing.to_str().unwrap();
+    let cases = [
+        &[][..],
+        &["nonsense"],
+        &["--nonsense"],
+        &["submit"],
+        &["submit", "b", "operation", "more"],
+        &["submit", "b", "--deadline", "soon"],
+        &["submit", "b", "--deadline", "500"],
+        &["submit", "b", "--deadline", "0ms"],
+        &["submit", "b", "--priority", "urgent"],
+        &["submit", "b", "--cost", "-1"],
+        &["submit", "b", "--repeat", "0"],
+        &["submit", "b", "--repeat", "2", "--concurrency", "0"],
+        &["submit", "b", "--payload-file"],
+        &["submit", "b", "--payload-file", missing],
+        &["status", "a", "b"],
+        &["events", "--since", "x"],
+        &["logs"],
+        &["restart"],
+        &["drain"],
+        &["resume"],
+        &["reset"],
+        &["bench"],
+        &["bench", "b", "--duration", "0s"],
+        &["completions"],
+        &["completions", "tcsh"],
+        &["man"],
+    ];
+    for case in cases {
+        let ran = spawn(&mut plain(case)).end();
+        assert_eq!(ran.code, Some(2), "{case:?}: {}", ran.stderr);
+        assert!(ran.stdout.is_empty(), "{case:?}");
+        assert!(!ran.stderr.is_empty(), "{case:?}");
+    }
+    let told = spawn(&mut plain(&["submit", "b", "--deadline", "soon"])).end();
+    assert!(told.stderr.contains("500ms"), "it says what to write: {}", told.stderr);
+    for case in [&["--help"][..], &["--version"], &["submit", "--help"], &["help", "status"]] {
+        assert!(!spawn(&mut plain(case)).end().expect(0).stdout.is_empty(), "{case:?}");
+    }
+}
+
+#[test]
+fn the_environment_names_the_sockets_and_options_come_first() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let admin = supervisor.folder.path().join("admin.sock");
+    let run = |arguments: &[&str], variables: &[(&str, &Path)]| {
+        spawn(plain(arguments).envs(variables.iter().copied())).end()
+    };
+    let (socket, nowhere) = (supervisor.socket(), Path::new("/nonexistent/jobs.sock"));
+    let here = ("BULKHEAD_SOCKET", socket.as_path());
+    run(&["submit", "b"], &[here]).expect(0);
+    run(&["status"], &[here]).expect(0);
+    run(&["status"], &[("BULKHEAD_ADMIN", &admin)]).expect(0);
+    run(&["submit", "b"], &[("BULKHEAD_SOCKET", nowhere)]).expect(69);
+    run(&["status"], &[here, ("BULKHEAD_ADMIN", nowhere)]).expect(69);
+    let socket = socket.to_str().unwrap();
+    run(&["submit", "b", "--socket", socket], &[("BULKHEAD_SOCKET", nowhere)]).expect(0);
+    run(&["--socket", socket, "status"], &[("BULKHEAD_SOCKET", nowhere)]).expect(0);
+}
+
+// Payloads, results, repetition.
+
+#[test]
+fn bytes_go_in_and_come_out_unchanged() {
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.cat]\nexec = [\"cat\"]\n\
+         [bulkhead.env]\nexec = [\"sh\", \"-c\", \"echo $BULKHEAD_OPERATION/$BULKHEAD_TENANT\"]\n{SHELL}"
+    ));
+    let folder = supervisor.folder.path();
+    let payload: Vec<u8> = (0..300_000_u32).map(|i| (i * 7 + i / 251) as u8).collect();
+    let (file, output) = (folder.join("payload"), folder.join("result"));
+    std::fs::write(&file, &payload).unwrap();
+    let (file, out) = (file.to_str().unwrap(), output.to_str().unwrap());
+
+    let piped = fed(&supervisor, &["submit", "cat", "--payload-file", "-"], &payload).expect(0);
+    assert!(piped.stdout == payload, "{} bytes came back", piped.stdout.len());
+    assert!(piped.stderr.starts_with("ok: cat "), "a summary: {}", piped.stderr);
+    assert_eq!(piped.stderr.lines().count(), 1);
+    let read = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file]).expect(0);
+    assert!(read.stdout == payload, "{} bytes came back", read.stdout.len());
+    // Without a file, standard input is the payload, unless `-n` is given.
+    assert_eq!(fed(&supervisor, &["submit", "cat"], b"read").expect(0).stdout, b"read");
+    assert!(fed(&supervisor, &["submit", "cat", "-n"], b"unread").expect(0).stdout.is_empty());
+
+    let saved = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file, "--output", out]).expect(0);
+    assert!(saved.stdout.is_empty());
+    assert!(std::fs::read(&output).unwrap() == payload);
+    std::fs::remove_file(&output).unwrap();
+    let told = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file, "--json"]).expect(0);
+    assert_eq!(told.object()["result_bytes"], 300_000, "only the object goes to standard output");
+    let arguments = ["submit", "cat", "--payload-file", "-", "--json", "--output", out];
+    let both = fed(&supervisor, &arguments, &payload).expect(0);
+    assert_eq!(both.object()["outcome"], "ok");
+    assert!(std::fs::read(&output).unwrap() == payload);
+    let nowhere = folder.join("missing/result");
+    let lost = bulkhead(&supervisor, &["submit", "cat", "--output", nowhere.to_str().unwrap()]).expect(2);
+    assert!(lost.stderr.contains("cannot be written"), "{}", lost.stderr);
+
+    let arguments = "submit env op --tenant acme --priority critical --cost 3 --idempotent --deadline 20s";
+    let told = bulkhead(&supervisor, &arguments.split(' ').collect::<Vec<_>>()).expect(0);
+    assert_eq!(told.text(), "op/acme\n");
+}
+
+/// Starts a bulkhead whose n-th job runs the n-th line as a shell command.
+fn scripted(lines: &[&str]) -> Supervisor {
+    let branches: String =
+        lines.iter().enumerate().map(|(i, line)| format!("{}) {line} ;; ", i + 1)).collect();
+    let script = format!("echo >> count; case $(wc -l < count) in {branches} esac");
+    Supervisor::start(&format!("[bulkhead.b]\nexec = [\"sh\", \"-c\", \"{script}\"]\ncwd = \".\"\n{SHELL}"))
+}
+
+#[test]
+fn many_jobs_end_with_the_code_of_the_first_that_was_not_ok() {
+    for (lines, code) in [
+        (["echo one", "exit 64", "kill -9 $$", "echo four"], 1),
+        (["echo one", "kill -9 $$", "exit 64", "echo four"], 70),
+        (["echo one", "echo two", "echo three", "echo four"], 0),
+    ] {
+        let supervisor = scripted(&lines);
+        let ran = bulkhead(&supervisor, &["submit", "b", "--json", "--repeat", "4"]).expect(code);
+        let seen = ran.objects();
+        seen.iter().for_each(check_shape);
+        let expected = lines.map(|line| match line {
+            "exit 64" => "failed",
+            "kill -9 $$" => "crashed",
+            _ => "ok",
+        });
+        assert_eq!(seen.iter().map(|o| o["outcome"].as_str().unwrap()).collect::<Vec<_>>(), expected);
+    }
+    let supervisor = scripted(&["echo one", "exit 1", "echo three"]);
+    let ran = bulkhead(&supervisor, &["submit", "b", "--repeat", "3"]).expect(1);
+    assert_eq!(ran.text(), "one\nthree\n", "results and nothing else");
+    assert!(ran.stderr.starts_with("3 jobs in "), "{}", ran.stderr);
+    assert!(ran.stderr.contains("2  ok\n") && ran.stderr.contains("1  failed/exit_1\n"), "{}", ran.stderr);
+}
+
+#[test]
+fn many_jobs_at_once() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_queue = 2\ndeadline = \"60s\"\n",
+    );
+    supervisor.wait_number("b", "limit", 2);
+    let count = |arguments: &str, code| {
+        let arguments = [&["submit", "b", "--json"], &arguments.split(' ').collect::<Vec<_>>()[..]].concat();
+        let objects = fed(&supervisor, &arguments, b"150").expect(code).objects();
+        tally(objects.iter().map(|o| (o["outcome"].to_string(), o["reason"].to_string())))
+    };
+    let fits = count("--repeat 40 --concurrency 4", 0);
+    assert_eq!(fits.into_values().collect::<Vec<_>>(), [40]);
+    let marks = supervisor.folder.path().join("marks");
+    std::fs::write(supervisor.folder.path().join("payload"), marks.to_str().unwrap()).unwrap();
+    let payload = supervisor.folder.path().join("payload").display().to_string();
+    let spills = count(&format!("mark --repeat 10 --concurrency 10 --payload-file {payload}"), 75);
+    let expected = [("\"ok\"", "null", 4), ("\"rejected\"", "\"queue_full\"", 6)];
+    assert_eq!(spills.iter().map(|((o, r), n)| (o.as_str(), r.as_str(), *n)).collect::<Vec<_>>(), expected);
+    let rest = count("--repeat 3 --concurrency 1000", 0);
+    assert_eq!(rest.into_values().collect::<Vec<_>>(), [3]);
+}
+
+#[test]
+fn a_reader_that_has_enough_is_no_error() {
+    let supervisor = scripted(&["exit 64", "yes | head -c 300000", "yes | head -c 300000"]);
+    // Closes the reading end of the pipe before the command can write.
+    let unread = |command: &mut Command| {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        drop(child.stdout.take());
+        let stderr = read_all(child.stderr.take().unwrap());
+        Running { child, stdin: None, stdout: None, stderr }.end()
+    };
+    // The exit code reflects the jobs that ended before the write error.
+    let ran = unread(supervisor.command().args(["submit", "b", "--repeat", "3"])).expect(1);
+    assert!(ran.stderr.is_empty(), "{}", ran.stderr);
+    let many: &[&[&str]] = &[
+        &["completions", "bash"],
+        &["status"],
+        &["status", "b"],
+        &["events"],
+        &["events", "--json"],
+        &["man", supervisor.folder.path().to_str().unwrap()],
+        &["reset", "b"],
+    ];
+    for arguments in many {
+        let ran = unread(supervisor.command().args(*arguments)).expect(0);
+        assert!(ran.stderr.is_empty(), "{arguments:?}: {}", ran.stderr);
+    }
+
+    // A reader that takes only the first bytes, as `head` does.
+    let big = Supervisor::start("[bulkhead.cat]\nexec = [\"cat\"]\n");
+    let payload = big.folder.path().join("payload");
+    std::fs::write(&payload, vec![b'x'; 3_000_000]).unwrap();
+    let mut head = big.command();
+    let submit = ["submit", "cat", "--payload-file", payload.to_str().unwrap()];
+    let mut child =
+        head.args(submit).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let stderr = read_all(child.stderr.take().unwrap());
+    let mut first = [0; 10];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let ran = Running { child, stdin: None, stdout: None, stderr }.end().expect(0);
+    assert_eq!(ran.stderr.lines().count(), 1, "the summary alone: {}", ran.stderr);
+
+    // A result that cannot be written is lost, so the command fails.
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = big.command().args(submit).stdin(Stdio::null()).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(74));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
+}
+
+/// Runs a command with standard output closed. `Command` cannot close a stream, so a shell does.
+fn without_stdout(command: &Command) -> Ran {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
+    spawn(&mut shell).end()
+}
+
+#[test]
+fn what_is_printed_to_a_closed_standard_output_is_no_success() {
+    let supervisor = Supervisor::start("[bulkhead.b]\nexec = [\"echo\", \"a\", \"result\"]\n");
+    let file = supervisor.folder.path().join("result").display().to_string();
+    let pages = supervisor.folder.path().join("pages").display().to_string();
+    let many: &[&[&str]] = &[
+        &["submit", "b"],
+        &["submit", "b", "--json"],
+        &["submit", "b", "--repeat", "2"],
+        &["status"],
+        &["status", "b", "--json"],
+        &["top", "--once", "--interval", "100ms"],
+        &["events"],
+        &["reset", "b"],
+        &["resize", "b", "--max-queue", "3"],
+        &["reload"],
+        &["advise"],
+        &["crashes"],
+        &["bench", "b", "--duration", "50ms"],
+        &["completions", "bash"],
+        &["man", &pages],
+        &["--version"],
+        &["status", "--help"],
+    ];
+    for arguments in many {
+        let ran = without_stdout(supervisor.command().args(*arguments)).expect(74);
+        let said = "failed to write to standard output: the descriptor is closed";
+        assert!(ran.stderr.contains(said), "{arguments:?}: {}", ran.stderr);
+    }
+    // A command that writes nothing does not need standard output.
+    without_stdout(supervisor.command().args(["submit", "b", "--output", &file])).expect(0);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "a result\n");
+}
+
+#[test]
+fn a_command_that_fails_says_so_to_programs_as_well() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let nowhere =
+        |arguments: &[&str]| spawn(&mut plain(&[&["--admin", "/nonexistent"], arguments].concat())).end();
+    let every: &[&[&str]] = &[
+        &["status"],
+        &["top"],
+        &["events"],
+        &["logs", "b"],
+        &["restart", "b"],
+        &["drain", "b"],
+        &["resume", "b"],
+        &["reset", "b"],
+        &["resize", "b", "--max-queue", "3"],
+        &["advise"],
+        &["reload"],
+        &["crashes"],
+        &["replay", "20260307T101530123-0001"],
+    ];
+    for arguments in every {
+        let ran = nowhere(&[arguments, &["--json"][..]].concat()).expect(69);
+        let told = ran.object();
+        assert_eq!((&told["outcome"], &told["retryable"]), (&"unreachable".into(), &true.into()), "{told}");
+        let message = told["message"].as_str().unwrap();
+        assert!(ran.stderr.contains(message), "{arguments:?}: {}", ran.stderr);
+    }
+    assert!(nowhere(&["status"]).expect(69).stdout.is_empty(), "without --json it is prose alone");
+    for (arguments, code) in [(&["status", "none"][..], 66), (&["crashes", "nonsense"], 66)] {
+        let told = bulkhead(&supervisor, &[arguments, &["--json"]].concat()).expect(code).object();
+        assert_eq!((&told["outcome"], &told["retryable"]), (&"error".into(), &false.into()), "{told}");
+    }
+    let bench = ["bench", "b", "--duration", "50ms", "--json"];
+    let told =
+        spawn(&mut plain(&[&["--socket", "/nonexistent"], &bench[..]].concat())).end().expect(69).object();
+    assert_eq!(told["outcome"], "unreachable");
+}
+
+// Operating a supervisor.
+
+fn words(line: &str) -> Vec<&str> {
+    line.split_ascii_whitespace().collect()
+}
+
+const COLUMNS: &str = "NAME STATE SERVICE WORKERS INFLIGHT/LIMIT QUEUE DONE FAILED LATE REJECTED CRASHED RESTARTS BREAKER P50 P99";
+const WORKER_COLUMNS: &str = "PID STATE UPTIME INFLIGHT SERVED RESTARTS RSS LAST-EXIT";
+
+#[test]
+fn status_is_a_table_with_the_columns_it_promises() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 3\nmax_queue = 7\n\
+         [bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n",
+    );
+    supervisor.wait_number("b", "limit", 6);
+    let fresh = bulkhead(&supervisor, &["status"]).expect(0);
+    let row = fresh.text().lines().find(|line| words(line).first() == Some(&"b")).unwrap();
+    assert_eq!(words(row), "b ready ok 2 0/6 0/7 0 0 0 0 0 0 - - -".split(' ').collect::<Vec<_>>());
+    for (operation, code) in [("", 0), ("", 0), ("fail", 1), ("abort", 70)] {
+        bulkhead(&supervisor, &["submit", "b", operation]).expect(code);
+    }
+    bulkhead(&supervisor, &["submit", "b", &"x".repeat(257)]).expect(65);
+    supervisor.wait_number("b", "limit", 6);
+
+    let all = bulkhead(&supervisor, &["status"]).expect(0);
+    let lines: Vec<&str> = all.text().lines().collect();
+    assert_eq!(words(lines[0]), words(COLUMNS));
+    assert_eq!((lines.len(), lines[3]), (5, ""), "{lines:?}");
+    assert!(lines[4].starts_with("broken: state failed: the worker did not start"), "{lines:?}");
+    let row = words(lines.iter().find(|line| words(line)[0] == "b").unwrap());
+    assert_eq!(row[..13], words("b ready ok 2 0/6 0/7 2 1 0 0 1 1 -"));
+    assert!(row[13].ends_with("ms") && row[14].ends_with("ms"), "{row:?}");
+    let row = words(lines.iter().find(|line| words(line)[0] == "broken").unwrap());
+    assert_eq!(row, words("broken failed ok 0 0/0 0/0 0 0 0 0 0 0 - - -"));
+
+    let one = bulkhead(&supervisor, &["status", "b"]).expect(0);
+    let lines: Vec<&str> = one.text().lines().collect();
+    assert_eq!(words(lines[0]), words(COLUMNS));
+    let workers = lines.iter().position(|line| words(line) == words(WORKER_COLUMNS)).unwrap();
+    let pids = supervisor.worker_pids("b");
+    for line in &lines[workers + 1..workers + 3] {
+        let row = words(line);
+        assert!(pids.contains(&row[0].parse().unwrap()), "{row:?} {pids:?}");
+        assert!(row[1] == "ready" || row[1] == "busy", "{row:?}");
+        assert!(row[6].ends_with("iB"), "{row:?}");
+    }
+    assert!(one.text().contains("killed by SIGABRT"), "the last exit: {}", one.text());
+    assert!(one.text().contains("job_crashed"), "the last events: {}", one.text());
+    let broken = bulkhead(&supervisor, &["status", "broken"]).expect(0);
+    assert!(broken.text().contains("bulkhead_failed"), "{}", broken.text());
+
+    let all = bulkhead(&supervisor, &["status", "--json"]).expect(0).object();
+    let names: Vec<_> = all["bulkheads"].as_array().unwrap().iter().map(|b| b["name"].clone()).collect();
+    assert_eq!(names, ["b", "broken"]);
+    let one = bulkhead(&supervisor, &["--json", "status", "b"]).expect(0).object();
+    assert_eq!((&one["name"], &one["done"], &one["crashed"]), (&"b".into(), &2.into(), &1.into()));
+    assert!(one["events"].as_array().unwrap().iter().any(|e| e["kind"] == "job_crashed"), "{one}");
+    let nobody = bulkhead(&supervisor, &["status", "nobody"]).expect(66);
+    assert!(nobody.stdout.is_empty() && nobody.stderr.contains("'nobody'"), "{}", nobody.stderr);
+    for odd in ["", "..", "a/b", "b?x=1", "%62", "\u{1b}[31m"] {
+        let told = bulkhead(&supervisor, &["status", odd]).expect(66);
+        assert!(!told.stderr.contains('\u{1b}'), "{}", told.stderr);
+    }
+}
+
+#[test]
+fn events_are_shown_and_followed() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let text = bulkhead(&supervisor, &["events"]).expect(0);
+    let ready = text.text().lines().find(|line| line.contains("worker_ready")).unwrap();
+    assert_eq!(words(ready)[1..4], ["info", "worker_ready", "b"], "{ready}");
+    let events = bulkhead(&supervisor, &["events", "--json"]).expect(0).objects();
+    assert_eq!(events[0]["kind"], "worker_started");
+    let follows: Vec<_> = [&["events", "--follow"][..], &["events", "--follow", "--json"]]
+        .iter()
+        .map(|arguments| follow(supervisor.command().args(*arguments)))
+        .collect();
+    for following in &follows {
+        following.line_with("worker_ready");
+    }
+    bulkhead(&supervisor, &["drain", "b"]).expect(0);
+    follows[0].line_with(" draining b");
+    let json: Value = serde_json::from_str(&follows[1].line_with("draining")).unwrap();
+    assert_eq!((&json["kind"], &json["bulkhead"]), (&"draining".into(), &"b".into()));
+    for following in follows {
+        assert_eq!(following.interrupt(), Some(130));
+    }
+}
+
+#[test]
+fn a_follower_ends_with_the_supervisor() {
+    let mut supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let mut events = follow(supervisor.command().args(["events", "--follow"]));
+    let mut logs = follow(supervisor.command().args(["logs", "b", "--follow"]));
+    events.line_with("worker_ready");
+    supervisor.signal(Signal::SIGTERM);
+    events.line_with("draining");
+    assert_eq!(supervisor.wait().code(), Some(0));
+    for following in [&mut events, &mut logs] {
+        let status = wait_for("it ends", || following.child.try_wait().unwrap());
+        assert!(matches!(status.code(), Some(0 | 69)), "{status}");
+    }
+}
+
+#[test]
+fn logs_are_shown_and_followed_without_harm_to_a_terminal() {
+    let script = r"printf 'a\\033[31mb\\007c\\302\\233d\\177e\\377f\\n' >&2; echo out; cat";
+    let supervisor =
+        Supervisor::start(&format!("[bulkhead.x]\nexec = [\"sh\", \"-c\", \"{script}\"]\n{SHELL}"));
+    assert!(bulkhead(&supervisor, &["logs", "x"]).expect(0).stdout.is_empty());
+    let following = follow(supervisor.command().args(["logs", "x", "--follow"]));
+    // Standard output of the program is the result. Only standard error goes to the logs.
+    wait_for("the follower has heard something", || {
+        fed(&supervisor, &["submit", "x", "--payload-file", "-"], b"secret").expect(0);
+        following.lines.try_recv().ok()
+    });
+    let pid = supervisor.worker_pids("x")[0].to_string();
+    let logs = bulkhead(&supervisor, &["logs", "x"]).expect(0);
+    assert!(!logs.text().chars().any(|c| c.is_control() && c != '\n'), "{:?}", logs.text());
+    let line = logs.text().lines().next().unwrap();
+    assert!(line.contains(&pid) && line.contains("stderr"), "{line}");
+    assert!(line.contains(r"a\u{1b}[31mb\u{7}c\u{9b}d\u{7f}e") && line.ends_with('f'), "{line}");
+    assert!(!logs.text().contains("secret"));
+    for object in bulkhead(&supervisor, &["logs", "x", "--json"]).expect(0).objects() {
+        assert_eq!((&object["bulkhead"], &object["stream"]), (&"x".into(), &"stderr".into()));
+        assert!(object["line"].as_str().unwrap().starts_with("a\u{1b}"), "{object}");
+    }
+    assert_eq!(following.interrupt(), Some(130));
+    bulkhead(&supervisor, &["logs", "nobody"]).expect(66);
+    bulkhead(&supervisor, &["logs", "nobody", "--follow"]).expect(66);
+}
+
+#[test]
+fn the_verbs_do_what_they_say() {
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n\
+         [bulkhead.late]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec 'MISBEHAVE'\"]\n\
+         cwd = \".\"\nrestart = {{ policy = \"never\" }}\n{SHELL}"
+    ));
+    supervisor.wait_number("b", "limit", 2);
+    let run = |verb: &str, name: &str| {
+        let told = bulkhead(&supervisor, &[verb, name]).expect(0);
+        assert!(told.text().starts_with(&format!("{name}: ")), "{}", told.text());
+        let object = bulkhead(&supervisor, &[verb, name, "--json"]).expect(0).object();
+        assert_eq!((&object["bulkhead"], &object["done"]), (&name.into(), &verb.into()));
+    };
+    run("drain", "b");
+    assert_eq!(supervisor.snapshot("b")["state"], "draining");
+    bulkhead(&supervisor, &["submit", "b"]).expect(75);
+    run("resume", "b");
+    assert_eq!(supervisor.snapshot("b")["state"], "ready");
+    bulkhead(&supervisor, &["submit", "b"]).expect(0);
+    let before = supervisor.worker_pids("b");
+    run("restart", "b");
+    wait_for("both workers are new", || {
+        let now = supervisor.worker_pids("b");
+        (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
+    });
+
+    assert_eq!(supervisor.snapshot("late")["state"], "failed");
+    bulkhead(&supervisor, &["submit", "late"]).expect(75);
+    std::fs::write(supervisor.folder.path().join("flag"), "").unwrap();
+    run("reset", "late");
+    wait_for("it is ready", || (supervisor.snapshot("late")["state"] == "ready").then_some(()));
+    bulkhead(&supervisor, &["submit", "late"]).expect(0);
+    for verb in ["restart", "drain", "resume", "reset"] {
+        let told = bulkhead(&supervisor, &[verb, "nobody"]).expect(66);
+        assert!(told.stdout.is_empty() && told.stderr.contains("there is no bulkhead 'nobody'"));
+    }
+}
+
+#[test]
+fn bench_says_how_fast_it_was() {
+    let supervisor =
+        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n");
+    let load = ["bench", "b", "--duration", "200ms", "--concurrency", "2"];
+    let text = bulkhead(&supervisor, &load).expect(0);
+    for part in ["jobs/s", "ok", "p50", "p90", "p99", "max"] {
+        assert!(text.text().contains(part), "{part}: {}", text.text());
+    }
+    let object = bulkhead(&supervisor, &[&load[..], &["--json"]].concat()).expect(0).object();
+    let jobs = object["jobs"].as_u64().unwrap();
+    assert!(jobs > 0 && object["jobs_per_second"].as_f64() > Some(0.0), "{object}");
+    assert_eq!(object["outcomes"]["ok"].as_u64(), Some(jobs), "{object}");
+    assert!(object["latency_ms"]["p99"].as_f64() >= object["latency_ms"]["p50"].as_f64(), "{object}");
+    assert!(supervisor.number("b", "done") > jobs);
+    bulkhead(&supervisor, &["bench", "nobody", "--duration", "10s"]).expect(66);
+    bulkhead(&supervisor, &["bench", "b", "fail", "--duration", "100ms"]).expect(1);
+}
+
+// Completions and man pages.
+
+const SUBCOMMANDS: [&str; 12] = [
+    "submit",
+    "status",
+    "top",
+    "events",
+    "logs",
+    "restart",
+    "drain",
+    "resume",
+    "reset",
+    "bench",
+    "completions",
+    "man",
+];
+
+#[test]
+fn every_shell_has_completions() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let ran = spawn(&mut plain(&["completions", shell])).end().expect(0);
+        for word in SUBCOMMANDS {
+            assert!(ran.text().contains(word), "{shell} completes {word}");
+        }
+        assert!(ran.stderr.is_empty(), "{shell}: {}", ran.stderr);
+        let known = Command::new(shell).args(["-n", "-c", ":"]).stdin(Stdio::null()).status();
+        if ["bash", "zsh", "fish"].contains(&shell) && known.is_ok_and(|status| status.success()) {
+            let mut check = Command::new(shell);
+            spawn(check.arg("-n")).feed(&ran.stdout).expect(0);
+        } else {
+            eprintln!("NOT PARSED: {shell} is not here, or cannot check what it reads");
+        }
+    }
+}
+
+#[test]
+fn every_subcommand_has_a_man_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("new/man1");
+    let ran = spawn(&mut plain(&["man", pages.to_str().unwrap()])).end().expect(0);
+    let page =
+        |name: &str| std::fs::read_to_string(pages.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert!(page("bulkhead.1").contains(".TH bulkhead 1"));
+    for name in SUBCOMMANDS {
+        let file = format!("bulkhead-{name}.1");
+        assert!(page(&file).contains(&format!(".TH bulkhead-{name} 1")), "{file}");
+        assert!(ran.text().lines().any(|line| line.ends_with(&file)), "{file} is told");
+    }
+    assert!(page("bulkhead-submit.1").contains("idempotent"));
+    let told = spawn(&mut plain(&["man", pages.to_str().unwrap(), "--json"])).end().expect(0).object();
+    assert_eq!(told["files"].as_array().unwrap().len(), ran.text().lines().count());
+    std::fs::write(folder.path().join("file"), "").unwrap();
+    spawn(&mut plain(&["man", folder.path().join("file").to_str().unwrap()])).end().expect(74);
+}
+
+#[test]
+fn where_the_result_goes_is_seen_before_the_job_runs() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let folder = supervisor.folder.path();
+    let submit = |output: &Path| {
+        let mut command = supervisor.command();
+        command.args(["submit", "b", "--payload-file", "-", "--output"]).arg(output);
+        command
+    };
+    std::fs::write(folder.join("read-only"), "precious").unwrap();
+    for wrong in [folder.to_owned(), folder.join("nowhere/x"), folder.join("read-only/x")] {
+        let ended = spawn(&mut submit(&wrong)).end().expect(2);
+        assert!(ended.stderr.contains(wrong.to_str().unwrap()), "{}", ended.stderr);
+    }
+    assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
+    let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
+    assert!(ran.stdout.is_empty() && !Path::new("-").exists());
+    // A write error that appears only after the job has run has a different exit code than a failed handler.
+    let mut full = supervisor.command();
+    full.args(["submit", "b", "big", "--payload-file", "-", "--output", "/dev/full"]);
+    let mut full = spawn(&mut full);
+    full.stdin.as_mut().unwrap().write_all(b"100000").unwrap();
+    full.end().expect(74);
+}

@@ -1,0 +1,7 @@
+//! The `bulkhead` command, and the reports that operators read with it.
+
+mod advise;
+mod commands;
+mod service;
+mod submit_input;
+mod top;

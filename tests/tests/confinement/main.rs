@@ -1,0 +1,11 @@
+//! Confinement of workers and of programs: layers, identities, limits, and attempts to break out.
+
+mod attempts;
+mod bounds;
+mod exec_programs;
+mod forked;
+mod identity;
+mod layers;
+mod programs;
+mod subuid;
+mod traces;

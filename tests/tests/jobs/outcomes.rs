@@ -1,0 +1,378 @@
+//! Jobs through a real supervisor to real workers: results, bounds, deadlines, cancellation.
+
+use std::time::{Duration, Instant};
+
+use bulkhead_client::Client;
+use bulkhead_shared::{Executed, RejectReason, Verdict};
+use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
+
+#[test]
+fn payloads_of_every_size_come_back_unchanged() {
+    let supervisor =
+        Supervisor::start("[bulkhead.echo]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.cat]\nexec = [\"cat\"]\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        for size in [0, 1, 64, 65_535, 65_536, 65_537, 300_000, 5_000_000] {
+            let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251) as u8).collect();
+            for name in ["echo", "cat"] {
+                let reply = client.job(name, payload.clone()).send().await.unwrap();
+                assert!(reply.payload() == payload, "{size} bytes through {name}");
+                assert_eq!(reply.outcome().bulkhead, name);
+                assert_eq!(reply.outcome().attempts, 1);
+                assert!(reply.outcome().worker_pid.is_some());
+            }
+        }
+    });
+}
+
+#[test]
+fn thirty_jobs_on_four_permits_and_five_places() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 5\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    let marks = supervisor.folder.path().join("marks");
+    let results = run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let path = marks.to_str().unwrap().as_bytes().to_vec();
+        let jobs: Vec<_> = (0..30)
+            .map(|_| {
+                let (client, path) = (client.clone(), path.clone());
+                tokio::spawn(async move { client.job("b", path).operation("mark").send().await })
+            })
+            .collect();
+        let mut results = Vec::new();
+        for job in jobs {
+            results.push(job.await.unwrap());
+        }
+        results
+    });
+    for error in results.iter().filter_map(|r| r.as_ref().err()) {
+        let outcome = error.outcome().unwrap();
+        assert_eq!(outcome.verdict.executed(), Executed::No);
+        assert!(outcome.retry_after.is_some(), "{outcome:?}");
+    }
+    let counts = tally(results.iter().map(outcome));
+    assert_eq!(counts.get("ok"), Some(&9), "{counts:?}");
+    assert_eq!(counts.get("rejected/queue_full"), Some(&21), "{counts:?}");
+    let (mut running, mut most) = (0, 0);
+    for mark in std::fs::read(marks).unwrap() {
+        running += if mark == b'+' { 1 } else { -1 };
+        most = most.max(running);
+    }
+    assert_eq!(most, 4, "the most that ran at once");
+    assert_eq!(running, 0);
+}
+
+#[test]
+fn a_client_never_harms_its_neighbours_in_a_worker() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\ndeadline = \"20s\"\ngrace = \"50ms\"\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    run(async {
+        let good = Client::connect(supervisor.socket()).await.unwrap();
+        let neighbours: Vec<_> = (0..3)
+            .map(|_| {
+                let good = good.clone();
+                tokio::spawn(async move { good.job("b", "").operation("steps:wait end").send().await })
+            })
+            .collect();
+        wait_for("three run", || (supervisor.number("b", "in_flight") == 3).then_some(()));
+
+        let bad = Client::connect(supervisor.socket()).await.unwrap();
+        // The deadline leaves the job enough time to begin. A job that has not begun holds no permit.
+        let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
+        assert_eq!(outcome(&asked), "deadline_exceeded/running");
+        // The hanging job still holds its permit, so a fifth job is rejected at once.
+        assert_eq!(outcome(&good.job("b", "").send().await), "rejected/queue_full");
+        supervisor.touch("end");
+        drop(bad);
+        for neighbour in neighbours {
+            assert_eq!(outcome(&neighbour.await.unwrap()), "ok");
+        }
+        // The hanging job is now alone in its worker, so the worker is killed.
+        supervisor.wait_number("b", "restarts", 1);
+        let reply = good.job("b", "x").send().await.unwrap();
+        assert_eq!(reply.payload(), b"x");
+    });
+}
+
+#[test]
+fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
+    let supervisor =
+        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        // The job ignores the cancellation, and has begun when its client drops it.
+        let stubborn = client.job("b", "").operation("steps:count begun;sleep 3600000");
+        let task = tokio::spawn(stubborn.send());
+        wait_for("it has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
+        task.abort();
+        supervisor.wait_number("b", "restarts", 1);
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+
+        let other = Client::connect(supervisor.socket()).await.unwrap();
+        let task = tokio::spawn(async move { other.job("b", "").operation("hang").send().await });
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        task.abort();
+        supervisor.wait_number("b", "restarts", 2);
+        // A job that obeys the cancellation keeps its worker.
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
+        let job = client.job("b", "").operation("yield").send();
+        assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
+        let again = client.job("b", "").operation("pid").send().await.unwrap();
+        assert_eq!(again.outcome().worker_pid, pid);
+    });
+}
+
+#[test]
+fn async_handlers_run_concurrently_and_stop_when_cancelled() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 50\ngrace = \"5s\"\ndeadline = \"60s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
+        let sleeping: Vec<_> =
+            (0..49).map(|_| tokio::spawn(client.job("b", "50000").operation("async-sleep").send())).collect();
+        wait_for("all run", || (supervisor.number("b", "in_flight") == 49).then_some(()));
+        let brief = client.job("b", "1").operation("async-sleep").send().await;
+        assert_eq!(brief.unwrap().payload(), b"slept");
+        sleeping.iter().for_each(tokio::task::JoinHandle::abort);
+        wait_for("all have yielded", || (supervisor.number("b", "in_flight") == 0).then_some(()));
+        let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_secs(2));
+        assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
+        let again = client.job("b", "").operation("pid").send().await.unwrap();
+        assert_eq!(again.outcome().worker_pid, pid, "the worker is still the same");
+    });
+}
+
+#[test]
+fn a_hanging_tree_is_gone_soon_after_its_deadline() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("tree.sh");
+    let program = format!("PROGRAM-{}", std::process::id());
+    std::fs::write(
+        &script,
+        format!(
+            "trap '' TERM\n(setsid sh -c 'sleep 1000 # {program}; :' &)\nsh -c 'sleep 1000 # {program}; :'\n"
+        ),
+    )
+    .unwrap();
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"100ms\"\n\
+         [bulkhead.x]\nexec = [\"sh\", {script:?}]\ndeadline = \"2s\"\ngrace = \"20s\"\n\
+         env = {{ PATH = \"/usr/bin:/bin\" }}\n"
+    ));
+    let marker = format!("TREE-{}", supervisor.pid());
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let began = Instant::now();
+        let result = client.job("b", marker.clone()).operation("tree").send().await;
+        let took = began.elapsed();
+        assert_eq!(outcome(&result), "deadline_exceeded/running");
+        assert!(took >= Duration::from_secs(2), "{took:?}");
+        wait_for("the tree is gone", || bulkhead_tests::processes_with(&marker).is_empty().then_some(()));
+        supervisor.wait_number("b", "available", 1);
+
+        let result = client.job("x", "").send().await;
+        assert_eq!(outcome(&result), "deadline_exceeded/running");
+        wait_for("the program's tree is gone", || {
+            bulkhead_tests::processes_with(&program).is_empty().then_some(())
+        });
+        supervisor.wait_number("x", "available", 1);
+        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own tree is killed");
+    });
+}
+
+#[test]
+fn what_is_wrong_with_a_job_is_said_precisely() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\nmax_result = \"100KiB\"\n\
+         max_queue = 10\nqueue_timeout = \"50ms\"\ndeadline = \"10s\"\ndeadline_max = \"20s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let rejected = |reason: RejectReason| format!("rejected/{reason}");
+        assert_eq!(outcome(&client.job("nobody", "").send().await), rejected(RejectReason::NotFound));
+        let large = client.job("b", vec![0; 1025]).send().await;
+        assert_eq!(outcome(&large), rejected(RejectReason::TooLarge));
+        let larger = client.job("b", vec![0; 10 << 20]).send().await;
+        assert_eq!(outcome(&larger), rejected(RejectReason::TooLarge));
+        let named = client.job("b", "").operation("x".repeat(300)).send().await;
+        assert_eq!(outcome(&named), rejected(RejectReason::Invalid));
+
+        let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
+        let Verdict::Failed(failure) = &failed.outcome().unwrap().verdict else { panic!("{failed}") };
+        assert_eq!((failure.code.as_str(), failure.fault.name()), ("bad_input", "caller"));
+        assert_eq!(outcome(&client.job("b", "").operation("panic").send().await), "failed/panic");
+        for size in ["200000", "102401"] {
+            let big = client.job("b", size).operation("big").send().await;
+            assert_eq!(outcome(&big), "failed/result_too_large");
+        }
+        assert!(client.job("b", "102400").operation("big").send().await.is_ok());
+
+        let slow = client.job("b", "").operation("steps:wait end").send();
+        let waits = async {
+            wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+            let waited = client.job("b", "").send().await;
+            supervisor.touch("end");
+            waited
+        };
+        let (slow, waited) = tokio::join!(slow, waits);
+        assert_eq!(outcome(&slow), "ok");
+        assert_eq!(outcome(&waited), rejected(RejectReason::QueueTimeout));
+        let clamped = client.job("b", "").deadline(Duration::from_secs(3600)).send().await.unwrap();
+        assert_eq!(clamped.outcome().deadline, Duration::from_secs(20));
+    });
+    assert_eq!(supervisor.number("b", "restarts"), 0);
+    let snapshot = supervisor.snapshot("b");
+    let outcomes = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
+    let ended: u64 = outcomes.iter().map(|name| snapshot[name].as_u64().unwrap()).sum();
+    let rejected: u64 =
+        snapshot["rejected"].as_object().unwrap().values().map(|count| count.as_u64().unwrap()).sum();
+    assert_eq!(snapshot["submitted"].as_u64(), Some(ended + rejected), "{snapshot}");
+}
+
+#[test]
+fn waiting_payloads_stop_at_max_buffered() {
+    let supervisor = Supervisor::start_with(
+        "max_payload = \"1MiB\"\nmax_buffered = \"64MiB\"",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10000\ndeadline = \"120s\"\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    let before = bulkhead_tests::resident_bytes(supervisor.pid());
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let blocker = client.clone();
+        let blocker = tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        let mut jobs = tokio::task::JoinSet::new();
+        let mut rejected = 0_u64;
+        for batch in 0..20 {
+            for _ in 0..20 {
+                let client = client.clone();
+                jobs.spawn(async move { client.job("b", vec![batch; 1 << 20]).send().await });
+            }
+            tokio::task::yield_now().await;
+            while let Some(done) = jobs.try_join_next() {
+                assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
+                rejected += 1;
+            }
+        }
+        // Jobs that fit into the memory wait. All others have been rejected.
+        while rejected < 400 - 64 {
+            let done = jobs.join_next().await.unwrap();
+            assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
+            rejected += 1;
+        }
+        wait_for("the rest waits", || {
+            rejected += std::iter::from_fn(|| jobs.try_join_next()).count() as u64;
+            (supervisor.number("b", "queued") + rejected == 400).then_some(())
+        });
+        let queued = supervisor.number("b", "queued");
+        assert!((56..=64).contains(&queued), "{queued} of 1 MiB wait with 64 MiB allowed");
+        let grown = bulkhead_tests::resident_bytes(supervisor.pid()).saturating_sub(before);
+        assert!(grown < 192 << 20, "{} MiB more", grown >> 20);
+        blocker.abort();
+    });
+}
+
+#[test]
+fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
+    let supervisor = Supervisor::start(
+        "[defaults]\nmax_queue = 1000\ndeadline = \"60s\"\n\
+         [bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.c]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.crash]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n",
+    );
+    let counts = run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let mut workers = tokio::task::JoinSet::new();
+        for lane in 0..64_u32 {
+            let client = client.clone();
+            workers.spawn(async move {
+                let mut seen = Vec::new();
+                for round in 0..157_u32 {
+                    let number = round * 64 + lane;
+                    if number >= 10_000 {
+                        break;
+                    }
+                    let (name, operation) = match number % 4 {
+                        0 => ("a", "echo"),
+                        1 => ("b", "echo"),
+                        2 => ("c", "echo"),
+                        _ => ("crash", "segv"),
+                    };
+                    let result = client.job(name, "x").operation(operation).send().await;
+                    seen.push(format!("{name} {}", outcome(&result)));
+                }
+                seen
+            });
+        }
+        tally(workers.join_all().await.into_iter().flatten())
+    });
+    assert_eq!(counts.values().sum::<usize>(), 10_000);
+    for name in ["a", "b", "c"] {
+        assert_eq!(counts.get(&format!("{name} ok")), Some(&2500), "{counts:?}");
+    }
+    assert_eq!(counts.get("crash crashed/signal"), Some(&2500), "{counts:?}");
+    assert!(supervisor.number("crash", "restarts") >= 1000);
+}
+
+/// A finished job is reported as such even if the supervisor was stopped when the job's deadline passed.
+#[test]
+fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let deadline = Duration::from_secs(5);
+        let began = Instant::now();
+        let steps = "steps:count ran;wait end;count over";
+        let job = tokio::spawn(client.job("b", "").operation(steps).deadline(deadline).send());
+        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        supervisor.signal(nix::sys::signal::Signal::SIGSTOP);
+        supervisor.touch("end");
+        wait_for("it is over", || (supervisor.file_bytes("over") == 1).then_some(()));
+        wait_for("a second more than the deadline is over", || {
+            (began.elapsed() > deadline + Duration::from_secs(1)).then_some(())
+        });
+        supervisor.signal(nix::sys::signal::Signal::SIGCONT);
+        let reply = job.await.unwrap().unwrap();
+        assert!(reply.outcome().ran > deadline, "{:?}", reply.outcome());
+    });
+    let told = &supervisor.wait_events("held_up", 1)[0];
+    assert!(told["late_ms"].as_u64().unwrap() > 500, "{told}");
+    assert_eq!((&told["severity"], supervisor.number("b", "deadline_exceeded")), (&"warning".into(), 0));
+}
+
+#[test]
+fn an_unknown_operation_is_told_which_there_are() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"stray\"]\n");
+    let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+    let error = client.job("b", "").operation("whom").send().unwrap_err();
+    let Some(Verdict::Failed(failure)) = error.outcome().map(|outcome| &outcome.verdict) else {
+        panic!("{error}")
+    };
+    assert_eq!(failure.code, "unknown_operation");
+    assert_eq!(
+        failure.message,
+        "this worker has no operation \"whom\"; the operations are \"template\", \"who\", \"worker\""
+    );
+}
+
+#[test]
+fn a_worker_that_registers_an_operation_twice_does_not_start() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"registers-twice\"]\nrestart = { backoff = \"10ms\", max = 1 }\n",
+    );
+    wait_for("operators are told", || {
+        let snapshot = supervisor.snapshot("b");
+        snapshot["detail"]
+            .as_str()?
+            .contains("`operation(\"turn\")` of `Server` is called twice")
+            .then_some(())
+    });
+}

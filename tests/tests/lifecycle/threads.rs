@@ -1,0 +1,36 @@
+//! Death of an essential thread: the supervisor ends with its workers and says why. (Threads panic on request
+//! only in debug builds.)
+
+use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
+
+/// The keeper and the workers end with the supervisor.
+#[test]
+fn end_of_an_essential_thread_ends_the_supervisor() {
+    if !cfg!(debug_assertions) {
+        not_run!("a release build does not panic on request");
+        return;
+    }
+    // Covers a task of the thread `control`, and the thread `onlookers` with all of its tasks. The log names
+    // exactly one task or thread.
+    for thread in ["CONTROL", "ONLOOKERS"] {
+        let signs = tempfile::tempdir().unwrap();
+        let sign = signs.path().join("panic");
+        let variable = format!("BULKHEAD_PANIC_{thread}");
+        let variables = [(variable.as_str(), sign.to_str().unwrap())];
+        let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n";
+        let mut supervisor = Supervisor::start_as(&[], &variables, bulkheads);
+        let (keeper, workers) = (supervisor.keeper(), supervisor.worker_pids("b"));
+        assert_eq!(workers.len(), 2);
+        std::fs::write(&sign, "").unwrap();
+        let status = supervisor.wait();
+        assert_eq!(status.code(), Some(1), "{status}: {}", supervisor.log());
+        let told = "has ended; the supervisor cannot continue and stops";
+        assert_eq!(supervisor.log().matches(told).count(), 1, "{}", supervisor.log());
+        for process in workers.into_iter().chain([keeper]) {
+            wait_for("nothing is left", || (!is_alive(process)).then_some(()));
+        }
+        for socket in ["jobs.sock", "admin.sock"] {
+            assert!(!supervisor.file(socket).exists(), "{socket} is left");
+        }
+    }
+}

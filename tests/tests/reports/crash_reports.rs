@@ -1,0 +1,657 @@
+//! Crash reports: contents for each cause of death, storage, and replay.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::Output;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{Supervisor, children, is_alive, not_run, outcome, programs, tally, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n";
+
+fn crashes(supervisor: &Supervisor) -> Vec<Value> {
+    supervisor.get("/v1/crashes")["crashes"].as_array().expect("an array").clone()
+}
+
+/// Waits for this number of reports, and returns the full reports.
+fn reports(supervisor: &Supervisor, count: usize) -> Vec<Value> {
+    let listed = wait_for(&format!("{count} crash reports"), || {
+        Some(crashes(supervisor)).filter(|listed| listed.len() >= count)
+    });
+    assert_eq!(listed.len(), count, "{listed:?}");
+    listed.iter().map(|crash| supervisor.get(&format!("/v1/crashes/{}", id(crash)))).collect()
+}
+
+fn id(report: &Value) -> String {
+    report["id"].as_str().expect("an id").to_owned()
+}
+
+/// Sends one job and returns the outcome.
+fn send(supervisor: &Supervisor, operation: &str, payload: impl Into<Vec<u8>>) -> String {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    outcome(&client.job("b", payload.into()).operation(operation).tenant("acme").send())
+}
+
+/// Starts a supervisor and crashes a worker with one job. Returns the only report.
+fn after(bulkhead: &str, operation: &str, payload: &str) -> (Supervisor, Value) {
+    let supervisor = Supervisor::start(bulkhead);
+    let ended = send(&supervisor, operation, payload);
+    assert!(ended.starts_with("crashed/"), "{ended}");
+    let report = reports(&supervisor, 1).remove(0);
+    (supervisor, report)
+}
+
+fn replay(supervisor: &Supervisor, report: &Value) -> Value {
+    let (status, body) = supervisor.post(&format!("/v1/crashes/{}/replay", id(report)));
+    assert_eq!(status, 200, "{body}");
+    serde_json::from_str(&body).expect("JSON")
+}
+
+fn command(supervisor: &Supervisor, arguments: &[&str]) -> Output {
+    supervisor.command().args(arguments).output().expect("the command runs")
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("text")
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(folder).expect("the folder is there");
+    let mut names: Vec<String> =
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.retain(|name| name != ".lock");
+    names.sort();
+    names
+}
+
+/// Returns `[supervisor]` keys that keep reports in a folder.
+fn kept_in(folder: &Path, keep: usize) -> String {
+    format!("crash_dir = {folder:?}\ncrash_keep = {keep}\n")
+}
+
+// Contents.
+
+#[test]
+fn a_worker_that_dies_of_a_signal_leaves_all_that_is_known() {
+    let (supervisor, report) = after(B, "segv", "the payload");
+    assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
+    assert_eq!((&report["victim"], &report["stage"]), (&"worker".into(), &"working".into()));
+    assert_eq!((&report["culprit"], &report["in_flight"]), (&0.into(), &1.into()));
+    assert!(report["usage"]["max_rss_bytes"].as_u64().unwrap() > 1 << 16, "{report}");
+    let job = &report["jobs"][0];
+    assert_eq!((&job["operation"], &job["tenant"]), (&"segv".into(), &"acme".into()));
+    assert_eq!((&job["payload"], &job["payload_bytes"]), (&"dGhlIHBheWxvYWQ=".into(), &11.into()));
+    for kind in ["worker_exited", "job_crashed"] {
+        let event = supervisor.wait_events(kind, 1).remove(0);
+        assert_eq!(event["report"], report["id"], "{event}");
+        assert_eq!(event["pid"], report["pid"]);
+    }
+    let told = replay(&supervisor, &report);
+    assert_eq!((&told["verdict"], &told["before"]["signal"]), (&"same".into(), &"SIGSEGV".into()), "{told}");
+    assert_eq!(told["replays"][0]["cause"]["signal"], "SIGSEGV");
+    assert_ne!(told["replays"][0]["worker_pid"], report["pid"]);
+}
+
+/// The data plane assigns the id of the report before the report is stored.
+#[test]
+fn crashed_outcome_names_its_report() {
+    let exec =
+        "[bulkhead.x]\nexec = [\"sh\", \"-c\", \"kill -SEGV $$\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n";
+    let supervisor = Supervisor::start(&format!("{B}{exec}"));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    for (count, bulkhead) in ["b", "x"].into_iter().enumerate() {
+        let error = client.job(bulkhead, "p").operation("segv").send().unwrap_err();
+        let report = error.outcome().unwrap().report.clone().expect("an id");
+        assert!(error.to_string().ends_with(&format!("; see `bulkhead crashes {report}`")), "{error}");
+        let kept = reports(&supervisor, count + 1).into_iter().find(|kept| kept["id"] == report.as_str());
+        let kept = kept.expect("the report of that name");
+        assert_eq!(kept["jobs"][0]["job"], error.outcome().unwrap().job.unwrap().to_string());
+        let shown = command(&supervisor, &["crashes", &report]);
+        assert!(shown.status.success() && stdout(&shown).contains("SIGSEGV"), "{shown:?}");
+    }
+    let told = command(&supervisor, &["submit", "b", "segv", "-n"]);
+    let last = id(reports(&supervisor, 3).last().unwrap());
+    let complaint = String::from_utf8_lossy(&told.stderr).into_owned();
+    assert!(complaint.contains(&format!("bulkhead crashes {last}")), "{complaint}");
+    let json = command(&supervisor, &["submit", "b", "segv", "-n", "--json"]);
+    let json: Value = serde_json::from_str(&stdout(&json)).unwrap();
+    assert_eq!(json["report"], id(reports(&supervisor, 4).last().unwrap()), "{json}");
+    let fine = client.job("b", "p").send().unwrap();
+    assert_eq!(fine.outcome().report, None);
+}
+
+#[test]
+fn exit_codes_are_told_even_that_of_success() {
+    for code in ["0", "99"] {
+        let (supervisor, report) = after(B, "exit", code);
+        assert_eq!(report["exit_code"].to_string(), code);
+        assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    }
+}
+
+#[test]
+fn a_hung_worker_is_reported_and_hangs_again() {
+    let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
+    let (supervisor, report) = after(&hasty, "stop", "");
+    assert_eq!((&report["cause"], &report["signal"]), (&"hung".into(), &Value::Null), "{report}");
+    let told = replay(&supervisor, &report);
+    assert_eq!(told["verdict"], "same", "{told}");
+}
+
+#[test]
+fn a_worker_that_breaks_the_protocol_is_reported() {
+    let (supervisor, report) =
+        after("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"rubbish\"]\n", "", "");
+    assert_eq!(report["cause"], "protocol", "{report}");
+    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+}
+
+#[test]
+fn a_c_library_that_crashes_is_reported_with_its_last_words() {
+    let library = programs().join("libthumbnail.so");
+    let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {library:?}\n"));
+    let picture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/crash.gif");
+    let picture = std::fs::read(picture).unwrap();
+    assert_eq!(send(&supervisor, "", picture.clone()), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    assert_eq!(report["signal"], "SIGSEGV");
+    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+
+    let saved = supervisor.file("again.gif");
+    let output =
+        command(&supervisor, &["crashes", &id(&report), "--output", saved.to_str().expect("a plain path")]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(std::fs::read(saved).unwrap(), picture);
+}
+
+#[test]
+fn program_killed_by_signal_is_reported_but_worker_lives() {
+    let script = "echo last words >&2; cat >/dev/null; kill -SEGV $$";
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\nexec = [\"sh\", \"-c\", {script:?}]\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n"
+    ));
+    let worker = supervisor.worker_pids("b");
+    assert_eq!(send(&supervisor, "", "x"), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    assert_eq!((&report["victim"], &report["signal"]), (&"program".into(), &"SIGSEGV".into()));
+    assert_eq!(report["stderr_tail"], "last words");
+    let event = supervisor.wait_events("job_crashed", 1).remove(0);
+    assert_eq!(event["report"], report["id"]);
+    let told = replay(&supervisor, &report);
+    assert_eq!(
+        (&told["verdict"], &told["replays"][0]["cause"]["signal"]),
+        (&"same".into(), &"SIGSEGV".into())
+    );
+    assert_eq!(supervisor.worker_pids("b"), worker);
+    reports(&supervisor, 1);
+}
+
+/// Both have a crash report.
+#[test]
+fn failed_starts_and_idle_deaths_cannot_be_replayed() {
+    let never = "restart = { policy = \"never\" }\n";
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{never}\
+         [bulkhead.exits]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\n{never}\
+         [bulkhead.mute]\ncommand = [\"MISBEHAVE\", \"raw\", \"never-hello\"]\n{never}start = {{ handshake = \"200ms\" }}\n\
+         [bulkhead.slow]\ncommand = [\"MISBEHAVE\", \"init-hangs\"]\n{never}start = {{ ready = \"200ms\" }}\n"
+    ));
+    assert_eq!(send(&supervisor, "die-idle", "1"), "ok");
+    let all = reports(&supervisor, 4);
+    let told = tally(all.iter().map(|report| {
+        format!("{} {} {}", report["bulkhead"], report["stage"], report["cause"]).replace('"', "")
+    }));
+    let expected =
+        ["b idle signal", "exits starting exit", "mute starting no_hello", "slow starting not_ready"];
+    assert_eq!(told.into_keys().collect::<Vec<_>>(), expected);
+    for report in &all {
+        let (status, body) = supervisor.post(&format!("/v1/crashes/{}/replay", id(report)));
+        assert!(status == 422 && body.contains("no job to replay"), "{status} {body}");
+        assert_eq!(command(&supervisor, &["replay", &id(report)]).status.code(), Some(65));
+    }
+}
+
+#[test]
+fn what_is_no_crash_makes_no_report() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
+         [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(outcome(&client.job("late", "").operation("hang").send()), "deadline_exceeded/running");
+    assert_eq!(send(&supervisor, "fail", ""), "failed/bad_input");
+    assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
+    // One worker was killed at the deadline, and one was replaced by the restart.
+    supervisor.wait_events("worker_exited", 2);
+    assert_eq!(crashes(&supervisor), Vec::<Value>::new());
+    let listed = command(&supervisor, &["crashes"]);
+    assert_eq!((listed.status.code(), stdout(&listed).lines().count()), (Some(0), 1));
+}
+
+#[test]
+fn a_large_payload_is_not_kept_and_said_so() {
+    let supervisor = Supervisor::start(&format!("{B}poison = {{ crashes = 9 }}\n"));
+    assert_eq!(send(&supervisor, "abort", vec![b'x'; 65_536]), "crashed/signal");
+    assert_eq!(send(&supervisor, "abort", vec![b'x'; 65_537]), "crashed/signal");
+    let all = reports(&supervisor, 2);
+    let (kept, large) = (&all[0]["jobs"][0], &all[1]["jobs"][0]);
+    assert!(kept["payload"].is_string() && kept["blake3"].is_string());
+    assert_eq!((&large["payload"], &large["payload_bytes"]), (&Value::Null, &65_537.into()));
+    assert_eq!(large["digest"].as_str().map(str::len), Some(32));
+    assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
+    let refused = command(&supervisor, &["replay", &id(&all[1])]);
+    assert_eq!(refused.status.code(), Some(65));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("65537 bytes are more than a report keeps"));
+}
+
+#[test]
+fn payloads_are_not_kept_where_the_file_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = format!("{}crash_payloads = false\n", kept_in(&folder.path().join("crashes"), 9));
+    let supervisor = Supervisor::start_with(&keys, B);
+    assert_eq!(send(&supervisor, "abort", "my-secret"), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    let job = &report["jobs"][0];
+    assert_eq!(
+        (&job["payload"], &job["blake3"], &job["payload_bytes"]),
+        (&Value::Null, &Value::Null, &9.into())
+    );
+    let kept = std::fs::read_to_string(folder.path().join("crashes").join(format!("{}.json", id(&report))));
+    let kept = kept.expect("the report is a file");
+    assert!(!kept.contains("my-secret") && !kept.contains("bXktc2VjcmV0"), "{kept}");
+    let shown = stdout(&command(&supervisor, &["crashes", &id(&report)]));
+    assert!(shown.contains("9 bytes, not kept"), "{shown}");
+    let refused = command(&supervisor, &["replay", &id(&report)]);
+    assert_eq!(refused.status.code(), Some(65));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("the report contains none of the 9 bytes"));
+}
+
+#[test]
+fn hostile_names_do_not_reach_a_terminal() {
+    let supervisor = Supervisor::start(B);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let operation = "steps:die-on \u{1b}[31m\u{9b}2J\r;die";
+    let ended = client.job("b", "\u{1b}]0;owned\u{7}").operation(operation).tenant("\u{1b}[2J\nx").send();
+    assert_eq!(outcome(&ended), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    for arguments in [&["crashes"][..], &["crashes", &id(&report)], &["replay", &id(&report)]] {
+        let output = command(&supervisor, arguments);
+        assert!(output.status.success(), "{output:?}");
+        let text = stdout(&output);
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{arguments:?}: {text:?}");
+        let json = command(&supervisor, &[&["--json"], arguments].concat());
+        assert!(serde_json::from_slice::<Value>(&json.stdout).is_ok(), "{json:?}");
+    }
+}
+
+#[test]
+fn ids_from_outside_are_names_and_never_paths() {
+    let folder = tempfile::tempdir().unwrap();
+    let secret = folder.path().join("20260307T101530123-0001.json");
+    std::fs::write(secret, "{\"secret\": true}").unwrap();
+    let supervisor = Supervisor::start_with(&kept_in(&folder.path().join("crashes"), 10), B);
+    let long = "9".repeat(4000);
+    let hostile = [
+        "..%2F..%2Fetc%2Fpasswd",
+        "..%2F20260307T101530123-0001",
+        "20260307T101530123-0001",
+        "20260307T101530123-0001%00",
+        "%00",
+        ".lock",
+        "%FF%FE",
+        &long,
+    ];
+    for id in hostile {
+        for (status, body) in [
+            supervisor.try_get(&format!("/v1/crashes/{id}")).unwrap(),
+            supervisor.post(&format!("/v1/crashes/{id}/replay")),
+        ] {
+            assert!(status == 404 || status == 400, "{id}: {status} {body}");
+            assert!(!body.contains("root:") && !body.contains("secret"), "{body}");
+        }
+    }
+    for arguments in [["crashes", "../../etc/passwd"], ["replay", "../../etc/passwd"]] {
+        assert_eq!(command(&supervisor, &arguments).status.code(), Some(66));
+    }
+}
+
+// Several jobs in flight.
+
+#[test]
+fn of_several_jobs_each_is_tried_until_it_happens_again() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 3\ndeadline = \"1s\"\n\
+         grace = \"10ms\"\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    std::thread::scope(|scope| {
+        let client = &client;
+        for payload in ["first", "second"] {
+            scope.spawn(move || client.job("b", payload).operation("steps:sleep 10;wait end").send());
+        }
+        wait_for("both run", || (supervisor.number("b", "in_flight") == 2).then_some(()));
+        let ended = client.job("b", "third").operation("steps:sleep 10;die").send();
+        assert_eq!(outcome(&ended), "crashed/signal");
+    });
+    let report = reports(&supervisor, 1).remove(0);
+    let operations: Vec<&Value> =
+        report["jobs"].as_array().unwrap().iter().map(|job| &job["operation"]).collect();
+    assert_eq!((report["culprit"].clone(), operations.len()), (Value::Null, 3));
+    assert_eq!(operations[2], "steps:sleep 10;die", "the oldest first");
+    supervisor.touch("end");
+    let told = replay(&supervisor, &report);
+    let verdicts: Vec<&str> =
+        told["replays"].as_array().unwrap().iter().filter_map(|replay| replay["verdict"].as_str()).collect();
+    assert_eq!(
+        (&told["verdict"], verdicts),
+        (&"same".into(), vec!["no_crash", "no_crash", "same"]),
+        "{told}"
+    );
+    let one = command(&supervisor, &["--json", "replay", &id(&report), "--job", "0"]);
+    let one: Value = serde_json::from_slice(&one.stdout).unwrap();
+    assert_eq!((&one["verdict"], &one["replays"][0]["job"]), (&"no_crash".into(), &0.into()));
+    let none = command(&supervisor, &["replay", &id(&report), "--job", "3"]);
+    assert_eq!(none.status.code(), Some(65));
+    assert_eq!(command(&supervisor, &["crashes", &id(&report), "--output", "-"]).status.code(), Some(2));
+    let second = command(&supervisor, &["crashes", &id(&report), "--output", "-", "--job", "2"]);
+    assert_eq!(stdout(&second), "third");
+}
+
+// Replays.
+
+#[test]
+fn what_happens_only_once_or_otherwise_is_told_apart() {
+    let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
+    let supervisor = Supervisor::start(&hasty);
+    assert_eq!(send(&supervisor, "steps:die-first 1 once", "x"), "crashed/signal");
+    assert_eq!(send(&supervisor, "steps:freeze-first 1 frozen;die", "x"), "crashed/hung");
+    let all = reports(&supervisor, 2);
+    let told = replay(&supervisor, &all[0]);
+    assert_eq!((&told["verdict"], &told["replays"][0]["outcome"]), (&"no_crash".into(), &"ok".into()));
+    let told = replay(&supervisor, &all[1]);
+    assert_eq!((&told["verdict"], &told["before"]["cause"]), (&"different".into(), &"hung".into()), "{told}");
+    assert_eq!(told["replays"][0]["cause"]["signal"], "SIGABRT");
+    for (report, words) in [(&all[0], "verdict      no crash"), (&all[1], "verdict      different")] {
+        let output = command(&supervisor, &["replay", &id(report)]);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(stdout(&output).starts_with(words), "{}", stdout(&output));
+    }
+}
+
+#[test]
+fn a_replay_counts_nowhere_and_leaves_nothing_behind() {
+    let (supervisor, report) = after(
+        &format!(
+            "{B}poison = {{ crashes = 1 }}\nbreaker = {{ min_calls = 1, failure_rate = 0.1, open_for = \"1h\" }}\n"
+        ),
+        "segv",
+        "x",
+    );
+    wait_for("the next worker is ready", || (supervisor.number("b", "limit") == 1).then_some(()));
+    let books = || {
+        let mut books = supervisor.snapshot("b");
+        for worker in books["workers"].as_array_mut().unwrap() {
+            // These values change without jobs.
+            for field in ["uptime_ms", "rss_bytes", "cpu_ms"] {
+                worker[field] = Value::Null;
+            }
+        }
+        books
+    };
+    let before = books();
+    assert_eq!((&before["quarantined"], &before["breaker"]), (&1.into(), &"open".into()));
+    let workers = children(supervisor.keeper());
+    let kinds = |kind: &str| supervisor.events(kind).len();
+    let told_before = (kinds("worker_started"), kinds("worker_exited"), kinds("job_crashed"));
+    for _ in 0..5 {
+        assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    }
+    assert_eq!(books(), before);
+    assert_eq!((kinds("worker_started"), kinds("worker_exited"), kinds("job_crashed")), told_before);
+    assert_eq!(kinds("crash_replayed"), 5);
+    assert_eq!(children(supervisor.keeper()), workers);
+    reports(&supervisor, 1);
+}
+
+#[test]
+fn a_replay_works_whatever_has_become_of_the_bulkhead() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nstart = { ready = \"2s\" }\n\
+         restart = { backoff = \"10ms\", backoff_max = \"1h\", max = 1 }\n",
+    );
+    assert_eq!(send(&supervisor, "steps:die", "x"), "crashed/signal");
+    wait_for("it fails", || (supervisor.snapshot("b")["state"] == "failed").then_some(()));
+    let all = wait_for("all is told", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
+    let report = supervisor.get(&format!("/v1/crashes/{}", id(&all[0])));
+    assert_eq!(report["stage"], "working");
+    // The worker of the replay does not start either.
+    let told = command(&supervisor, &["replay", &id(&report)]);
+    assert_eq!(told.status.code(), Some(75), "{told:?}");
+    assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));
+    // A worker could start now, but the bulkhead has not been reset.
+    supervisor.touch("go");
+    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    assert_eq!(supervisor.snapshot("b")["state"], "failed");
+    assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
+    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+}
+
+#[test]
+fn tenants_apart_have_their_crashes_and_their_replays() {
+    let (supervisor, report) =
+        after(&format!("{B}tenants = {{ isolate = true, max_active = 1, idle = \"60s\" }}\n"), "segv", "x");
+    assert_eq!(report["tenant"], "acme");
+    assert_eq!(replay(&supervisor, &report)["verdict"], "same");
+    let books = supervisor.snapshot("b");
+    assert_eq!((&books["submitted"], &books["crashed"]), (&1.into(), &1.into()));
+}
+
+#[test]
+fn replays_are_few_at_once_and_end_with_the_supervisor() {
+    let mut supervisor =
+        Supervisor::start_with("drain_timeout = \"100ms\"\n", &format!("{B}env = {{ A = \"b\" }}\n"));
+    assert_eq!(send(&supervisor, "steps:die-first 1 once;wait end", "x"), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    let path = format!("/v1/crashes/{}/replay", id(&report));
+    std::thread::scope(|scope| {
+        let begun: Vec<_> = (0..2).map(|_| scope.spawn(|| supervisor.post(&path))).collect();
+        wait_for("both run", || (children(supervisor.keeper()).len() == 3).then_some(()));
+        let (status, body) = wait_for("a third is refused", || {
+            Some(supervisor.post(&path)).filter(|(status, _)| *status != 200)
+        });
+        assert!(status == 429 && body.contains("2 replays are already running"), "{status} {body}");
+        assert_eq!(command(&supervisor, &["replay", &id(&report)]).status.code(), Some(75));
+        supervisor.touch("end");
+        for replay in begun {
+            let (status, body) = replay.join().unwrap();
+            assert!(status == 200 && body.contains("\"verdict\":\"no_crash\""), "{body}");
+        }
+    });
+    std::fs::remove_file(supervisor.file("end")).unwrap();
+    // This replay does not end, so the shutdown has to end it.
+    let client = supervisor.command().args(["replay", &id(&report)]).spawn().unwrap();
+    wait_for("it runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
+    let workers = children(supervisor.keeper());
+    supervisor.signal(Signal::SIGTERM);
+    assert!(supervisor.wait().success());
+    let mut client = client;
+    wait_for("its client ends", || client.try_wait().unwrap());
+    assert!(workers.iter().all(|&pid| !is_alive(pid)));
+}
+
+// Storage.
+
+#[test]
+fn reports_outlive_the_supervisor() {
+    let folder = tempfile::tempdir().unwrap();
+    let crash_dir = folder.path().join("not/yet/there");
+    let keys = kept_in(&crash_dir, 10);
+    let mut first = Supervisor::start_with(&keys, B);
+    assert_eq!(send(&first, "segv", "payload"), "crashed/signal");
+    assert_eq!(send(&first, "abort", "other"), "crashed/signal");
+    let before = reports(&first, 2);
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+    assert_eq!(mode(&crash_dir), 0o700);
+    for name in files(&crash_dir) {
+        assert_eq!(mode(&crash_dir.join(name)), 0o600);
+    }
+    first.signal(Signal::SIGTERM);
+    assert!(first.wait().success());
+    drop(first);
+
+    let second = Supervisor::start_with(&keys, &format!("{B}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
+    assert_eq!(reports(&second, 2), before);
+    assert_eq!(replay(&second, &before[0])["verdict"], "same");
+    assert_eq!(send(&second, "exit", "3"), "crashed/exit");
+    assert_eq!(reports(&second, 3)[..2], before);
+    drop(second);
+
+    let mut third = Supervisor::start_with(&keys, "[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n");
+    reports(&third, 3);
+    let (status, body) = third.post(&format!("/v1/crashes/{}/replay", id(&before[0])));
+    assert!(status == 409 && body.contains("no longer configured"), "{status} {body}");
+    third.signal(Signal::SIGTERM);
+    assert!(third.wait().success());
+}
+
+#[test]
+fn the_newest_reports_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    for keys in [kept_in(&folder.path().join("crashes"), 3), "crash_keep = 3\n".to_owned()] {
+        let supervisor = Supervisor::start_with(&keys, B);
+        for code in 1..=5 {
+            assert_eq!(send(&supervisor, "exit", code.to_string()), "crashed/exit");
+        }
+        let codes =
+            || crashes(&supervisor).iter().map(|crash| crash["exit_code"].as_i64()).collect::<Vec<_>>();
+        let expected = [Some(3), Some(4), Some(5)];
+        wait_for("the last is kept", || (codes() == expected).then_some(()));
+        let listed = command(&supervisor, &["crashes", "--limit", "1"]);
+        assert!(stdout(&listed).lines().count() == 2 && stdout(&listed).contains("exit:5"));
+    }
+    assert_eq!(files(&folder.path().join("crashes")).len(), 3);
+}
+
+/// Other users must not be able to read the folder, and no other supervisor can use it.
+#[test]
+fn refuses_readable_or_occupied_crash_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let crash_dir = folder.path().join("crashes");
+    std::fs::create_dir(&crash_dir).unwrap();
+    std::fs::set_permissions(&crash_dir, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let keys = kept_in(&crash_dir, 10);
+    let refused = || {
+        let mut supervisor = Supervisor::launch(tempfile::tempdir().unwrap(), &keys, B);
+        let status = supervisor.wait();
+        assert_eq!(status.code(), Some(1), "{}", supervisor.log());
+        supervisor.log()
+    };
+    let log = refused();
+    assert!(log.contains("chmod 700") && log.contains("0755"), "{log}");
+    std::fs::set_permissions(&crash_dir, std::fs::Permissions::from_mode(0o700)).unwrap();
+    let _first = Supervisor::start_with(&keys, B);
+    let log = refused();
+    assert!(log.contains("another supervisor uses the folder"), "{log}");
+}
+
+#[test]
+fn a_folder_that_cannot_be_read_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    if std::fs::metadata(folder.path()).unwrap().uid() == 0 {
+        not_run!("root can read every folder");
+        return;
+    }
+    let crash_dir = folder.path().join("crashes");
+    std::fs::create_dir(&crash_dir).unwrap();
+    std::fs::set_permissions(&crash_dir, std::fs::Permissions::from_mode(0o000)).unwrap();
+    let mut supervisor = Supervisor::launch(tempfile::tempdir().unwrap(), &kept_in(&crash_dir, 10), B);
+    assert_eq!(supervisor.wait().code(), Some(1));
+    assert!(supervisor.log().contains("cannot be read"), "{}", supervisor.log());
+}
+
+#[test]
+fn what_is_no_report_is_told_once_and_harms_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let crash_dir = folder.path().join("crashes");
+    let keys = kept_in(&crash_dir, 10);
+    let first = Supervisor::start_with(&keys, B);
+    assert_eq!(send(&first, "segv", "x"), "crashed/signal");
+    let report = reports(&first, 1).remove(0);
+    drop(first);
+    let good = std::fs::read_to_string(crash_dir.join(format!("{}.json", id(&report)))).unwrap();
+    let put = |name: &str, text: &str| std::fs::write(crash_dir.join(name), text).unwrap();
+    put("20260307T101530123-0001.json", "{");
+    put("20260307T101530123-0002.json", &good);
+    put("20260307T101530123-0003.json", "\u{1b}[31m\0");
+    put("20260307T101530123-0004.json.new", &good[..20]);
+    put("mine.txt", "notes");
+    put("\u{1b}[31m", "");
+    let second = Supervisor::start_with(&keys, B);
+    assert_eq!(reports(&second, 1), [report]);
+    let log = second.log();
+    assert_eq!(log.matches("that are not crash reports").count(), 1, "{log}");
+    assert!(log.contains("5 files") && !log.contains('\u{1b}'), "{log}");
+    assert!(crash_dir.join("mine.txt").exists());
+    // A report file can also become unreadable while the supervisor runs.
+    put(&format!("{}.json", id(&reports(&second, 1)[0])), "rubbish");
+    let path = format!("/v1/crashes/{}", id(&crashes(&second)[0]));
+    let (status, body) = second.try_get(&path).unwrap();
+    assert!(status == 500 && body.contains("cannot be read"), "{status} {body}");
+    assert_eq!(send(&second, "echo", "x"), "ok");
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_kept_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let crash_dir = folder.path().join("crashes");
+    let supervisor = Supervisor::start_with(&kept_in(&crash_dir, 10), B);
+    std::fs::remove_dir_all(&crash_dir).unwrap();
+    assert_eq!(send(&supervisor, "segv", "x"), "crashed/signal");
+    assert_eq!(send(&supervisor, "abort", "x"), "crashed/signal");
+    let all = reports(&supervisor, 2);
+    assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
+    let log = supervisor.log();
+    assert_eq!(log.matches("failed to write a crash report").count(), 1, "{log}");
+    assert_eq!(send(&supervisor, "echo", "x"), "ok");
+}
+
+#[test]
+fn a_storm_of_crashes_is_bounded_and_counted() {
+    const CRASHES: usize = 500;
+    let folder = tempfile::tempdir().unwrap();
+    let crash_dir = folder.path().join("crashes");
+    let supervisor = Supervisor::start_with(
+        &kept_in(&crash_dir, 20),
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 1000\ndeadline = \"60s\"\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    let client = Client::connect(supervisor.socket()).unwrap();
+    std::thread::scope(|scope| {
+        let client = &client;
+        for _ in 0..10 {
+            scope.spawn(move || {
+                for _ in 0..CRASHES / 10 {
+                    let payload = vec![b'x'; 60_000];
+                    assert_eq!(
+                        outcome(&client.job("b", payload).operation("abort").send()),
+                        "crashed/signal"
+                    );
+                }
+            });
+        }
+        assert_eq!(outcome(&client.job("other", "x").send()), "ok");
+    });
+    let deaths = supervisor.wait_events("worker_exited", CRASHES);
+    let reported = deaths.iter().filter(|event| event["report"].is_string()).count();
+    assert!((10..CRASHES).contains(&reported), "{reported}");
+    wait_for("the rest is counted", || {
+        let told = supervisor.events("crashes_not_reported");
+        let counted: u64 = told.iter().map(|event| event["crashes"].as_u64().unwrap()).sum();
+        (counted as usize == CRASHES - reported).then_some(())
+    });
+    assert!(supervisor.events("crashes_not_reported").len() <= 5);
+    assert!(crashes(&supervisor).len() <= 20 && files(&crash_dir).len() <= 20);
+    assert_eq!(supervisor.number("b", "crashed"), CRASHES as u64);
+}

@@ -1,0 +1,7 @@
+//! Reports about jobs and workers: crash reports, events, metrics and spans.
+
+mod consistency;
+mod crash_reports;
+mod events;
+mod metrics;
+mod traces;

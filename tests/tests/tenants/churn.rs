@@ -1,0 +1,226 @@
+//! Tenants that come and go under changes: recycled workers, dying keepers, a stop, changed limits, and
+//! programs that know nothing of tenants.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, wait_for_rest};
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, connect, is_alive, kill_pid, outcome, run, tally, wait_for};
+use nix::sys::signal::Signal;
+
+async fn told(client: &Client, tenant: &str) -> String {
+    outcome(&client.job("b", "").tenant(tenant).send().await)
+}
+
+/// Sends jobs of `tenants` tenants from `clients` clients until `end` is set. Returns the outcomes. A client
+/// that loses the supervisor stops.
+async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc<AtomicBool>) -> Vec<String> {
+    let lanes: Vec<_> = (0..clients)
+        .map(|lane| {
+            let (socket, end) = (supervisor.socket(), end.clone());
+            tokio::spawn(async move {
+                let client = Client::connect(socket).await.unwrap();
+                let (mut told, mut turn) = (Vec::new(), lane);
+                while !end.load(Ordering::Relaxed) {
+                    turn += 7;
+                    let tenant = format!("tenant {}", turn % tenants);
+                    let job = client.job("b", "1").operation("sleep").tenant(tenant);
+                    told.push(outcome(&job.deadline(Duration::from_secs(20)).send().await));
+                    if told.last().is_some_and(|last| last.starts_with("no outcome")) {
+                        break;
+                    }
+                }
+                told
+            })
+        })
+        .collect();
+    let mut told = Vec::new();
+    for lane in lanes {
+        told.extend(lane.await.unwrap());
+    }
+    told
+}
+
+#[test]
+fn workers_that_are_replaced_after_each_job_make_way_as_well() {
+    let supervisor = Supervisor::start(&isolated(
+        "max_active = 1, idle = \"5ms\"",
+        "max_queue = 10\nrecycle = { jobs = 1 }",
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        for round in 0..60 {
+            for tenant in ["a", "b", "b"] {
+                assert_eq!(told(&client, tenant).await, "ok", "round {round}");
+            }
+        }
+        wait_for_rest(&supervisor);
+        assert_eq!(supervisor.number("b", "done"), 180);
+        assert_eq!(supervisor.number("b", "crashed"), 0);
+    });
+}
+
+#[test]
+fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"20ms\"", "max_queue = 20"));
+    run(async {
+        let end = Arc::new(AtomicBool::new(false));
+        let jobs = crowd(&supervisor, 8, 10, end.clone());
+        let killer = async {
+            for _ in 0..6 {
+                let done = supervisor.number("b", "done");
+                wait_for("jobs are done", || (supervisor.number("b", "done") > done + 5).then_some(()));
+                let keeper = supervisor.keeper();
+                kill_pid(keeper, Signal::SIGKILL);
+                wait_for("it is dead", || (!is_alive(keeper)).then_some(()));
+            }
+            end.store(true, Ordering::Relaxed);
+        };
+        let (told, ()) = tokio::join!(jobs, killer);
+        let told = tally(told);
+        let known = ["ok", "rejected/unavailable", "crashed/signal"];
+        assert!(told.keys().all(|key| known.contains(&key.as_str())), "{told:?}");
+        for tenant in ["tenant 0", "tenant 5", "new"] {
+            assert_eq!(told_in_the_end(&supervisor, tenant).await, "ok");
+        }
+        let all = supervisor.snapshot("b");
+        assert_balanced(&all);
+        assert_eq!(all["state"], "ready", "{all}");
+    });
+}
+
+/// Sends jobs until the tenant gets a place. Returns the last outcome, or "never".
+async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
+    let client = connect(supervisor).await;
+    for _ in 0..200 {
+        let told = told(&client, tenant).await;
+        if told != "rejected/unavailable" {
+            return told;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    "never".into()
+}
+
+#[test]
+fn a_stop_in_a_crowd_of_tenants_leaves_no_job_without_an_answer() {
+    for _ in 0..3 {
+        let mut supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"5ms\"", "max_queue = 20"));
+        let keeper = supervisor.keeper();
+        let told = run(async {
+            let jobs = crowd(&supervisor, 10, 30, Arc::default());
+            let stop = async {
+                wait_for("jobs are done", || (supervisor.number("b", "done") > 20).then_some(()));
+                supervisor.signal(Signal::SIGTERM);
+            };
+            let all = tokio::time::timeout(Duration::from_secs(50), async { tokio::join!(jobs, stop).0 });
+            all.await.expect("every job has its answer")
+        });
+        assert_eq!(supervisor.wait().code(), Some(0));
+        assert!(!is_alive(keeper));
+        for (how, count) in tally(told) {
+            let known = ["ok", "rejected/unavailable", "rejected/draining"];
+            assert!(known.contains(&how.as_str()) || how.starts_with("no outcome"), "{count} times {how}");
+        }
+    }
+}
+
+#[test]
+fn numbers_that_go_to_nothing_and_back_are_every_tenants() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"200ms\"", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        for tenant in ["a", "b"] {
+            assert_eq!(told(&client, tenant).await, "ok");
+        }
+        assert_eq!(patch(&supervisor, "b", r#"{"max_in_flight": 0}"#).0, 400);
+        assert_eq!(patch(&supervisor, "b", r#"{"max_in_flight": 0, "max_queue": 0}"#).0, 200);
+        wait_for_rest(&supervisor);
+        for tenant in ["a", "b", "new"] {
+            assert_eq!(told(&client, tenant).await, "rejected/queue_full");
+        }
+        assert_eq!(patch(&supervisor, "b", r#"{"max_in_flight": 2, "processes": 2, "max_queue": 5}"#).0, 200);
+        for tenant in ["a", "b", "new"] {
+            assert_eq!(told(&client, tenant).await, "ok");
+        }
+    });
+    for body in
+        [r#"{"processes": 0}"#, r#"{"processes": 1025}"#, r#"{"max_active": 5}"#, r#"{"tenants": {}}"#]
+    {
+        assert_eq!(patch(&supervisor, "b", body).0, 400, "{body}");
+    }
+}
+
+#[test]
+fn programs_that_know_nothing_of_tenants_are_kept_apart_as_well() {
+    let supervisor = Supervisor::start(&format!(
+        "{SAME_NUMBERS}[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\n\
+         max_queue = 10\ntenants = {{ isolate = true, max_active = 2, idle = \"100ms\" }}\n"
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut hosts = Vec::new();
+        for tenant in ["a", "b", "a", "b", "c"] {
+            let reply = client.job("b", "").tenant(tenant).send().await.unwrap();
+            let said = String::from_utf8(reply.payload().to_vec()).unwrap();
+            let (name, host) = said.trim().split_once(' ').unwrap();
+            assert_eq!(name, tenant);
+            assert_eq!(host.parse().ok(), reply.outcome().worker_pid);
+            hosts.push((tenant, host.to_owned()));
+        }
+        for (tenant, host) in &hosts {
+            assert!(!hosts.iter().any(|(other, theirs)| other != tenant && theirs == host), "{hosts:?}");
+        }
+        wait_for_rest(&supervisor);
+        assert_eq!(told(&client, "a").await, "ok");
+    });
+}
+
+#[test]
+fn strangers_at_a_closed_door_are_no_events() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3", "breaker = {}"));
+    run(async {
+        let client = connect(&supervisor).await;
+        assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
+        for stranger in 0..50 {
+            assert_eq!(told(&client, &format!("tenant {stranger}")).await, "rejected/draining");
+        }
+        assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);
+        assert_eq!(patch(&supervisor, "b", r#"{"breaker": "forced_open"}"#).0, 200);
+        for stranger in 50..100 {
+            assert_eq!(told(&client, &format!("tenant {stranger}")).await, "rejected/circuit_open");
+        }
+        let count = |kind| supervisor.events(kind).len();
+        assert!(count("draining") <= 2, "{} events of one drain", count("draining"));
+        let opened = supervisor.events("breaker_opened");
+        let strangers = opened.iter().filter(|event| {
+            let name = event["tenant"].as_str().unwrap_or_default();
+            name.strip_prefix("tenant ").and_then(|n| n.parse().ok()).is_some_and(|n: u32| n >= 50)
+        });
+        assert_eq!(strangers.count(), 0, "they came when it had been opened already");
+    });
+}
+
+#[test]
+fn client_honouring_retry_after_gets_past_open_breaker() {
+    let supervisor = Supervisor::start(&isolated(
+        "max_active = 3, idle = \"200ms\"",
+        "max_queue = 5\nbreaker = { window = \"5m\", min_calls = 1, open_for = \"100ms\" }",
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        let crash = client.job("b", "").operation("abort").tenant("a").send().await;
+        assert_eq!(outcome(&crash), "crashed/signal");
+        wait_for_rest(&supervisor);
+        let mut refusals = Vec::new();
+        while let Err(error) = client.job("b", "").tenant("a").send().await {
+            let wait = error.retry_after().unwrap();
+            refusals.push(wait);
+            assert!(refusals.len() < 4, "still refused after {refusals:?}");
+            tokio::time::sleep(wait).await;
+        }
+        assert_eq!(part(&supervisor, "a")["breaker"], "closed");
+    });
+}

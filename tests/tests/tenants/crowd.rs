@@ -1,0 +1,426 @@
+//! More tenants than may have workers at once: the order in which tenants yield, and that no job is lost.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, JobHandle};
+use bulkhead_tests::tenants::{
+    assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
+};
+use bulkhead_tests::{
+    Running, Supervisor, children, connect, descriptors, is_alive, kill_pid, outcome, resident_bytes, run,
+    spawn, tally, threads, wait_for,
+};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+async fn ok(client: &Client, tenant: &str) {
+    let result = client.job("b", "").tenant(tenant).send().await;
+    assert_eq!(outcome(&result), "ok", "{tenant}");
+}
+
+fn hang(client: &Client, tenant: &str) -> Running {
+    spawn(client.job("b", "").operation("hang").tenant(tenant))
+}
+
+/// Starts a job that hangs, and waits until it has begun. Otherwise the job could go to the next worker.
+async fn running(client: &Client, tenant: &str) -> JobHandle {
+    let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
+    job.progress().await.expect("it says so when it begins");
+    job
+}
+
+/// Checks repeatedly until `end` is set: at most `max_active` tenants have workers, according to the snapshot
+/// and to the processes, and no counter decreases. Returns the number of checks.
+fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes: usize) -> usize {
+    let keeper = supervisor.keeper();
+    let (mut looks, mut submitted, mut ended) = (0, 0, 0);
+    while !end.load(Ordering::Relaxed) {
+        let workers = children(keeper).len();
+        assert!(workers <= max_active * processes, "{workers} processes");
+        let snapshot = supervisor.snapshot("b");
+        let of = |worker: &Value| worker["tenant"].as_str().expect("a tenant's").to_owned();
+        let active = tally(snapshot["workers"].as_array().unwrap().iter().map(of));
+        assert!(active.len() <= max_active, "{active:?}");
+        assert!(active.values().all(|&count| count <= processes), "{active:?}");
+        let now = (snapshot["submitted"].as_u64().unwrap(), outcomes(&snapshot));
+        assert!(now.0 >= submitted && now.1 >= ended, "{now:?} after {submitted} and {ended}");
+        (submitted, ended) = now;
+        assert_balanced(&snapshot);
+        looks += 1;
+    }
+    looks
+}
+
+#[test]
+fn the_tenant_that_has_been_idle_for_longest_yields() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3", ""));
+    run(async {
+        let client = connect(&supervisor).await;
+        for tenant in ["a", "b", "c", "a"] {
+            ok(&client, tenant).await;
+        }
+        // Even without a queue, the newcomer's job waits until `b` has yielded.
+        let (a, b, c) = (pids(&supervisor, "a"), pids(&supervisor, "b"), pids(&supervisor, "c"));
+        ok(&client, "d").await;
+        assert!(!is_alive(b[0]), "b was idle for longest");
+        assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
+        assert!(pids(&supervisor, "b").is_empty());
+        // A tenant with a job does not yield, however old the job is.
+        let busy = hang(&client, "c");
+        wait_part(&supervisor, "c", "in_flight", 1);
+        ok(&client, "e").await;
+        ok(&client, "f").await;
+        assert_eq!(pids(&supervisor, "c"), c);
+        assert!(!is_alive(a[0]));
+        let yielded = supervisor.events("worker_exited");
+        assert!(yielded.iter().all(|event| event["exit_code"] == 0), "{yielded:?}");
+        busy.abort();
+    });
+}
+
+#[test]
+fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
+    let supervisor = Supervisor::start(&isolated("max_active = 2", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let busy: Vec<_> = ["a", "b"].map(|tenant| hang(&client, tenant)).into();
+        supervisor.wait_number("b", "in_flight", 2);
+        for _ in 0..5 {
+            let refused = client.job("b", "").tenant("c").send().await;
+            assert_eq!(outcome(&refused), "rejected/unavailable");
+            let error = refused.unwrap_err();
+            assert!(error.is_retryable() && error.retry_after() >= Some(Duration::from_secs(1)), "{error}");
+            assert!(error.to_string().contains("max_active"), "{error}");
+        }
+        assert_eq!(children(supervisor.keeper()).len(), 2);
+        assert_eq!(part(&supervisor, "c")["rejected"]["unavailable"], 5);
+        // As soon as one tenant is idle, newcomers are no longer rejected.
+        busy[0].abort();
+        wait_part(&supervisor, "a", "in_flight", 0);
+        wait_for("there is room", || {
+            let send = client.job("b", "").tenant("c").send();
+            let result = tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(send));
+            (outcome(&result) == "ok").then_some(())
+        });
+        busy[1].abort();
+    });
+}
+
+#[test]
+fn two_hundred_tenants_take_turns_and_none_is_lost() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
+    let end = AtomicBool::new(false);
+    // Every run has the same order. The prime step mixes the tenants.
+    let order: Arc<Vec<usize>> = Arc::new((0..400).map(|n| (n * 149 + n / 200 * 31) % 200).collect());
+    let told = std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| watch(&supervisor, &end, 3, 1));
+        let told = run(async {
+            let clients: Vec<_> = (0..20)
+                .map(|lane| {
+                    let (socket, order) = (supervisor.socket(), order.clone());
+                    tokio::spawn(async move {
+                        let client = Client::connect(socket).await.unwrap();
+                        let mut told = Vec::new();
+                        for tenant in order.iter().skip(lane).step_by(20) {
+                            let name = format!("tenant {tenant}");
+                            let job = client.job("b", "2").operation("sleep").tenant(name);
+                            told.push(outcome(&job.send().await));
+                        }
+                        told
+                    })
+                })
+                .collect();
+            let mut told = Vec::new();
+            for client in clients {
+                told.extend(client.await.unwrap());
+            }
+            told
+        });
+        end.store(true, Ordering::Relaxed);
+        assert!(watcher.join().unwrap() > 3);
+        told
+    });
+    let told = tally(told);
+    assert_eq!(told.values().sum::<usize>(), 400);
+    let passed = told.get("ok").copied().unwrap_or(0);
+    let refused = told.get("rejected/unavailable").copied().unwrap_or(0);
+    assert_eq!(passed + refused, 400, "{told:?}");
+    assert!(passed >= 3, "{told:?}");
+    let all = supervisor.snapshot("b");
+    assert_eq!((&all["submitted"], &all["done"]), (&400.into(), &passed.into()), "{all}");
+    assert_eq!(all["rejected"]["unavailable"].as_u64().unwrap_or(0), refused as u64, "{all}");
+    wait_for_rest(&supervisor);
+    assert_eq!(all["tenants"].as_array().unwrap().len(), 10, "the busiest");
+}
+
+#[test]
+fn patient_tenants_all_get_their_turn() {
+    let supervisor =
+        Supervisor::start(&isolated("max_active = 2", "processes = 2\nmax_queue = 10\nmax_in_flight = 2"));
+    let end = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| watch(&supervisor, &end, 2, 2));
+        run(async {
+            let lanes: Vec<_> = (0..12)
+                .map(|lane| {
+                    let socket = supervisor.socket();
+                    tokio::spawn(async move {
+                        let client = Client::connect(socket).await.unwrap();
+                        let (began, mut done) = (Instant::now(), 0);
+                        while done < 5 {
+                            match outcome(&client.job("b", "").tenant(lane.to_string()).send().await).as_str()
+                            {
+                                "ok" => done += 1,
+                                "rejected/unavailable" => tokio::time::sleep(Duration::from_millis(5)).await,
+                                other => panic!("{other}"),
+                            }
+                            assert!(began.elapsed() < Duration::from_secs(60), "{lane} starves at {done}");
+                        }
+                    })
+                })
+                .collect();
+            for lane in lanes {
+                lane.await.unwrap();
+            }
+        });
+        end.store(true, Ordering::Relaxed);
+        assert!(watcher.join().unwrap() > 1);
+    });
+    assert_eq!(supervisor.number("b", "done"), 60);
+}
+
+/// The job waits until the workers of another tenant have exited.
+#[test]
+fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
+    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "a").await;
+        // The stopped worker ignores the order to exit and is killed in the end.
+        kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
+        let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
+        assert_eq!(outcome(&late), "deadline_exceeded/queued");
+        // The tenant's place is available again.
+        wait_for_rest(&supervisor);
+        for tenant in ["c", "a", "b"] {
+            ok(&client, tenant).await;
+        }
+        let waits = part(&supervisor, "b");
+        assert_eq!((&waits["deadline_exceeded"], &waits["done"]), (&1.into(), &1.into()), "{waits}");
+    });
+}
+
+#[test]
+fn a_tenant_that_no_longer_waits_leaves_its_turn_to_the_next() {
+    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "a").await;
+        kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
+        let gone = spawn(client.job("b", "").tenant("gone"));
+        wait_part(&supervisor, "gone", "queued", 1);
+        gone.abort();
+        wait_part(&supervisor, "gone", "cancelled", 1);
+        ok(&client, "next").await;
+    });
+}
+
+#[test]
+fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
+    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "a").await;
+        let old = pids(&supervisor, "a");
+        kill_pid(old[0], Signal::SIGSTOP);
+        let first = spawn(client.job("b", "").tenant("b"));
+        wait_part(&supervisor, "b", "queued", 1);
+        // The workers of `a` are already leaving to make room for `b`.
+        let second = spawn(client.job("b", "").tenant("a"));
+        for job in [first, second] {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+        assert_ne!(pids(&supervisor, "a"), old);
+        assert_balanced(&supervisor.snapshot("b"));
+    });
+}
+
+#[test]
+fn a_tenant_over_its_rate_does_not_drive_out_others() {
+    let supervisor = Supervisor::start(&isolated("max_active = 1", ""));
+    assert_eq!(
+        patch(&supervisor, "b/tenants/spam", r#"{"rate_limit": {"per_second": 0.001, "burst": 1}}"#).0,
+        200
+    );
+    run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "spam").await;
+        ok(&client, "a").await;
+        let before = pids(&supervisor, "a");
+        for _ in 0..20 {
+            let refused = client.job("b", "").tenant("spam").send().await;
+            assert_eq!(outcome(&refused), "rejected/rate_limited");
+        }
+        ok(&client, "a").await;
+        assert_eq!(pids(&supervisor, "a"), before, "a lost its workers to a tenant that may not run a job");
+    });
+}
+
+#[test]
+fn tenants_that_are_switched_off_do_not_drive_out_others() {
+    let supervisor = Supervisor::start(&format!(
+        "{}[bulkhead.b.tenant.a]\nmax_in_flight = 1\n",
+        isolated("max_active = 1", "max_in_flight = 0")
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "a").await;
+        let before = pids(&supervisor, "a");
+        for stranger in ["x", "y"] {
+            let refused = client.job("b", "").tenant(stranger).send().await;
+            assert_eq!(outcome(&refused), "rejected/queue_full");
+        }
+        ok(&client, "a").await;
+        assert_eq!(pids(&supervisor, "a"), before);
+    });
+}
+
+#[test]
+fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
+    let mut supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
+    let keeper = supervisor.keeper();
+    let workers = run(async {
+        let client = connect(&supervisor).await;
+        ok(&client, "leaving").await;
+        ok(&client, "idle").await;
+        let busy = spawn(client.job("b", "").operation("steps:wait end").tenant("busy"));
+        wait_part(&supervisor, "busy", "in_flight", 1);
+        let behind = spawn(client.job("b", "").tenant("busy"));
+        wait_part(&supervisor, "busy", "queued", 1);
+        let workers = supervisor.worker_pids("b");
+        kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
+        let waiting = spawn(client.job("b", "").tenant("waiting"));
+        wait_part(&supervisor, "waiting", "queued", 1);
+        supervisor.signal(Signal::SIGTERM);
+        assert_eq!(outcome(&waiting.await.unwrap()), "rejected/draining");
+        assert_eq!(outcome(&behind.await.unwrap()), "rejected/draining");
+        for tenant in ["new", "idle", "leaving", "waiting"] {
+            assert_eq!(outcome(&client.job("b", "").tenant(tenant).send().await), "rejected/draining");
+        }
+        supervisor.touch("end");
+        assert_eq!(outcome(&busy.await.unwrap()), "ok");
+        workers
+    });
+    assert_eq!(supervisor.wait().code(), Some(0));
+    assert_eq!(workers.len(), 3);
+    let left: Vec<_> = workers.iter().chain([&keeper]).filter(|&&pid| is_alive(pid)).collect();
+    assert!(left.is_empty(), "{left:?} are left");
+}
+
+#[test]
+fn a_stop_at_once_ends_the_workers_of_every_tenant() {
+    let mut supervisor =
+        Supervisor::start_with("drain_timeout = \"200ms\"", &isolated("max_active = 4", "processes = 2"));
+    let workers = run(async {
+        let client = connect(&supervisor).await;
+        let jobs: Vec<_> = ["a", "b", "c", "d"].map(|tenant| hang(&client, tenant)).into();
+        supervisor.wait_number("b", "in_flight", 4);
+        supervisor.wait_number("b", "limit", 8);
+        let workers = supervisor.worker_pids("b");
+        supervisor.signal(Signal::SIGTERM);
+        for job in jobs {
+            assert_eq!(outcome(&job.await.unwrap()), "crashed/stopped");
+        }
+        workers
+    });
+    assert_eq!(supervisor.wait().code(), Some(0));
+    assert!(workers.len() == 8 && !workers.iter().any(|&pid| is_alive(pid)));
+}
+
+#[test]
+fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
+    run(async {
+        let client = connect(&supervisor).await;
+        for _ in 0..4 {
+            ok(&client, "leaving").await;
+            ok(&client, "idle").await;
+            let busy = running(&client, "busy").await;
+            kill_pid(pids(&supervisor, "leaving")[0], Signal::SIGSTOP);
+            let waiting = spawn(client.job("b", "").tenant("waiting"));
+            wait_part(&supervisor, "waiting", "queued", 1);
+            let (keeper, before) = (supervisor.keeper(), supervisor.worker_pids("b"));
+            kill_pid(keeper, Signal::SIGKILL);
+            assert_eq!(outcome(&busy.await), "crashed/signal");
+            assert_eq!(outcome(&waiting.await.unwrap()), "ok");
+            wait_for("no old worker is left", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
+            for tenant in ["busy", "idle", "leaving", "waiting", "new"] {
+                ok(&client, tenant).await;
+            }
+            assert!(children(supervisor.keeper()).len() <= 3);
+        }
+        assert_balanced(&supervisor.snapshot("b"));
+        assert_eq!(supervisor.snapshot("b")["state"], "ready");
+    });
+}
+
+#[test]
+fn two_thousand_tenants_in_sequence_leave_nothing() {
+    let supervisor = Supervisor::start(&isolated("max_active = 2", ""));
+    run(async {
+        let client = connect(&supervisor).await;
+        let turns = async |from: usize, to: usize| {
+            for tenant in from..to {
+                ok(&client, &format!("tenant {tenant}")).await;
+            }
+        };
+        turns(0, 200).await;
+        let (pid, keeper) = (supervisor.pid(), supervisor.keeper());
+        let before = (resident_bytes(pid), descriptors(pid), threads(pid), descriptors(keeper));
+        turns(200, 2000).await;
+        assert!(children(keeper).len() <= 2);
+        let after = (resident_bytes(pid), descriptors(pid), threads(pid), descriptors(keeper));
+        assert!(after.1 <= before.1 + 8, "descriptors: {} after {}", after.1, before.1);
+        assert!(after.2 <= before.2, "threads: {} after {}", after.2, before.2);
+        assert!(after.3 <= before.3 + 4, "the keeper's descriptors: {} after {}", after.3, before.3);
+        assert!(after.0 < before.0 + (32 << 20), "memory: {} after {}", after.0, before.0);
+        let all = supervisor.snapshot("b");
+        assert_eq!((&all["submitted"], &all["done"]), (&2000.into(), &2000.into()), "{all}");
+    });
+}
+
+#[test]
+fn a_flood_of_tenants_without_room_is_forgotten() {
+    let supervisor = Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let busy = hang(&client, "busy");
+        wait_part(&supervisor, "busy", "in_flight", 1);
+        let flood = async |from: usize, to: usize| {
+            for tenant in from..to {
+                let result = client.job("b", "").tenant(format!("tenant {tenant}")).send().await;
+                assert_eq!(outcome(&result), "rejected/unavailable");
+            }
+        };
+        // Sends jobs of as many tenants as are remembered, and then of three times as many.
+        flood(0, 5_000).await;
+        let pid = supervisor.pid();
+        let before = (resident_bytes(pid), descriptors(pid), threads(pid));
+        let first = supervisor.snapshot("b");
+        flood(5_000, 20_000).await;
+        let after = (resident_bytes(pid), descriptors(pid), threads(pid));
+        assert!(after.0 < before.0 + (16 << 20), "memory: {} after {}", after.0, before.0);
+        assert!(after.1 <= before.1 + 4 && after.2 <= before.2, "{after:?} after {before:?}");
+        // A tenant with a job is not forgotten, and no count is lost.
+        assert_eq!(outcome(&client.job("b", "").tenant("busy").send().await), "ok");
+        let all = supervisor.snapshot("b");
+        assert_eq!(first["submitted"], 5_001, "{}", first["rejected"]);
+        assert_eq!((&all["submitted"], &all["rejected"]["unavailable"]), (&20_002.into(), &20_000.into()));
+        assert_balanced(&all);
+        assert_eq!(supervisor.try_get("/v1/bulkheads/b?tenant=tenant%200").unwrap().0, 404);
+        assert_eq!(supervisor.try_get("/healthz").unwrap().0, 200);
+        busy.abort();
+    });
+}

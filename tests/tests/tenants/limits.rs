@@ -1,0 +1,428 @@
+//! Limits of a single tenant, from the file and set live, for shared and for isolated workers.
+
+use std::process::Output;
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, pids, wait_for_rest, wait_part};
+use bulkhead_tests::{Running, Supervisor, connect, outcome, run, spawn, wait_for};
+use serde_json::{Value, json};
+
+/// Returns the configuration of a bulkhead `b` whose tenants share the workers.
+fn shared(keys: &str) -> String {
+    format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n{keys}\n")
+}
+
+fn hang(client: &Client, tenant: &str) -> Running {
+    spawn(client.job("b", "").operation("hang").tenant(tenant))
+}
+
+/// Sends jobs until one is counted. On a busy machine a worker may be late to begin its job and gets no other meanwhile,
+/// so that a job beyond the queue is rejected although the share has a place.
+fn hang_until(
+    supervisor: &Supervisor,
+    client: &Client,
+    tenant: &str,
+    (field, value): (&str, u64),
+) -> Running {
+    loop {
+        let job = hang(client, tenant);
+        let is_counted = || share(supervisor, tenant, field) == value;
+        wait_for("the job is counted or has ended", || (is_counted() || job.is_finished()).then_some(()));
+        if !job.is_finished() {
+            return job;
+        }
+    }
+}
+
+async fn told(client: &Client, tenant: &str) -> String {
+    outcome(&client.job("b", "").tenant(tenant).send().await)
+}
+
+/// Returns a number of a tenant's share of common workers from the snapshot.
+fn share(supervisor: &Supervisor, tenant: &str, field: &str) -> u64 {
+    let snapshot = supervisor.snapshot("b");
+    let tenants = snapshot["tenants"].as_array().unwrap();
+    let one = tenants.iter().find(|one| one["name"] == tenant);
+    one.map_or(0, |one| one[field].as_u64().unwrap())
+}
+
+fn wait_share(supervisor: &Supervisor, tenant: &str, field: &str, value: u64) {
+    wait_for(&format!("{field} of {tenant} is {value}"), || {
+        (share(supervisor, tenant, field) == value).then_some(())
+    });
+}
+
+fn resize(supervisor: &Supervisor, arguments: &[&str]) -> Output {
+    supervisor.command().arg("resize").args(arguments).output().unwrap()
+}
+
+#[test]
+fn over_common_workers_one_tenant_has_its_own_share() {
+    let supervisor = Supervisor::start(&shared(
+        "processes = 8\nmax_queue = 100\ntenants = { max_in_flight = 2, max_queue = 1 }\n\
+         [bulkhead.b.tenant.acme]\nmax_in_flight = 4\nmax_queue = 3\n\
+         [bulkhead.b.tenant.\"small fry\"]\nmax_in_flight = 1\nmax_queue = 0",
+    ));
+    supervisor.wait_number("b", "limit", 8);
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut running = Vec::new();
+        for (tenant, in_flight, queued) in [("acme", 4, 3), ("anyone", 2, 1), ("small fry", 1, 0)] {
+            for (field, most) in [("in_flight", in_flight), ("queued", queued)] {
+                for number in 1..=most {
+                    running.push(hang_until(&supervisor, &client, tenant, (field, number)));
+                }
+            }
+            assert_eq!(told(&client, tenant).await, "rejected/tenant_quota", "{tenant}");
+        }
+        running.iter().for_each(Running::abort);
+    });
+}
+
+/// The tenant's jobs ignore their deadlines, so each job costs a worker, whose replacement takes long.
+#[test]
+fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("go"), "").unwrap();
+    let supervisor = Supervisor::launch(
+        folder,
+        "",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"starts\"]\nsandbox = { profile = \"none\" }\n\
+         processes = 3\nmax_queue = 100\ndeadline = \"60s\"\ngrace = \"0s\"\ntenants = { max_in_flight = 1 }\n",
+    )
+    .until_ready();
+    supervisor.wait_number("b", "limit", 3);
+    // From now on, a new worker is not ready until this file exists again.
+    std::fs::remove_file(supervisor.file("go")).unwrap();
+    run(async {
+        let client = connect(&supervisor).await;
+        let ends_a_worker = || client.job("b", "").tenant("greedy").operation("steps:sleep 3600000");
+        // The deadline leaves the job enough time to begin.
+        let end = ends_a_worker().deadline(Duration::from_secs(2)).send().await;
+        assert!(outcome(&end).starts_with("deadline_exceeded"), "{end:?}");
+        supervisor.wait_number("b", "limit", 2);
+        let next = spawn(client.job("b", "").tenant("greedy").operation("steps:count begun"));
+        wait_share(&supervisor, "greedy", "queued", 1);
+        for _ in 0..5 {
+            let end = ends_a_worker().deadline(Duration::from_millis(5)).send().await;
+            assert_eq!(outcome(&end), "deadline_exceeded/queued");
+            assert_eq!(told(&client, "other").await, "ok", "two workers are there for the others");
+        }
+        assert_eq!((share(&supervisor, "greedy", "queued"), supervisor.file_bytes("begun")), (1, 0));
+        assert_eq!(supervisor.events("worker_exited").len(), 1);
+        supervisor.touch("go");
+        assert_eq!(outcome(&next.await.unwrap()), "ok");
+        supervisor.wait_number("b", "limit", 3);
+    });
+}
+
+#[test]
+fn over_common_workers_one_tenant_has_its_own_rate() {
+    for general in ["rate_limit = { per_second = 0.01, burst = 2, per = \"tenant\" }", ""] {
+        let supervisor = Supervisor::start(&shared(&format!(
+            "{general}\n[bulkhead.b.tenant.acme]\nrate_limit = {{ per_second = 0.01, burst = 5 }}"
+        )));
+        supervisor.wait_number("b", "limit", 1);
+        run(async {
+            let client = connect(&supervisor).await;
+            for _ in 0..5 {
+                assert_eq!(told(&client, "acme").await, "ok");
+            }
+            assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
+            for tenant in ["a", "b", ""] {
+                assert_eq!(
+                    (told(&client, tenant).await, told(&client, tenant).await),
+                    ("ok".into(), "ok".into())
+                );
+                let third = if general.is_empty() { "ok" } else { "rejected/rate_limited" };
+                assert_eq!(told(&client, tenant).await, third, "{tenant}");
+            }
+            // A new common limit does not change a tenant with a separate limit.
+            let more = r#"{"rate_limit": {"per_second": 1000, "burst": 1000, "per": "tenant"}}"#;
+            assert_eq!(patch(&supervisor, "b", more).0, 200);
+            assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
+            assert_eq!(told(&client, "c").await, "ok");
+        });
+    }
+}
+
+#[test]
+fn a_rate_that_is_raised_lets_the_next_job_in() {
+    let keys = "max_in_flight = 100\nrate_limit = { per_second = 1, burst = 120, per = \"tenant\" }";
+    for (path, body) in [
+        ("b/tenants/acme", r#"{"rate_limit": {"per_second": 1000, "burst": 1000}}"#),
+        ("b", r#"{"rate_limit": {"per_second": 1000, "burst": 1000}}"#),
+    ] {
+        let supervisor = Supervisor::start(&shared(keys));
+        supervisor.wait_number("b", "limit", 100);
+        run(async {
+            let client = connect(&supervisor).await;
+            let dear = client.job("b", "").tenant("acme").cost(120).send().await;
+            assert_eq!(outcome(&dear), "ok");
+            assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
+            assert_eq!(patch(&supervisor, path, body).0, 200);
+            let next = client.job("b", "").tenant("acme").send().await;
+            let wait = next.err().and_then(|error| error.retry_after()).unwrap_or_default();
+            assert!(wait < Duration::from_secs(5), "{path}: it is to wait for {wait:?}");
+        });
+    }
+}
+
+/// A smaller share drops no job.
+#[test]
+fn larger_share_starts_waiting_jobs_of_the_tenant() {
+    let supervisor = Supervisor::start(&shared(
+        "processes = 6\nmax_queue = 100\ntenants = { max_in_flight = 1, max_queue = 50 }",
+    ));
+    supervisor.wait_number("b", "limit", 6);
+    run(async {
+        let client = connect(&supervisor).await;
+        // Starts the jobs one after another, so that the first four are the jobs that run.
+        let mut jobs = Vec::new();
+        for _ in 0..8 {
+            jobs.push(client.job("b", "").operation("hang").tenant("acme").start().await.unwrap());
+        }
+        let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
+        wait_share(&supervisor, "acme", "queued", 7);
+        wait_share(&supervisor, "other", "queued", 1);
+        // The resize has to start the jobs, because no other event would wake them.
+        let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
+        assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
+        assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
+        assert_eq!(share(&supervisor, "other", "queued"), 1, "it is acme's number");
+
+        let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 2, "max_queue": 1}"#);
+        assert_eq!((status, &own), (200, &json!({"max_in_flight": 2, "max_queue": 1})));
+        assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
+        assert_eq!(told(&client, "acme").await, "rejected/tenant_quota");
+        // The first two ends only reach the new limit. The third makes room for a waiting job.
+        for (in_flight, queued) in [(3, 4), (2, 4), (2, 3)] {
+            drop(jobs.remove(0));
+            wait_share(&supervisor, "acme", "in_flight", in_flight);
+            wait_share(&supervisor, "acme", "queued", queued);
+        }
+        drop(jobs);
+        other.iter().for_each(Running::abort);
+        let changes = supervisor.events("limits_changed");
+        let of_acme = |event: &Value| event["tenant"] == "acme" && event["bulkhead"] == "b";
+        assert!(changes.len() == 2 && changes.iter().all(of_acme), "{changes:?}");
+        assert_eq!((&changes[1]["max_in_flight"], &changes[1]["max_queue"]), (&2.into(), &1.into()));
+    });
+}
+
+#[test]
+fn over_its_own_workers_one_tenant_has_its_own_numbers() {
+    let supervisor = Supervisor::start(&isolated(
+        "max_active = 3",
+        "max_queue = 1\nrate_limit = { per_second = 0.01, burst = 4 }\n\
+         [bulkhead.b.tenant.acme]\nprocesses = 2\nmax_in_flight = 3\nmax_queue = 2\n\
+         rate_limit = { per_second = 0.01, burst = 9 }",
+    ));
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut running = Vec::new();
+        for (tenant, limit, queued, workers) in [("acme", 6, 2, 2), ("other", 1, 1, 1)] {
+            running.push(hang(&client, tenant));
+            wait_part(&supervisor, tenant, "limit", limit);
+            running.extend((1..limit + queued).map(|_| hang(&client, tenant)));
+            wait_part(&supervisor, tenant, "in_flight", limit);
+            wait_part(&supervisor, tenant, "queued", queued);
+            assert_eq!(pids(&supervisor, tenant).len(), workers);
+            assert_eq!(told(&client, tenant).await, "rejected/queue_full");
+        }
+        assert_eq!(told(&client, "acme").await, "rejected/rate_limited");
+        assert_eq!(told(&client, "other").await, "rejected/queue_full");
+        assert_eq!(told(&client, "other").await, "rejected/rate_limited");
+        running.iter().for_each(Running::abort);
+    });
+}
+
+/// The limits also apply immediately to running workers.
+#[test]
+fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
+    let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"300ms\"", "max_queue = 10"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let jobs: Vec<_> = (0..6).map(|_| hang(&client, "acme")).collect();
+        let other: Vec<_> = (0..2).map(|_| hang(&client, "other")).collect();
+        wait_part(&supervisor, "acme", "queued", 5);
+        wait_part(&supervisor, "other", "queued", 1);
+        assert_eq!(
+            resize(&supervisor, &["b", "--tenant", "acme", "--max-in-flight", "2"]).status.code(),
+            Some(0)
+        );
+        wait_part(&supervisor, "acme", "in_flight", 2);
+        assert_eq!(
+            resize(&supervisor, &["b", "--tenant", "acme", "--processes", "2"]).status.code(),
+            Some(0)
+        );
+        wait_part(&supervisor, "acme", "in_flight", 4);
+        wait_part(&supervisor, "acme", "queued", 2);
+        // Common limits do not apply to a tenant with separate limits.
+        let (status, snapshot) =
+            patch(&supervisor, "b", r#"{"max_in_flight": 1, "processes": 1, "max_queue": 1}"#);
+        assert_eq!(status, 200, "{snapshot}");
+        let acme = part(&supervisor, "acme");
+        assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
+        assert_eq!(acme["queue_capacity"], 1, "this number is not its own: {acme}");
+        assert_eq!(part(&supervisor, "other")["in_flight"], 1);
+        // Lower limits drop no job.
+        let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
+        assert_eq!(resize(&supervisor, &fewer).status.code(), Some(0));
+        let acme = part(&supervisor, "acme");
+        assert_eq!((&acme["in_flight"], &acme["queued"]), (&4.into(), &2.into()), "{acme}");
+        assert_eq!(told(&client, "acme").await, "rejected/queue_full");
+        assert!(jobs.iter().chain(&other).all(|job| !job.is_finished()));
+        jobs.iter().chain(&other).for_each(Running::abort);
+
+        wait_for_rest(&supervisor);
+        assert_eq!(patch(&supervisor, "b/tenants/acme", r#"{"processes": 3}"#).0, 200);
+        assert_eq!(patch(&supervisor, "b/tenants/later", r#"{"processes": 2, "max_in_flight": 2}"#).0, 200);
+        assert_eq!(patch(&supervisor, "b", r#"{"processes": 2}"#).0, 200);
+        for (tenant, limit) in [("acme", 3), ("later", 4), ("other", 2)] {
+            assert_eq!(told(&client, tenant).await, "ok");
+            let keep = hang(&client, tenant);
+            wait_part(&supervisor, tenant, "limit", limit);
+            keep.abort();
+        }
+        assert_balanced(&supervisor.snapshot("b"));
+    });
+}
+
+#[test]
+fn names_of_any_kind_can_have_numbers() {
+    let supervisor = Supervisor::start(&isolated("max_active = 20", "max_in_flight = 2"));
+    let long = "l".repeat(256);
+    run(async {
+        let client = connect(&supervisor).await;
+        for name in ["acme", "a b", "a/b", "ünï→😀", "..", "%2F", "a?b#c&d=e+f", "\"\\\n", &long] {
+            let done = resize(&supervisor, &["b", "--tenant", name, "--max-in-flight", "3"]);
+            assert_eq!(done.status.code(), Some(0), "{name}: {done:?}");
+            assert_eq!(told(&client, name).await, "ok");
+            let shown =
+                supervisor.command().args(["--json", "status", "b", "--tenant", name]).output().unwrap();
+            let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
+            assert_eq!((&shown["tenant"], &shown["limit"]), (&name.into(), &3.into()), "{shown}");
+            let last = supervisor.events("limits_changed").pop().unwrap();
+            assert_eq!((&last["tenant"], &last["max_in_flight"]), (&name.into(), &3.into()), "{last}");
+        }
+        // A handwritten path with every byte percent-encoded.
+        assert_eq!(patch(&supervisor, "b/tenants/%61%2f%62", r#"{"max_in_flight": 4}"#).0, 200);
+        wait_part(&supervisor, "a/b", "limit", 4);
+    });
+    let before = supervisor.events("limits_changed").len();
+    let too_long = "l".repeat(257);
+    for (path, status) in [
+        (format!("b/tenants/{too_long}"), 400),
+        ("b/tenants/%00".into(), 400),
+        ("b/tenants/%ff%fe".into(), 400),
+        ("none/tenants/acme".into(), 404),
+    ] {
+        let (told, problem) = patch(&supervisor, &path, r#"{"max_in_flight": 3}"#);
+        assert_eq!((told, &problem["status"]), (status, &status.into()), "{path}: {problem}");
+    }
+    let (status, problem) = patch(&supervisor, "b/tenants/", r#"{"max_in_flight": 3}"#);
+    assert!(matches!(status, 400 | 404), "{problem}");
+    for tenant in ["", &too_long] {
+        let refused = resize(&supervisor, &["b", "--tenant", tenant, "--max-in-flight", "3"]);
+        assert!(matches!(refused.status.code(), Some(2 | 65 | 66)), "{refused:?}");
+        assert!(!refused.stderr.is_empty());
+    }
+    assert_eq!(supervisor.events("limits_changed").len(), before);
+}
+
+#[test]
+fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
+    let supervisor = Supervisor::start(&format!(
+        "{}[bulkhead.common]\ncommand = [\"MISBEHAVE\"]\nrate_limit = {{ per_second = 5 }}\n",
+        isolated("max_active = 3", "")
+    ));
+    for (path, body, why) in [
+        ("b/tenants/acme", "", "not JSON"),
+        ("b/tenants/acme", "[]", ""),
+        ("b/tenants/acme", r#"{"max_que": 1}"#, "max_que"),
+        ("b/tenants/acme", r#"{"breaker": "auto"}"#, "breaker"),
+        ("b/tenants/acme", r#"{"max_queue": -1}"#, "max_queue"),
+        ("b/tenants/acme", r#"{"max_queue": 1.5}"#, "max_queue"),
+        ("b/tenants/acme", r#"{"max_queue": 1000001}"#, "max_queue"),
+        ("b/tenants/acme", r#"{"max_in_flight": 0}"#, "max_in_flight"),
+        ("b/tenants/acme", r#"{"max_in_flight": 4097}"#, "max_in_flight"),
+        ("b/tenants/acme", r#"{"processes": 0}"#, "processes"),
+        ("b/tenants/acme", r#"{"processes": 1025}"#, "processes"),
+        ("b/tenants/acme", r#"{"processes": 1024, "max_in_flight": 4096}"#, "at most"),
+        ("b/tenants/acme", r#"{"rate_limit": {"per_second": 0}}"#, "above 0"),
+        ("b/tenants/acme", r#"{"rate_limit": {"per_second": 1, "burst": 0}}"#, "burst"),
+        ("b/tenants/acme", r#"{"rate_limit": {"per_second": 1, "per": "tenant"}}"#, "per"),
+        ("common/tenants/acme", r#"{"processes": 2}"#, "isolate"),
+        ("common/tenants/acme", r#"{"rate_limit": {"per_second": 1}}"#, "per"),
+    ] {
+        let (status, problem) = patch(&supervisor, path, body);
+        assert_eq!(status, 400, "{path} {body}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(why), "{path} {body}: {problem}");
+    }
+    assert!(supervisor.events("limits_changed").is_empty());
+    // A request that is partly invalid changes nothing.
+    let (status, _) = patch(&supervisor, "common/tenants/acme", r#"{"max_in_flight": 1, "processes": 2}"#);
+    assert_eq!(status, 400);
+    let (status, own) = patch(&supervisor, "common/tenants/acme", r#"{"max_queue": 7}"#);
+    assert_eq!((status, own), (200, json!({"max_queue": 7})));
+}
+
+/// The tenant shares the workers of the bulkhead.
+#[test]
+fn live_tenant_share_has_same_bounds_as_in_file() {
+    let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";
+    let supervisor = Supervisor::start(&shared(own));
+    let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 5000}"#);
+    assert_eq!((status, &told["max_in_flight"]), (200, &5000.into()), "{told}");
+}
+
+#[test]
+fn a_tenants_own_numbers_are_judged_live_as_in_the_file() {
+    let general = "max_in_flight = 0";
+    let file = format!("{}[bulkhead.b.tenant.acme]\nmax_queue = 5\n", isolated("max_active = 64", general));
+    let folder = tempfile::tempdir().unwrap();
+    let mut refused = Supervisor::launch(folder, "", &file);
+    assert_eq!(refused.wait().code(), Some(2), "a queue that is never served");
+    let supervisor = Supervisor::start(&isolated("max_active = 64", general));
+    let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_queue": 5}"#);
+    assert_eq!(status, 400, "{told}");
+}
+
+#[test]
+fn refuses_bulkhead_rate_while_a_tenant_has_its_own() {
+    let own = "[bulkhead.b.tenant.acme]\nrate_limit = { per_second = 5 }";
+    let tenant = "rate_limit = { per_second = 5, per = \"tenant\" }";
+    let supervisor = Supervisor::start(&shared(&format!("{tenant}\n{own}")));
+    let (status, told) = patch(&supervisor, "b", r#"{"rate_limit": {"per_second": 5, "per": "bulkhead"}}"#);
+    assert_eq!(status, 400, "{told}");
+}
+
+#[test]
+fn a_change_of_numbers_under_load_loses_no_job() {
+    let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"20ms\"", "max_queue = 200"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let jobs: Vec<_> = (0..200)
+            .map(|n: u32| {
+                let tenant = if n.is_multiple_of(2) { "a" } else { "b" };
+                spawn(client.job("b", "3").operation("sleep").tenant(tenant))
+            })
+            .collect();
+        for round in 0..30 {
+            let numbers = json!({"processes": 1 + round % 3, "max_in_flight": 1 + round % 4}).to_string();
+            let path = ["b/tenants/a", "b", "b/tenants/b"][round % 3];
+            assert_eq!(patch(&supervisor, path, &numbers).0, 200);
+        }
+        for job in jobs {
+            assert_eq!(
+                outcome(&tokio::time::timeout(Duration::from_secs(50), job).await.unwrap().unwrap()),
+                "ok"
+            );
+        }
+        let all = supervisor.snapshot("b");
+        assert_eq!((&all["done"], &all["submitted"]), (&200.into(), &200.into()), "{all}");
+        wait_for_rest(&supervisor);
+    });
+}

@@ -1,0 +1,327 @@
+//! Workers that are forked from a template, which is initialised once (`start.mode = "fork"`).
+
+use std::collections::BTreeSet;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::confined::{DEFAULT_LAYERS, STRICT_LAYERS, has_layers, is_root};
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, not_run, parent, wait_for};
+use nix::sys::signal::Signal;
+
+fn bulkhead(keys: &str) -> String {
+    format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\"]\nmax_queue = 20\nsandbox.profile = \"none\"\n{keys}\n"
+    )
+}
+
+const FORK: &str = "start = { mode = \"fork\" }";
+
+/// Returns the pid of the process that ran the initialisation, the pid of the worker, and a random number from the
+/// worker.
+fn who(client: &Client) -> [u32; 3] {
+    let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
+    let text = String::from_utf8(reply.payload().to_vec()).unwrap();
+    let numbers: Vec<u32> = text.split(' ').map(|number| number.parse().unwrap()).collect();
+    numbers.try_into().unwrap()
+}
+
+/// The forked workers are children of the keeper and draw different random numbers.
+#[test]
+fn all_workers_are_forked_from_one_template() {
+    let supervisor = Supervisor::start(&bulkhead(&format!("processes = 3\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    wait_for("three workers", || (supervisor.worker_pids("b").len() == 3).then_some(()));
+    let [template, worker, _] = who(&client);
+    let below = children(supervisor.keeper());
+    assert!(below.contains(&worker) && below.contains(&template) && template != worker);
+    let mut seen = BTreeSet::new();
+    for _ in 0..20 {
+        let [initialised, worker, drawn] = who(&client);
+        assert_eq!(initialised, template);
+        seen.insert(drawn);
+        kill_pid(worker, Signal::SIGKILL);
+        wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+        if seen.len() == 15 {
+            break;
+        }
+    }
+    assert!(seen.len() >= 15, "forked workers draw the same random numbers");
+}
+
+#[test]
+fn a_fresh_process_for_each_job_is_a_fork() {
+    let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
+    let supervisor = Supervisor::start(&bulkhead(keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let (mut pids, mut templates) = (BTreeSet::new(), BTreeSet::new());
+    for round in 0..200 {
+        let [template, worker, _] = who(&client);
+        assert!(pids.insert(worker), "round {round}: one began two jobs");
+        templates.insert(template);
+    }
+    assert_eq!(templates.len(), 1);
+}
+
+/// A template sends the last message just before exiting. The message of each template must arrive.
+#[test]
+fn a_template_with_threads_is_refused_and_they_are_named() {
+    let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
+    for profile in ["none", "default"].into_iter().take(1 + usize::from(is_confined)) {
+        let supervisor = Supervisor::launch(
+            tempfile::tempdir().unwrap(),
+            "",
+            &format!(
+                "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"{profile}\"\n{FORK}\n\
+                 restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n"
+            ),
+        );
+        wait_for("the admin socket", || supervisor.try_get("/livez"));
+        for event in supervisor.wait_events("worker_not_started", 100) {
+            let text = event.to_string();
+            assert!(text.contains("left-behind") && text.contains("start.mode"), "{text}");
+        }
+    }
+}
+
+/// The next death of a worker starts another template.
+#[test]
+fn workers_outlive_their_template() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(template, Signal::SIGKILL);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+    assert_eq!(who(&client)[1], worker);
+    kill_pid(worker, Signal::SIGKILL);
+    let [other, next, _] = wait_for("another worker", || Some(who(&client)).filter(|who| who[1] != worker));
+    assert!(other != template && next != worker && is_alive(other));
+}
+
+#[test]
+fn a_reload_that_replaces_workers_replaces_their_template() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.configure("", &bulkhead(&format!("env = {{ ANOTHER = \"1\" }}\n{FORK}")));
+    supervisor.signal(Signal::SIGHUP);
+    let [other, ..] = wait_for("another worker", || Some(who(&client)).filter(|who| who[1] != worker));
+    assert_ne!(other, template);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+#[test]
+fn template_ends_with_fork_mode_or_its_bulkhead() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.configure("", &bulkhead("restart = { max = 1000 }").replace("\"forked\"", ""));
+    supervisor.signal(Signal::SIGHUP);
+    let gone = |pid| wait_for("it is gone", || (!is_alive(pid)).then_some(()));
+    [template, worker].into_iter().for_each(gone);
+    supervisor.configure("", &bulkhead(FORK));
+    supervisor.signal(Signal::SIGHUP);
+    supervisor.wait_events("config_reloaded", 2);
+    let [template, worker, _] = wait_for("a forked worker", || {
+        let reply = client.job("b", "").operation("who").idempotent(true).send().ok()?;
+        let text = String::from_utf8(reply.payload().to_vec()).ok()?;
+        let numbers: Vec<u32> = text.split(' ').map_while(|number| number.parse().ok()).collect();
+        <[u32; 3]>::try_from(numbers).ok()
+    });
+    supervisor.configure("", &bulkhead(FORK).replace("[bulkhead.b]", "[bulkhead.c]"));
+    supervisor.signal(Signal::SIGHUP);
+    [template, worker].into_iter().for_each(gone);
+}
+
+#[test]
+fn a_template_is_replaced_after_twenty_deaths_by_signal() {
+    let keys = format!("{FORK}\nrestart = {{ max = 1000, backoff = \"1ms\", backoff_max = \"1ms\" }}");
+    let supervisor = Supervisor::start(&bulkhead(&keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let mut templates = Vec::new();
+    for _ in 0..25 {
+        let [template, worker, _] = who(&client);
+        templates.push(template);
+        kill_pid(worker, Signal::SIGKILL);
+        wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+    }
+    templates.dedup();
+    assert_eq!(templates.len(), 2, "{templates:?}");
+}
+
+/// A template that hangs cannot fork any more, so the keeper kills the template and starts another.
+#[test]
+fn a_template_that_hangs_is_replaced() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(template, Signal::SIGSTOP);
+    kill_pid(worker, Signal::SIGKILL);
+    let told = supervisor.wait_events("worker_not_started", 1);
+    let message = told[0]["message"].as_str().unwrap();
+    assert!(message.contains("the template did not fork within ten seconds and was killed"), "{message}");
+    let [other, next, _] = who(&client);
+    assert!(other != template && next != worker);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+/// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits a limited
+/// time for the fork.
+#[test]
+fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let keys = format!(
+        "processes = 2\n{FORK}\nrestart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}"
+    );
+    let bulkhead =
+        bulkhead(&keys).replace("\"none\"", "\"default\"").replace("\"forked\"", "\"forked\", \"twice\"");
+    let supervisor = Supervisor::start(&bulkhead);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let workers =
+        wait_for("two workers", || Some(supervisor.worker_pids("b")).filter(|pids| pids.len() == 2));
+    let nest = parent(workers[0]).unwrap();
+    let template = children(nest).into_iter().find(|pid| !workers.contains(pid)).unwrap();
+    kill_pid(template, Signal::SIGSTOP);
+    kill_pid(workers[0], Signal::SIGKILL);
+    wait_for("the next one is to be forked", || {
+        let snapshot = supervisor.snapshot("b");
+        let workers = snapshot["workers"].as_array().unwrap();
+        workers.iter().any(|worker| worker["pid"].is_null()).then_some(())
+    });
+    client.job("b", "").operation("leave").send().unwrap();
+    kill_pid(workers[1], Signal::SIGKILL);
+    wait_for("its process is left", || {
+        let left = children(nest);
+        (!left.contains(&workers[1]) && left.len() == 2).then_some(())
+    });
+    kill_pid(template, Signal::SIGCONT);
+    let told = supervisor.wait_events("worker_not_started", 1);
+    assert!(told[0]["message"].as_str().unwrap().contains("fork: "), "{told:?}");
+    wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
+}
+
+/// Each process forks a successor and exits, so that every kill order names a process that is gone. Does not run under
+/// `none`: no limit applies to the number of processes there, and dead ones can use up all pids of the machine.
+#[test]
+fn chains_of_processes_cost_no_other_workers_job() {
+    for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
+        if !is_root() || !has_layers(layers) {
+            not_run!("{profile} requires root and the layers of the profile");
+            continue;
+        }
+        let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
+        let keys = bulkhead(&keys).replace("\"none\"", &format!("\"{profile}\""));
+        let supervisor = Supervisor::start(&keys);
+        wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
+        let client = Client::connect(supervisor.socket()).unwrap();
+        std::thread::scope(|scope| {
+            // Longer than the time after which the keeper gives up on leftover processes.
+            let sleep = || client.job("b", "4000").operation("sleep").send();
+            let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
+            wait_for("three jobs run", || {
+                (supervisor.snapshot("b")["in_flight"].as_u64() == Some(3)).then_some(())
+            });
+            client.job("b", "50").operation("chains").send().unwrap();
+            for sibling in siblings {
+                assert_eq!(sibling.join().unwrap().unwrap().payload(), b"slept", "{profile}");
+            }
+        });
+    }
+}
+
+#[test]
+fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        not_run!("a worker cannot be bound to less than one processor");
+        return;
+    }
+    for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
+        if !is_root() || !has_layers(layers) {
+            not_run!("{profile} requires root and the layers of the profile");
+            continue;
+        }
+        let keys = bulkhead(&format!("recycle = {{ jobs = 1 }}\n{FORK}"))
+            .replace("\"none\"", &format!("\"{profile}\""));
+        let supervisor = Supervisor::start(&keys);
+        let client = Client::connect(supervisor.socket()).unwrap();
+        let ask = |operation: &str| {
+            let reply = client.job("b", "").operation(operation).send().unwrap();
+            String::from_utf8(reply.payload().to_vec()).unwrap()
+        };
+        let (before, template) = (ask("attributes"), who(&client)[0]);
+        for round in 0..3 {
+            ask("alter-template");
+            // The next worker can have been forked before the change.
+            ask("attributes");
+            assert_eq!(ask("attributes"), before, "{profile}, round {round}");
+        }
+        // Without the privilege to raise a limit again, the keeper replaces the template.
+        assert!(profile == "none" || who(&client)[0] == template, "{profile}: it is the same template");
+    }
+}
+
+#[test]
+fn a_program_that_is_no_template_is_told_so() {
+    let supervisor = Supervisor::launch(
+        tempfile::tempdir().unwrap(),
+        "",
+        &format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"liar\"]\nsandbox.profile = \"none\"\n{FORK}\n"
+        ),
+    );
+    wait_for("the admin socket", || supervisor.try_get("/livez"));
+    let events = supervisor.wait_events("worker_not_started", 1);
+    let text = events[0].to_string();
+    assert!(text.contains("does not follow the protocol of templates"), "{text}");
+}
+
+#[test]
+fn after_the_keeper_died_there_is_another_template() {
+    let supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(supervisor.keeper(), Signal::SIGKILL);
+    let gone = || (!is_alive(template) && !is_alive(worker)).then_some(());
+    wait_for("template and workers are gone", gone);
+    let [other, next, _] = who(&client);
+    assert!(other != template && next != worker);
+}
+
+/// Leftover processes are killed while other workers are being forked.
+#[test]
+fn what_forked_workers_leave_behind_is_ended() {
+    let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
+    let supervisor = Supervisor::start(&bulkhead(keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let mut left = Vec::new();
+    for _ in 0..30 {
+        let reply = client.job("b", "").operation("leave").send().unwrap();
+        left.push(String::from_utf8(reply.payload().to_vec()).unwrap().trim().parse::<u32>().unwrap());
+        who(&client);
+    }
+    wait_for("what was left is gone", || left.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    assert_eq!(supervisor.events("worker_not_started").len(), 0);
+}
+
+#[test]
+fn nothing_of_it_outlives_the_supervisor() {
+    let mut supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.signal(Signal::SIGKILL);
+    let _ = supervisor.wait();
+    wait_for("all are gone", || (!is_alive(template) && !is_alive(worker)).then_some(()));
+}
+
+#[test]
+fn a_process_that_a_template_forks_itself_is_no_worker() {
+    let supervisor = Supervisor::start(&bulkhead(FORK).replace("\"forked\"", "\"forked\", \"stray\""));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let submit = |operation: &str| {
+        let reply = client.job("b", "").operation(operation).send().unwrap();
+        String::from_utf8(reply.payload().to_vec()).unwrap()
+    };
+    let process = submit("who");
+    assert_eq!((submit("template").as_str(), submit("worker").as_str()), ("Ok(true)", "Ok(true)"));
+    assert_eq!(submit("who"), process);
+}
