@@ -110,10 +110,13 @@ fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Registers the descriptors of a child that exist. `pid` and the bit of each make up the token.
-fn register_each(poll: &Poll, pid: u32, all: [(Option<&OwnedFd>, usize); 3]) -> io::Result<()> {
-    let existing = all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)));
-    existing.into_iter().try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
+/// Registers descriptors of a child. `pid` and the bit of each make up the token.
+fn register_each<'d>(
+    poll: &Poll,
+    pid: u32,
+    mut descriptors: impl Iterator<Item = (&'d OwnedFd, usize)>,
+) -> io::Result<()> {
+    descriptors.try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
 /// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
@@ -160,6 +163,36 @@ struct Child {
 }
 
 impl Child {
+    /// A child without confinement of its own, such as a worker that a template has forked.
+    fn new(
+        worker: u64,
+        pid: u32,
+        pidfd: OwnedFd,
+        stage: Stage,
+        layers: Layers,
+        rlimits: Vec<Rlimit>,
+        observed: Observed,
+    ) -> Self {
+        Self {
+            worker,
+            pidfd,
+            stage,
+            layers,
+            rlimits,
+            is_confined: true,
+            process: pid,
+            listener: None,
+            violation: None,
+            folder: None,
+            leaf: None,
+            observed,
+            status: None,
+            template: None,
+            namespace: None,
+            member: None,
+        }
+    }
+
     /// Determines how the worker ended, from the exit status and other information.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
@@ -174,25 +207,21 @@ impl Child {
         }
     }
 
-    /// Registers the descriptors on which a template and the first process of a pid namespace report. Without
-    /// these reports, the keeper would miss deaths.
-    fn register_reports(&self, poll: &Poll, pid: u32) -> io::Result<()> {
+    /// Returns the descriptors on which a template and the first process of a pid namespace report, and the
+    /// bit of each. If one is not registered, the keeper misses deaths.
+    fn report_descriptors(&self) -> impl Iterator<Item = (&OwnedFd, usize)> {
         let template = self.template.as_ref().map(Template::socket);
         let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
-        register_each(
-            poll,
-            pid,
-            [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)],
-        )
+        let all = [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)];
+        all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)))
     }
 
-    fn deregister_all(&mut self, poll: &Poll) {
-        let forks = self.template.as_ref().map(Template::socket);
-        let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
-        let all = [self.listener.as_ref(), self.status.as_ref(), forks, namespace, Some(&self.pidfd)];
-        for descriptor in all.into_iter().flatten() {
-            deregister(poll, descriptor);
-        }
+    fn deregister_all(&self, poll: &Poll) {
+        let reports = self.report_descriptors().map(|(descriptor, _)| descriptor);
+        reports
+            .chain(&self.listener)
+            .chain([&self.pidfd])
+            .for_each(|descriptor| deregister(poll, descriptor));
     }
 
     /// Reads the worker's status back once its program runs, because executing a program could have given
@@ -485,12 +514,10 @@ mod tests {
     fn failed_registration_is_an_error() {
         let poll = Poll::new().unwrap();
         let (readable, _writer) = rustix::pipe::pipe().unwrap();
-        assert!(
-            register_each(&poll, 2, [(Some(&readable), STATUS), (None, TEMPLATE), (None, NAMESPACE)]).is_ok()
-        );
+        register_each(&poll, 2, [(&readable, STATUS)].into_iter()).unwrap();
         // A regular file cannot be polled.
         let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap().into();
-        let error = register_each(&poll, 2, [(None, STATUS), (None, TEMPLATE), (Some(&file), NAMESPACE)]);
+        let error = register_each(&poll, 2, [(&file, TEMPLATE)].into_iter());
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 

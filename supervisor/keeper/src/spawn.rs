@@ -36,7 +36,7 @@ pub(crate) use self::confinement::{FilterCache, PreparedConfinement};
 pub(crate) use self::forker::{Forker, Job, OomSettings, OriginalSettings, distinguishes_orphans, fork_step};
 pub(crate) use self::init::template::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
 pub(crate) use self::init::worker::read_status;
-pub(crate) use self::prepared::{ChildConnections, Prepared, Program};
+pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
 pub(crate) use self::steps::duplicate_to;
 

@@ -36,7 +36,23 @@ impl WorkerGroups {
         root.create_leaf(worker, &limits).map_err(refused)
     }
 
-    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`] tries again.
+    /// Creates a group for a worker that exists already, and moves the worker there.
+    pub(super) fn create_for(
+        &mut self,
+        worker: u64,
+        limits: &CgroupLimits,
+        pid: u32,
+    ) -> Result<Leaf, SpawnError> {
+        let leaf = self.create(worker, limits)?;
+        if let Err(failure) = leaf.add_process(pid) {
+            self.remove(leaf);
+            return Err(SpawnError::new(&format!("cgroup: {}", failure.attempted), failure.errno));
+        }
+        Ok(leaf)
+    }
+
+    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`]
+    /// tries again.
     pub(super) fn remove(&mut self, leaf: Leaf) {
         if !try_remove(&leaf) {
             self.to_remove.push(leaf);

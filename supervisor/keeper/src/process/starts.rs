@@ -11,7 +11,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::templates::Template;
 use super::templates::namespaces::TemplateNamespace;
-use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register};
+use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register, register_each};
 use crate::confine::cgroup::Leaf;
 use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
 use crate::protocol::{ReportMessage, SpawnOrder};
@@ -61,26 +61,18 @@ impl EventLoop {
                 return Err(error);
             }
         };
+        let (worker, rlimits) = (order.worker, order.rlimits.clone());
         let child = Child {
-            worker: order.worker,
-            pidfd,
             status: connections.status.take(),
             namespace: connections.init_socket.take().map(TemplateNamespace::new),
-            stage: Stage::Starting(connections),
-            layers,
-            rlimits: order.rlimits.clone(),
             // A worker without confinement does not wait for permission.
             is_confined: layers == Layers::default(),
-            process: pid,
-            listener: None,
-            violation: None,
             folder,
             leaf,
-            observed,
             template,
-            member: None,
+            ..Child::new(worker, pid, pidfd, Stage::Starting(connections), layers, rlimits, observed)
         };
-        let registered = child.register_reports(&self.poll, pid);
+        let registered = register_each(&self.poll, pid, child.report_descriptors());
         self.insert(pid, child);
         if let Err(error) = registered {
             self.finish_start(pid, Some(SpawnError::from_io("descriptors", &error)));
@@ -126,11 +118,9 @@ impl EventLoop {
             self.subordinate_namespace.clone(),
         )?;
         let observed = Observed { landlock: confinement.landlock(), ..Observed::default() };
-        let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
         let cgroup = cgroup.map_err(|error| SpawnError::from_io("cgroup", &error))?;
-        let (prepared, connections) =
-            Prepared::new(program, descriptors, confinement, cgroup, order.is_template)?;
+        let (prepared, connections) = Prepared::new(order, folder, descriptors, confinement, cgroup)?;
         let step = spawn::fork_step(order.confinement.layers.namespaces);
         let in_fork = |error: io::Error| SpawnError::from_io(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;

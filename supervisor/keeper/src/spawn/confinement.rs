@@ -76,21 +76,19 @@ impl PreparedConfinement {
         let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
         let withheld = as_paths(&ordered.withheld);
         let directory = Path::new(directory);
-        let ruleset = layers.landlock.then(|| {
-            let rules = landlock::Rules {
-                programs: &programs,
-                directory: Some(directory),
-                read: &read,
-                write: &write,
-                temporary,
-                withheld: &withheld,
-                has_own_root: layers.namespaces.mount,
-                network: layers.network,
-            };
-            Ruleset::prepare(&rules).map_err(|failure| {
-                SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
-            })
-        });
+        let rules = landlock::Rules {
+            programs: &programs,
+            directory: Some(directory),
+            read: &read,
+            write: &write,
+            temporary,
+            withheld: &withheld,
+            has_own_root: layers.namespaces.mount,
+            network: layers.network,
+        };
+        let ruleset = layers.landlock.then(|| Ruleset::prepare(&rules)).transpose().map_err(|failure| {
+            SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
+        })?;
         let user_namespace = match (layers.subordinate_ids, subordinate) {
             (false, _) => None,
             (true, None) => return Err(SpawnError::new(SUBORDINATE_STEP, Errno::NOENT)),
@@ -108,44 +106,42 @@ impl PreparedConfinement {
             temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
         let unreachable = find_unreachable(&granted, &layers)?;
-        let executable = match unreachable.folders.first() {
-            Some(_) if !may_mount && unreachable.hides_only_programs(&granted) => {
-                Some(open(granted.program)?)
+        let (executable, hosted_file) = match unreachable.folders.first() {
+            Some(folder) if !may_mount => {
+                if !unreachable.hides_only_programs(&granted) {
+                    return Err(unreachable_folder(folder, layers.identity));
+                }
+                (
+                    Some(open(granted.program)?),
+                    unreachable.hidden_hosted_file(&granted).map(open).transpose()?,
+                )
             }
-            Some(folder) if !may_mount => return Err(unreachable_folder(folder, layers.identity)),
-            _ => None,
+            _ => (None, None),
         };
-        let hosted_file = executable
-            .as_ref()
-            .and_then(|_| unreachable.hidden_hosted_file(&granted))
-            .map(open)
-            .transpose()?;
         let root = layers.namespaces.mount.then(|| {
             proc_entries::prepare();
-            let missing = |path: &Path| {
-                SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
-            };
-            PrivateRoot::prepare(&granted, &withheld, &unreachable, &layers).map(Arc::new).map_err(missing)
+            PrivateRoot::prepare(&granted, &withheld, &unreachable, &layers)
         });
-        let ruleset = ruleset.transpose()?;
+        let root = root.transpose().map_err(|path| {
+            SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
+        })?;
         // A template confines the processes that it forks, as a host confines its programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
         let program_rules =
             gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
-        let covers = match root {
-            _ if !may_mount => None,
-            Some(_) => None,
-            None => Covers::prepare(&unreachable, &withheld)
+        let covers = if may_mount && root.is_none() {
+            Covers::prepare(&unreachable, &withheld)
                 .map_err(|folder| unreachable_folder(&folder, layers.identity))?
-                .map(Arc::new),
+        } else {
+            None
         };
         Ok(Self {
             layers,
             program_rules: program_rules.transpose()?,
             ruleset,
             filter: filters.get(ordered, order.is_template)?,
-            root: root.transpose()?,
-            covers,
+            root: root.map(Arc::new),
+            covers: covers.map(Arc::new),
             executable,
             hosted_file,
             private_temporary: private_temporary(&layers, temporary),
@@ -234,22 +230,20 @@ impl FilterCache {
         if let Some(filter) = self.0.get(&key) {
             return Ok(Some(filter.clone()));
         }
-        let rules = match layers.seccomp {
+        let mut rules = match layers.seccomp {
             Seccomp::Off => return Ok(None),
             Seccomp::DenyList => seccomp::default(layers.network),
             Seccomp::AllowList => seccomp::strict(layers.network),
         };
-        let rules = if layers.network && !hides_unix_sockets(layers) {
-            seccomp::deny_unix_sockets(rules)
-        } else {
-            rules
-        };
-        let rules = if layers.landlock && !landlock_controls_truncation() {
-            seccomp::deny_truncation(rules)
-        } else {
-            rules
-        };
-        let rules = if is_template { seccomp::allow_siblings(rules) } else { rules };
+        if layers.network && !hides_unix_sockets(layers) {
+            rules = seccomp::deny_unix_sockets(rules);
+        }
+        if layers.landlock && !landlock_controls_truncation() {
+            rules = seccomp::deny_truncation(rules);
+        }
+        if is_template {
+            rules = seccomp::allow_siblings(rules);
+        }
         let unknown = |name| {
             SpawnError::new(&format!("{}: unknown system call {name}", steps::SECCOMP_STEP), Errno::INVAL)
         };

@@ -101,23 +101,7 @@ impl PrivateRoot {
         for path in paths::DEVICES.iter().chain(&paths::RANDOM_DEVICES) {
             layout.bind(Path::new(path), Access::Device);
         }
-        let mut inner_links = Vec::new();
-        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
-            inner_links.extend(layout.add_program_folder(&folder, withheld, unreachable));
-        }
-        let named = granted.read.iter().map(|path| (*path, Access::Read));
-        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
-            if !path.exists() {
-                return Err(path);
-            }
-            if paths::is_grantable(path, granted.write) == Ok(true) {
-                if access == Access::Read && is_expanded(path, unreachable) {
-                    inner_links.extend(layout.add_program_folder(path, withheld, unreachable));
-                } else {
-                    layout.bind(path, access);
-                }
-            }
-        }
+        let inner_links = layout.add_granted(granted, withheld, unreachable)?;
         let expanded = layout.expanded.iter().filter_map(|folder| c_string(folder)).collect();
         let mut steps = layout.steps();
         for folder in &layout.expanded {
@@ -242,6 +226,34 @@ impl Layout {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
             Err(_) => self.bind(path, Access::Read),
         }
+    }
+
+    /// Shows the granted paths. Returns the links in program folders, with targets. Fails with a path that does
+    /// not exist.
+    fn add_granted<'v>(
+        &mut self,
+        granted: &GrantedPaths<'v>,
+        withheld: &[&Path],
+        unreachable: &Unreachable,
+    ) -> Result<Vec<(PathBuf, PathBuf)>, &'v Path> {
+        let mut links = Vec::new();
+        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
+            links.extend(self.add_program_folder(&folder, withheld, unreachable));
+        }
+        let named = granted.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
+            if !path.exists() {
+                return Err(path);
+            }
+            if paths::is_grantable(path, granted.write) == Ok(true) {
+                if access == Access::Read && is_expanded(path, unreachable) {
+                    links.extend(self.add_program_folder(path, withheld, unreachable));
+                } else {
+                    self.bind(path, access);
+                }
+            }
+        }
+        Ok(links)
     }
 
     /// Shows a path under the given name and under its real path.
