@@ -87,7 +87,7 @@ class _Connection:
             return
         if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
             job.set_exception(
-                Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
+                Disconnected("the supervisor is too old for run_limit: update the supervisor, or omit run_limit")
             )
             return
         self._last = number = self._last + 1

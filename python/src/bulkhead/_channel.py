@@ -34,9 +34,7 @@ def connect(path: str) -> Channel:
         raise Disconnected(f"{refused.outcome.reason}: {refused.outcome.message}") from None
     if not capabilities & _wire.CLIENT_RUN_LIMIT:
         link.close()
-        raise Disconnected(
-            "the supervisor is too old for the executor: update the supervisor, because run limits are not supported"
-        )
+        raise Disconnected("the supervisor is too old for the executor: update the supervisor")
     # Uses the program's `socket` module, which gevent may have patched.
     return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=link.detach()), capabilities)
 

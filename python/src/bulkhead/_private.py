@@ -274,9 +274,7 @@ class PrivateSupervisor:
             if self._process.poll() is not None:
                 raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
             if time.monotonic() > give_up_at:
-                raise SupervisorFailed(
-                    f"bulkhead-supervisor did not listen within {START_SECONDS_MAX:.0f} s: {self.log()}"
-                )
+                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 

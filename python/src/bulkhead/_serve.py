@@ -153,9 +153,7 @@ class Server:
             try:
                 _start_thread(self._watch, ())
             except RuntimeError as error:
-                self.fail_start(
-                    f"{error}: check that `rlimits` (or `memory` of an executor) are large enough for an interpreter"
-                )
+                self.fail_start(f"{error}: raise `rlimits` (or `memory` of an executor)")
         if self.welcome.seal is not None:
             from ._seal import SealFailed, install
 
