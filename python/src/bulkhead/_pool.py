@@ -667,7 +667,7 @@ class Pool:
             return error_read
         if letter == INITIALIZER_FAILED:
             unfit = f"the initializer failed: {_last_line(text)}"
-            # After the first answer, a later worker may be compromised, so its report fails only its own call.
+            # After the first outcome, a later worker may be compromised, so its report fails only its own call.
             if not self._has_answered:
                 self._break(unfit)
             broken = BrokenProcessPool(self.broken or unfit)

@@ -81,9 +81,7 @@ def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     passed: dict[str, str] = {}
     room = PASSED_BYTES_MAX
-    for name, value in sorted(
-        variables.items(), key=lambda item: (not item[0].startswith(("LD_", "PYTHON")), len(item[1]))
-    ):
+    for name, value in sorted(variables.items(), key=lambda v: (not v[0].startswith(("LD_", "PYTHON")), len(v[1]))):
         room -= len(os.fsencode(f"{name}={value}")) + 1
         if room < 0:
             break
