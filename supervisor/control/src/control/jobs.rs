@@ -124,7 +124,6 @@ enum Cut {
 // Request headers.
 
 /// Parsed headers of a job request.
-#[derive(Default)]
 struct Asked<'h> {
     options: JobOptions<&'h str>,
     traceparent: Option<Traceparent>,
@@ -133,7 +132,8 @@ struct Asked<'h> {
 impl<'h> Asked<'h> {
     /// Parses the headers. The error is a message for the client.
     fn read(headers: &'h HeaderMap) -> Result<Self, String> {
-        let mut asked = Self::default();
+        let options = JobOptions { cost: 1, ..JobOptions::default() };
+        let mut asked = Self { options, traceparent: None };
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {
