@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_linux::shared_words::SharedWords;
-use bulkhead_policy::Claims;
+use bulkhead_policy::JobJournal;
 use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES, TAKEN_AT};
 
 use super::memory_files::sealed_file;
@@ -24,12 +24,12 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 
-impl Claims for JournalClaims {
+impl JobJournal for JournalClaims {
     fn begun(&self) -> u64 {
         self.0.load(BEGUN_AT / WORD_BYTES)
     }
 
-    fn take_back(&self, up_to: u64) -> u64 {
+    fn recall(&self, up_to: u64) -> u64 {
         self.0.store_then_load((TAKEN_AT / WORD_BYTES, up_to), BEGUN_AT / WORD_BYTES)
     }
 }
@@ -43,7 +43,7 @@ impl Journal {
         Ok(Self { file, words })
     }
 
-    pub(super) fn claims(&self) -> Box<dyn Claims> {
+    pub(super) fn claims(&self) -> Box<dyn JobJournal> {
         Box::new(JournalClaims(self.words.clone()))
     }
 
