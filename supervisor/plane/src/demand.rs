@@ -26,7 +26,7 @@ impl Level {
     pub fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
         Self {
             since: now,
-            in_flight: policy.permits_taken(),
+            in_flight: policy.permits_held(),
             queued: u32::try_from(policy.queued()).unwrap_or(u32::MAX),
             is_full: policy.is_full(),
             is_short: policy.is_short_of_workers(),
