@@ -1,7 +1,8 @@
-//! The keeper process: a loop over orders, starts, forbidden system calls and deaths.
+//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and ended
+//! processes.
 //!
-//! Kills and reaps every worker. Never blocks on the supervisor, on a program's file system, or on a process
-//! that does not die. Restarts nothing.
+//! The keeper kills and reaps every worker. It never blocks on the supervisor, on a program's file system, or
+//! on a process that does not die. It restarts nothing.
 
 mod cgroups;
 mod guard;
@@ -71,7 +72,7 @@ const EXIT: usize = 1 << 33;
 const STATUS: usize = 1 << 34;
 /// Bit for the socket of a template.
 const TEMPLATE: usize = 1 << 35;
-/// Bit for the socket of the first process in a nest.
+/// Bit for the socket of the first process in a template's pid namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
@@ -163,7 +164,7 @@ struct Child {
 }
 
 impl Child {
-    /// A child without confinement of its own, such as a worker that a template has forked.
+    /// A child whose optional parts are missing, such as a worker that a template has forked.
     fn new(
         worker: u64,
         pid: u32,
@@ -207,8 +208,8 @@ impl Child {
         }
     }
 
-    /// Returns the descriptors on which a template and the first process of a pid namespace report, and the
-    /// bit of each. If one is not registered, the keeper misses deaths.
+    /// Returns the descriptors on which a template and the first process of a pid namespace report, each with
+    /// its bit. If one is not registered, the keeper misses exits.
     fn report_descriptors(&self) -> impl Iterator<Item = (&OwnedFd, usize)> {
         let template = self.template.as_ref().map(Template::socket);
         let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
@@ -241,7 +242,7 @@ impl Child {
 }
 
 enum Stage {
-    /// On the way to `execve`.
+    /// Has not executed its program yet.
     Starting(ChildConnections),
     /// Reported as spawned.
     Running,
@@ -270,7 +271,7 @@ struct EventLoop {
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
-    /// Fork orders that wait for the end of a hunt.
+    /// Fork orders that wait until the reaper has finished its current run.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     outbox: Outbox,
@@ -334,7 +335,7 @@ impl EventLoop {
             }
         };
         self.priority.raise();
-        // The processes of a nest die with its first process.
+        // The processes of a pid namespace die with its first process.
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.member.is_none()) {
             wait::kill_group(pid);
         }
@@ -372,9 +373,9 @@ impl EventLoop {
                 }
             }
         }
-        // Reports deaths before a spawn or a step of a scan, which take time.
+        // Reports exits before a spawn or a step of a scan, which take time.
         self.flush()?;
-        // Takes one order per iteration, so that deaths do not wait for a hundred spawns.
+        // Takes one order per iteration, so that exits do not wait for a hundred spawns.
         if self.can_receive_order() && !self.receive_order()? {
             return Ok(false);
         }
@@ -443,7 +444,7 @@ impl EventLoop {
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_namespace) {
-                        // Given back when nothing is left of the worker.
+                        // Restored when nothing is left of the worker.
                         self.priority.raise();
                     }
                     self.kill(pid);

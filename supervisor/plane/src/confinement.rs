@@ -52,7 +52,7 @@ impl SandboxSupport {
     /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
     /// because a probe forks.
     pub fn found(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
-        Self::of(config, Claim::Lasting, found.abilities, move || found.ids)
+        Self::of(config, Claim::Lasting, found.layers, move || found.ids)
     }
 
     /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork

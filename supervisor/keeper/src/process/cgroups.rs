@@ -1,5 +1,5 @@
-//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
-//! groups are removed. If a group is not empty yet, the removal is retried.
+//! Control groups of the keeper's workers. The parent group is determined when the first worker needs a group.
+//! A group that is not empty yet is removed later.
 
 use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
@@ -9,13 +9,12 @@ use crate::spawn::SpawnError;
 #[derive(Default)]
 pub(super) struct WorkerGroups {
     root: Option<DelegatedGroup>,
-    /// True if groups of previous keepers may be left.
+    /// True if there may be groups of previous keepers.
     may_have_stale: bool,
     to_remove: Vec<Leaf>,
 }
 
 impl WorkerGroups {
-    /// Creates a group for a worker.
     pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, advice } = failure;

@@ -1,10 +1,10 @@
-//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the
-//! first process in their namespace.
+//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the first
+//! process in their namespace.
 //!
 //! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
 //! the process itself has said so; the kernel identifies the sender. Until then the process cannot be
-//! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
-//! begins during a fork.
+//! distinguished from a sibling that a worker has forked. So the keeper starts no fork while it kills leftover
+//! processes, and does not begin to kill during a fork.
 
 mod attributes;
 pub(super) mod namespaces;
@@ -33,18 +33,18 @@ use crate::protocol::{ReportMessage, TemplateReport};
 use crate::spawn::SpawnError;
 use crate::wait;
 
-/// Time limit for a fork. A template that takes longer is hung.
+/// Time limit for a fork. A template that takes longer is killed.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name for workers whose template was hung.
+/// Step name for workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or waits in `before_fork`";
 
 /// Step name for workers that ended before they had identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited at once";
 
-/// Maximum time that a hunt waits for forks in progress. A process forked later, during a hunt, counts as
-/// left behind, and its start fails.
+/// Maximum time that the killer waits for forks in progress. A process that is forked later, while the killer
+/// runs, counts as left behind, and its start fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum number of status messages forwarded from a template in each interval.
@@ -80,7 +80,7 @@ struct Fork {
     is_cancelled: bool,
 }
 
-/// A fork order that waits for the end of a hunt.
+/// A fork order that waits until the killer has finished.
 pub(super) struct DeferredFork {
     pub(super) worker: u64,
     pub(super) template: u64,
@@ -134,7 +134,7 @@ impl EventLoop {
         self.children.get_mut(&pid)?.template.as_mut()
     }
 
-    /// Makes a template fork a worker.
+    /// Orders a template to fork a worker.
     pub(super) fn fork(&mut self, deferred: DeferredFork) -> Result<(), SpawnError> {
         let found = self.by_worker.get(&deferred.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
@@ -172,8 +172,8 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Makes a template remove the temporary folder of a worker of which nothing is left. Used if the keeper
-    /// cannot access the folder.
+    /// Orders a template to remove the temporary folder of a worker of which nothing is left. Used if the
+    /// keeper cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
             template.outbox.push(TemplateOrder::Remove { worker, secret }.encode().to_vec(), Vec::new());
@@ -215,7 +215,7 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns templates that are forking children of the keeper.
+    /// Returns templates with forks in progress whose workers become children of the keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
             .filter(|(_, child, _)| child.namespace.is_none())
@@ -223,14 +223,14 @@ impl EventLoop {
             .collect()
     }
 
-    /// True if a hunt has to wait for a fork in progress. Nests do not count, because their processes are not
-    /// hunted.
+    /// True if the killer has to wait for a fork in progress. Forks in namespaces do not count, because the
+    /// killer leaves processes in namespaces alone.
     pub(super) fn is_forking(&self) -> bool {
         self.forking_templates()
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
-    /// Executes fork orders that waited for the end of a hunt.
+    /// Executes fork orders that waited for the killer.
     pub(super) fn run_deferred_forks(&mut self) {
         while !self.reaper.blocks_forks()
             && let Some(deferred) = self.deferred_forks.pop_front()
@@ -242,7 +242,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the next time at which a forking template counts as hung.
+    /// Returns the next time at which a template exceeds the time limit for a fork.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -262,14 +262,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates that are forking, because a worker can have identified itself
+    /// Reads the messages of all templates with forks in progress, because a worker can have identified itself
     /// before it ended. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the waiting messages of a template and its workers, but not many more, because senders can be
-    /// faster than the keeper. Returns the number of bytes that were waiting.
+    /// Reads the messages of a template and its workers that are waiting now. Messages that arrive meanwhile
+    /// are left for the next iteration, because senders can be faster than the keeper. Returns the number of
+    /// bytes that were waiting.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -287,7 +288,7 @@ impl EventLoop {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
-            // More messages may be waiting, for which there is no new event.
+            // There is no new event for messages that are already waiting.
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
@@ -424,8 +425,8 @@ impl EventLoop {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// Handles a process's message that it is a worker forked by the template. Returns false if the message
-    /// violates the protocol.
+    /// Handles a message of a process that says it is a worker forked by the template. Returns false if the
+    /// message violates the protocol.
     fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
@@ -455,7 +456,8 @@ impl EventLoop {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
-        // Opened first, because the pid could otherwise be that of another process by now.
+        // Opened first. If the process ends later, its pid can be reused, but the pidfd still refers to this
+        // process.
         let pidfd = open_pidfd(pid)?;
         let copy = pidfd.try_clone().map_err(|error| SpawnError::from_io("descriptors", &error))?;
         let is_inside =
@@ -474,7 +476,7 @@ impl EventLoop {
         let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
         let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
         let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
-        // Registered before the worker has anything to clean up. Closing the pidfd removes the registration.
+        // Registered before there is anything to clean up. Closing the pidfd removes the registration.
         if member.is_none() {
             register(&self.poll, &pidfd, pid as usize | EXIT)
                 .map_err(|error| SpawnError::from_io("descriptors", &error))?;

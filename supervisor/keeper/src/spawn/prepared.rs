@@ -27,7 +27,6 @@ const HOME_VARIABLE: &str = "HOME=";
 /// Folder for temporary files in a private root folder.
 const PRIVATE_TMP: &str = "/tmp";
 
-/// Everything that a worker's child needs, prepared before the fork.
 pub(crate) struct Prepared {
     pub(super) program: CString,
     pub(super) directory: CString,
@@ -59,13 +58,13 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
 
 /// The keeper's ends of the connections to a child.
 pub(crate) struct ChildConnections {
-    /// Progress of the child: see `progress`.
+    /// Socket for messages of the starting child: see `progress`.
     pub(crate) progress: OwnedFd,
     /// Status pipe of the first process of a pid namespace.
     pub(crate) status: Option<OwnedFd>,
     /// Socket of the first process of a pid namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
-    /// Describe failed steps.
+    /// Names the paths of a failed mount.
     root: Option<Arc<PrivateRoot>>,
     covers: Option<Arc<Covers>>,
     /// Number of the child's descriptors in addition to those of every worker and the progress socket.
@@ -73,7 +72,6 @@ pub(crate) struct ChildConnections {
 }
 
 impl ChildConnections {
-    /// Describes the failure of a child.
     pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
         let step = steps::describe(failure, self.root.as_deref(), self.covers.as_deref());
         SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }

@@ -68,7 +68,7 @@ pub(in crate::spawn) enum LayoutStep {
 /// All steps that make a root folder, decided in advance.
 pub(in crate::spawn) struct PrivateRoot {
     steps: Vec<LayoutStep>,
-    /// Folders that are replaced by their entries.
+    /// Folders whose entries are shown individually.
     expanded: Vec<CString>,
     has_pid_namespace: bool,
     tmp_options: Option<CString>,
@@ -126,12 +126,13 @@ impl PrivateRoot {
         Ok(Self { steps, expanded, has_pid_namespace: layers.namespaces.pid, tmp_options })
     }
 
-    /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
+    /// Returns the folders whose entries are shown individually. The Landlock rules do not contain these
+    /// folders.
     pub(in crate::spawn) fn expanded(&self) -> &[CString] {
         &self.expanded
     }
 
-    /// Describes a step for people.
+    /// Describes a step for an error message.
     pub(in crate::spawn) fn describe(&self, step: u32) -> String {
         if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
@@ -215,7 +216,7 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders that are not shown themselves, but by their entries.
+    /// Folders that are not shown as a whole. Their entries are shown instead.
     expanded: BTreeSet<PathBuf>,
 }
 
@@ -307,7 +308,7 @@ impl Layout {
         links.collect()
     }
 
-    /// Shows the whole system, except folders that the worker has privately.
+    /// Shows the whole system, except folders of which the worker has private ones.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
@@ -448,7 +449,7 @@ fn change_root() -> Result<(), Errno> {
     rustix::process::chdir(c"/")
 }
 
-/// Detaches the system's root, and makes the new root read-only.
+/// Unmounts the system's root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
     // SAFETY: the text ends with NUL.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;
