@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::{
-    Abilities, Action, BreakerLimits, Bulkhead, Event, Limits, Pressure, RateLimit, RatePer, Reply,
+    Action, BreakerLimits, Bulkhead, Capabilities, Event, Limits, Pressure, RateLimit, RatePer, Reply,
     Submission, TenantLimits, Time, Timers, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
@@ -36,7 +36,7 @@ const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
 /// Same size as the supervisor's record in policy, which is a pointer.
-type Cargo = u64;
+type Record = u64;
 
 /// Takes all requested measurements.
 pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
@@ -253,7 +253,7 @@ impl Scene {
 /// Actions of the bulkheads, performed only as far as the measurement needs.
 #[derive(Default)]
 struct Effects {
-    actions: Vec<Action<Cargo>>,
+    actions: Vec<Action<Record>>,
     /// Running jobs, oldest first. The oldest job ends first.
     running: VecDeque<JobId>,
     /// Number of jobs that ended `ok`.
@@ -266,7 +266,7 @@ impl Effects {
         for action in self.actions.drain(..) {
             match action {
                 Action::Dispatch { job, .. } => self.running.push_back(job),
-                Action::Answer(answer) => match black_box(answer).verdict {
+                Action::SendOutcome(answer) => match black_box(answer).verdict {
                     Verdict::Ok => self.done += 1,
                     Verdict::Cancelled { .. } => self.cancelled += 1,
                     _ => {}
@@ -279,7 +279,7 @@ impl Effects {
 
 /// A bulkhead and its only worker.
 struct Subject {
-    bulkhead: Bulkhead<Cargo>,
+    bulkhead: Bulkhead<Record>,
     worker: WorkerId,
 }
 
@@ -295,8 +295,8 @@ impl Subject {
             Time::ZERO,
             Event::Hello {
                 worker,
-                can: Abilities { has_dispatch_thread: true, can_resize: true },
-                claims: None,
+                capabilities: Capabilities { has_dispatch_thread: true, can_resize: true },
+                journal: None,
             },
             &mut actions,
         );
@@ -321,7 +321,7 @@ impl Subject {
         self.apply(now, Event::Replied { worker: self.worker, job, reply: Reply::Ok }, effects);
     }
 
-    fn apply(&mut self, now: Time, event: Event<Cargo>, effects: &mut Effects) -> Option<JobId> {
+    fn apply(&mut self, now: Time, event: Event<Record>, effects: &mut Effects) -> Option<JobId> {
         let job = self.bulkhead.apply(now, event, &mut effects.actions);
         effects.perform();
         job

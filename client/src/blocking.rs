@@ -87,64 +87,54 @@ pub struct Job {
     server: Arc<Server>,
 }
 
-impl Job {
-    fn map(self, change: impl FnOnce(crate::Job) -> crate::Job) -> Self {
-        Self { job: change(self.job), server: self.server }
-    }
+/// Forwards methods of the builder to [`crate::Job`].
+macro_rules! forward {
+    ($($(#[$about:meta])* $name:ident($($argument:ident: $type:ty),*);)*) => {
+        impl Job {$(
+            $(#[$about])*
+            pub fn $name(self, $($argument: $type),*) -> Self {
+                Self { job: self.job.$name($($argument),*), server: self.server }
+            }
+        )*}
+    };
+}
 
+forward! {
+    /// Sets a function that writes the payload; see [`crate::Job::payload_in_place`].
+    payload_in_place(bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static);
+
+    /// Leaves a large result in its memory file; see [`crate::Job::map_result`].
+    map_result();
+
+    /// Sets the operation, at most 256 bytes; see [`crate::Job::operation`].
+    operation(name: impl Into<String>);
+
+    /// Sets the tenant, at most 256 bytes.
+    tenant(name: impl Into<String>);
+
+    /// Sets the time limit of the job; see [`crate::Job::deadline`].
+    deadline(limit: Duration);
+
+    /// Sets the maximum run time of each attempt; see [`crate::Job::run_limit`].
+    run_limit(limit: Duration);
+
+    /// Sets the priority.
+    priority(priority: Priority);
+
+    /// Sets the cost of the job against a rate limit. The default is 1.
+    cost(cost: u32);
+
+    /// Declares whether the job can safely run twice.
+    idempotent(is_idempotent: bool);
+
+    /// Sets a W3C `traceparent`, which is passed to the handler.
+    traceparent(text: impl Into<String>);
+}
+
+impl Job {
     /// Takes the payload from a file; see [`crate::Job::payload_file`].
     pub fn payload_file(self, file: std::fs::File) -> io::Result<Self> {
         Ok(Self { job: self.job.payload_file(file)?, server: self.server })
-    }
-
-    /// Sets a function that writes the payload; see [`crate::Job::payload_in_place`].
-    pub fn payload_in_place(self, bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static) -> Self {
-        self.map(|job| job.payload_in_place(bytes, fill))
-    }
-
-    /// Leaves a large result in its memory file; see [`crate::Job::map_result`].
-    pub fn map_result(self) -> Self {
-        self.map(crate::Job::map_result)
-    }
-
-    /// Sets the operation, at most 256 bytes; see [`crate::Job::operation`].
-    pub fn operation(self, name: impl Into<String>) -> Self {
-        self.map(|job| job.operation(name))
-    }
-
-    /// Sets the tenant, at most 256 bytes.
-    pub fn tenant(self, name: impl Into<String>) -> Self {
-        self.map(|job| job.tenant(name))
-    }
-
-    /// Sets the time limit of the job; see [`crate::Job::deadline`].
-    pub fn deadline(self, limit: Duration) -> Self {
-        self.map(|job| job.deadline(limit))
-    }
-
-    /// Sets the maximum run time of each attempt; see [`crate::Job::run_limit`].
-    pub fn run_limit(self, limit: Duration) -> Self {
-        self.map(|job| job.run_limit(limit))
-    }
-
-    /// Sets the priority.
-    pub fn priority(self, priority: Priority) -> Self {
-        self.map(|job| job.priority(priority))
-    }
-
-    /// Sets the cost of the job against a rate limit. The default is 1.
-    pub fn cost(self, cost: u32) -> Self {
-        self.map(|job| job.cost(cost))
-    }
-
-    /// Declares whether the job can safely run twice.
-    pub fn idempotent(self, is_idempotent: bool) -> Self {
-        self.map(|job| job.idempotent(is_idempotent))
-    }
-
-    /// Sets a W3C `traceparent`, which is passed to the handler.
-    pub fn traceparent(self, text: impl Into<String>) -> Self {
-        self.map(|job| job.traceparent(text))
     }
 
     /// Sends the job and waits for the outcome.

@@ -145,7 +145,7 @@ pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
     Rejected(JobError),
     /// The job has to wait, for space or for a connection other than this one.
-    MustWait(Option<Arc<Requests>>),
+    Waits(Option<Arc<Requests>>),
 }
 
 #[derive(Debug)]
@@ -203,10 +203,7 @@ impl Client {
     }
 
     /// Creates the client and the future that serves its connection.
-    fn of(
-        target: Target,
-        requests: Option<Arc<Requests>>,
-    ) -> (Self, impl Future<Output = ()> + Send + 'static) {
+    fn of(target: Target, requests: Option<Arc<Requests>>) -> (Self, impl Future<Output = ()> + Send) {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
         let needed = Arc::<Notify>::default();
@@ -223,9 +220,7 @@ impl Client {
         match self.try_submit(job, progress, None) {
             SubmitAttempt::Sent(handle) => Ok(handle),
             SubmitAttempt::Rejected(error) => Err(error),
-            SubmitAttempt::MustWait(broken) => {
-                Box::pin(self.submit_when_connected(job, progress, broken)).await
-            }
+            SubmitAttempt::Waits(broken) => Box::pin(self.submit_when_connected(job, progress, broken)).await,
         }
     }
 
@@ -236,12 +231,12 @@ impl Client {
         progress: &mut Option<mpsc::Sender<Progress>>,
         waker: Option<&Waker>,
     ) -> SubmitAttempt {
-        let Some(requests) = self.shared.connected() else { return SubmitAttempt::MustWait(None) };
+        let Some(requests) = self.shared.connected() else { return SubmitAttempt::Waits(None) };
         match requests.submit(job, progress, waker) {
             Ok(sent) => SubmitAttempt::Sent(JobHandle::new(sent)),
             Err(SubmitError::Rejected(error)) => SubmitAttempt::Rejected(error),
-            Err(SubmitError::Full) => SubmitAttempt::MustWait(None),
-            Err(SubmitError::Closed) => SubmitAttempt::MustWait(Some(requests)),
+            Err(SubmitError::Full) => SubmitAttempt::Waits(None),
+            Err(SubmitError::Closed) => SubmitAttempt::Waits(Some(requests)),
         }
     }
 

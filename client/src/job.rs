@@ -192,7 +192,7 @@ impl Job {
                     Poll::Pending
                 }
                 SubmitAttempt::Rejected(error) => Poll::Ready(Ok(Err(error))),
-                SubmitAttempt::MustWait(broken) => Poll::Ready(Err(broken)),
+                SubmitAttempt::Waits(broken) => Poll::Ready(Err(broken)),
             },
         });
         match result.await {

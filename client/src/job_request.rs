@@ -72,7 +72,7 @@ impl JobRequest {
             payload,
             source: None,
             maps_result: false,
-            options: JobOptions::default(),
+            options: JobOptions { cost: 1, ..JobOptions::default() },
             traceparent: None,
         }
     }

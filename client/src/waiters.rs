@@ -42,7 +42,7 @@ struct Slot {
 }
 
 /// State left by a dropped handle.
-pub(crate) struct RemovedRequest {
+pub(crate) struct Removed {
     /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
     _rest: (SlotState, Option<Waker>),
@@ -143,7 +143,7 @@ impl Waiters {
     }
 
     /// Removes a request whose handle was dropped.
-    pub(crate) fn remove(&mut self, number: u64) -> Option<RemovedRequest> {
+    pub(crate) fn remove(&mut self, number: u64) -> Option<Removed> {
         let slot = self.slot(number)?;
         let state = std::mem::replace(&mut slot.state, SlotState::Free);
         let waker = slot.waker.take();
@@ -154,10 +154,8 @@ impl Waiters {
         }
         self.free.push(number as u32);
         Some(match state {
-            SlotState::Waiting(waiter) => {
-                RemovedRequest { waiter: Some(waiter), _rest: (SlotState::Free, waker) }
-            }
-            other => RemovedRequest { waiter: None, _rest: (other, waker) },
+            SlotState::Waiting(waiter) => Removed { waiter: Some(waiter), _rest: (SlotState::Free, waker) },
+            other => Removed { waiter: None, _rest: (other, waker) },
         })
     }
 

@@ -65,9 +65,7 @@ class ProgramsHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            raise RuntimeError(
-                "an editable installation is not supported: set $BULKHEAD_SUPERVISOR to the path of the program instead"
-            )
+            raise RuntimeError("an editable installation is not supported: set $BULKHEAD_SUPERVISOR instead")
         source = find_programs()
         self._folder = tempfile.TemporaryDirectory(prefix="bulkhead-wheel-")
         stripped = [strip(source / program, Path(self._folder.name) / program) for program in PROGRAMS]

@@ -303,10 +303,7 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(
-            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
-            "an idle connection holds little memory"
-        );
+        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
     }
 
     #[test]

@@ -63,7 +63,7 @@ impl std::str::FromStr for Priority {
 }
 
 /// The options that a client chooses for a job.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct JobOptions<T> {
     /// Operation for the handler; can be empty.
     pub operation: T,
@@ -75,22 +75,8 @@ pub struct JobOptions<T> {
     pub run_limit: Option<Duration>,
     /// Priority in the queue.
     pub priority: Priority,
-    /// Cost of the job against a rate limit.
+    /// Cost of the job against a rate limit; 0 counts as 1.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,
-}
-
-impl<T: Default> Default for JobOptions<T> {
-    fn default() -> Self {
-        Self {
-            operation: T::default(),
-            tenant: T::default(),
-            deadline: None,
-            run_limit: None,
-            priority: Priority::default(),
-            cost: 1,
-            is_idempotent: false,
-        }
-    }
 }

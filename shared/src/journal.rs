@@ -1,6 +1,6 @@
 //! The journal of a worker: a small memory file, made by the supervisor, in which the worker keeps unsent
-//! answers. The supervisor reads these answers only after the worker's exit. So no finished job loses its
-//! result, although answers are sent in batches.
+//! replies. The supervisor reads these replies only after the worker's exit. So no finished job loses its
+//! result, although replies are sent in batches.
 //!
 //! The journal also holds the number of jobs that the worker has begun, in the order of arrival. The
 //! supervisor can recall later jobs and give them to another worker, even while this worker lives. For a

@@ -26,7 +26,7 @@ pub mod capability {
     pub const RESIZE: u64 = 2;
 
     /// Accepts more jobs than it runs at once, and begins jobs in the order of arrival. Begins a job only
-    /// when the previous answer is on its link or in its [journal](crate::journal), and only if the journal
+    /// when the previous reply is on its link or in its [journal](crate::journal), and only if the journal
     /// does not mark the job as recalled. (In an earlier protocol, 4 had this meaning, and the supervisor
     /// asked for jobs back. 4 is not reused.)
     pub const PREFETCH: u64 = 32;

@@ -91,12 +91,12 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
         version: env!("CARGO_PKG_VERSION"),
     };
     writer.send(kind::HELLO, MAGIC, &hello);
-    let (mut received_files, mut has_journal) = (Vec::new(), false);
+    let (mut files, mut has_journal) = (Vec::new(), false);
     loop {
         wait(link, PollFlags::IN);
         let (received, mut batch) = reader
             .inbox
-            .receive_by(&mut reader.scratch, |buffer| receive_with_files(link, buffer, &mut received_files))
+            .receive_by(&mut reader.scratch, |buffer| receive_with_files(link, buffer, &mut files))
             .map_err(|error| error.to_string())?;
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
             let Item::Frame { header, metadata, .. } = item else { continue };
@@ -109,13 +109,10 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
                     // The supervisor relies on the journal from here on.
                     let mut heartbeat_time = None;
                     if has_journal {
-                        let file = received_files
-                            .pop()
-                            .ok_or("the worker's journal did not arrive: see `rlimits.nofile`")?;
+                        let file = files.pop().ok_or("the journal did not arrive: see `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
-                        let reads_journal =
-                            welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
-                        heartbeat_time = reads_journal.then(|| journal.heartbeat_time());
+                        let is_read = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
+                        heartbeat_time = is_read.then(|| journal.heartbeat_time());
                         writer.set_journal(journal);
                     }
                     return Ok(Welcome {
@@ -181,7 +178,7 @@ pub(crate) struct Writer {
 struct Unsent {
     outbox: Outbox,
     pool: BufferPool,
-    /// Journal in which answers survive this process until they are sent.
+    /// Journal in which replies survive this process until they are sent.
     journal: Option<Journal>,
 }
 
@@ -216,7 +213,7 @@ impl Writer {
         }
     }
 
-    /// Sets the journal that stores later answers until they are sent.
+    /// Sets the journal that stores later replies until they are sent.
     pub(crate) fn set_journal(&self, journal: Journal) {
         if let Some(mut unsent) = self.lock() {
             unsent.journal = Some(journal);
@@ -240,9 +237,9 @@ impl Writer {
         self.push_reply(kind, number, message, &[], payload);
     }
 
-    /// Appends a frame with extensions, each a tag and its bytes. For the answer of a job, returns true if
-    /// the next job can begin before the answer is sent. With a journal, this requires that the answer is in
-    /// the journal, because only then does the answer survive this process.
+    /// Appends a frame with extensions, each a tag and its bytes. For the reply of a job, returns true if
+    /// the next job can begin before the reply is sent. With a journal, this requires that the reply is in
+    /// the journal, because only then does the reply survive this process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,

@@ -12,7 +12,7 @@
 //!
 //! **Quick handlers**, of a few microseconds, end before another thread has woken up, and many threads would
 //! only contend with each other. So a single thread waits for the link, runs the jobs it has read one after
-//! the other, and sends their answers together. The other threads are parked until the backlog justifies
+//! the other, and sends their replies together. The other threads are parked until the backlog justifies
 //! waking them. The *watchdog*, a timer of the dispatch thread, detects that a job takes long after all. From
 //! then on handlers count as slow.
 //!
@@ -74,7 +74,7 @@ const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 /// Interval of the watchdog while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Maximum time for which an answer waits to be sent together with later answers (approximate).
+/// Maximum time for which a reply waits to be sent together with later replies (approximate).
 const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
@@ -308,9 +308,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut done = None;
         // End of the previous job, if the next job follows immediately.
         let mut ended = None;
-        // Time of the oldest unsent answer.
+        // Time of the oldest unsent reply.
         let mut unwritten_since = None;
-        // True if no answer would be lost if the next job ended this process.
+        // True if no reply would be lost if the next job ended this process.
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
@@ -327,7 +327,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // An answer must not wait for a slow handler, nor for many quick ones.
+            // A reply must not wait for a slow handler, nor for many quick ones.
             let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -377,12 +377,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     fn needs_another_thread(&self, state: &State) -> bool {
         let typical_ns = self.typical_ns.load(Ordering::Relaxed);
-        let backlog = state.pending.len() as u64;
+        let backlog_ns = typical_ns.saturating_mul(state.pending.len() as u64);
         match state.pace {
-            Pace::Slow => backlog > 0,
-            Pace::Quick { .. } => {
-                typical_ns > TINY_HANDLER_NS && typical_ns.saturating_mul(backlog) > BACKLOG_NS_MAX
-            }
+            Pace::Slow => !state.pending.is_empty(),
+            Pace::Quick { .. } => typical_ns > TINY_HANDLER_NS && backlog_ns > BACKLOG_NS_MAX,
         }
     }
 
@@ -513,7 +511,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Ends a thread's wait. Returns true if a call was pending; the caller then flushes, so that no client
-    /// waits for an unsent answer. The thread answers the call whatever woke it, because it looks for jobs
+    /// waits for an unsent reply. The thread answers the call whatever woke it, because it looks for jobs
     /// next. So a call is never pending without an idle thread.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
@@ -529,7 +527,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Runs a job. Reuses the thread's context, `context`. Returns true if the next job can begin before the
-    /// answer is sent.
+    /// reply is sent.
     fn run_job(&self, pending: Pending, context: &mut Option<Ctx<S>>) -> bool {
         let Pending { metadata, payload, loan, .. } = pending;
         let (number, job) = (metadata.number, Job { payload, loan });

@@ -159,9 +159,7 @@ fn with_system_folders(rules: &ProgramRules) -> io::Result<Vec<Grant>> {
     let temporary = rules.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
     let is_apart = |place: OwnedFd| {
         let granted = [(place, READ_DIR)];
-        temporary
-            .as_ref()
-            .is_none_or(|folder| is_granted(folder, &granted).is_ok_and(|is_granted| !is_granted))
+        temporary.as_ref().is_none_or(|folder| matches!(is_granted(folder, &granted), Ok(false)))
     };
     let mut wide: Vec<Grant> = Vec::new();
     for grant in &rules.grants {

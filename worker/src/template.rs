@@ -67,10 +67,7 @@ impl Template {
             let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
             duplicate_to(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
             if rules.exposes_temporary_files() {
-                eprintln!(
-                    "workers can access each other's temporary folders: `read` or `write` names a folder \
-                     above these folders"
-                );
+                eprintln!("workers can access each other's temporary folders: check `read` and `write`");
             }
         }
         Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })

@@ -151,9 +151,8 @@ impl Requests {
     fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, lease_ref: &[u8]) -> Result<FileResult, String> {
         let lease_ref = LeaseRef::from_bytes(lease_ref);
         let lease = waiter.lease.take().filter(|lease| {
-            lease_ref.is_some_and(|lease_ref| {
-                lease_ref.lease == lease.number && lease_ref.bytes <= lease.result.len() as u64
-            })
+            lease_ref
+                .is_some_and(|found| found.lease == lease.number && found.bytes <= lease.result.len() as u64)
         });
         let (Some(lease), Some(lease_ref)) = (lease, lease_ref) else {
             return Err("the supervisor reported a result in a file that this client does not have".into());

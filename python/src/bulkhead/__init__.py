@@ -13,9 +13,7 @@ import sys
 #: Copy of ``sys.platform``. A direct comparison would make type checkers treat the rest as unreachable elsewhere.
 _platform: str = sys.platform
 if _platform != "linux":
-    raise ImportError(
-        f"bulkhead runs only on Linux, because the supervisor uses features of the Linux kernel; this is {_platform}"
-    )
+    raise ImportError(f"bulkhead runs only on Linux, because of features of the kernel; this is {_platform}")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -59,11 +59,7 @@ class _Connection:
     """A connection to the supervisor. A lost connection is never restored."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        link: _socket.socket,
-        reader: _wire.Reader,
-        capabilities: int,
+        self, loop: asyncio.AbstractEventLoop, link: _socket.socket, reader: _wire.Reader, capabilities: int
     ) -> None:
         self._loop = loop
         self._socket = link
@@ -86,9 +82,7 @@ class _Connection:
             job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
             return
         if has_run_limit and not self._capabilities & _wire.CLIENT_RUN_LIMIT:
-            job.set_exception(
-                Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
-            )
+            job.set_exception(Disconnected("the supervisor is too old for run_limit: update the supervisor"))
             return
         self._last = number = self._last + 1
         job._job_connection, job._job_number = self, number

@@ -20,7 +20,7 @@ from .errors import Disconnected, Rejected
 _JOINED_BYTES_MAX = 64 * 1024
 #: Maximum number of frames per write, with two pieces each. The kernel accepts 1024 pieces.
 _FRAMES_MAX = 256
-#: Timeout for the supervisor's answer to HELLO, in seconds.
+#: Timeout for the supervisor's reply to HELLO, in seconds.
 _HELLO_SECONDS_MAX = 30.0
 
 _POP: Callable[[deque[Sequence[_wire.Buffer]]], Sequence[_wire.Buffer]] = deque.popleft
@@ -34,9 +34,7 @@ def connect(path: str) -> Channel:
         raise Disconnected(f"{refused.outcome.reason}: {refused.outcome.message}") from None
     if not capabilities & _wire.CLIENT_RUN_LIMIT:
         link.close()
-        raise Disconnected(
-            "the supervisor is too old for the executor: update the supervisor, because run limits are not supported"
-        )
+        raise Disconnected("the supervisor is too old for the executor: update the supervisor")
     # Uses the program's `socket` module, which gevent may have patched.
     return Channel(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=link.detach()), capabilities)
 

@@ -172,7 +172,7 @@ class Client(BaseClient):
                     self._connection = connection
                     is_fresh = True
         if run_limit is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
-            raise Disconnected("the supervisor is too old for run_limit: update the supervisor, or use only deadline")
+            raise Disconnected("the supervisor is too old for run_limit: update the supervisor")
         return connection, is_fresh
 
     def _retire(self, connection: Connection, is_fresh: bool) -> None:

@@ -40,11 +40,11 @@ class NotSent(Exception):
 class _Call:
     """A job that a thread waits for."""
 
-    __slots__ = ("answer", "error", "sleep_lock", "thread")
+    __slots__ = ("error", "outcome", "sleep_lock", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.answer: tuple[bytes, bytes | bytearray] | None = None
+        self.outcome: tuple[bytes, bytes | bytearray] | None = None
         self.error: JobError | None = None
         #: Locked while the thread sleeps. Another thread wakes it by releasing the lock.
         self.sleep_lock: threading.Lock | None = None
@@ -212,7 +212,7 @@ class Connection:
                     raise NotSent
                 self._calls[number] = call
             self._submit(number, metadata, payload)
-            while call.answer is None:
+            while call.outcome is None:
                 if call.error is not None:
                     raise call.error
                 self._read_or_sleep(number, call)
@@ -223,7 +223,7 @@ class Connection:
             self._forget(number, call)
             self.cancel(number)
             raise
-        metadata, result = call.answer
+        metadata, result = call.outcome
         if _wire.is_ok(metadata):
             return Reply(result, metadata)
         raise _wire.error(metadata, result)
@@ -243,7 +243,7 @@ class Connection:
                     # No thread can be started now. The next future tries again.
                     self._thread_sleep_lock = None
                     raise
-            future.started(self, number)
+            future.started(self.cancel, number)
             self._futures[number] = future
             self._wake_reader()
         try:
@@ -268,8 +268,8 @@ class Connection:
             self._reading_thread == thread
             or self._writing._is_owned()  # type: ignore[attr-defined]
             or self._lock._is_owned()  # type: ignore[attr-defined]
-            # A call with an answer may still be listed if an exception of a signal handler came when it was answered.
-            or any(other.thread == thread and other.answer is None for other in list(self._calls.values()))
+            # A call with an outcome may still be listed if an exception of a signal handler came when it was answered.
+            or any(other.thread == thread and other.outcome is None for other in list(self._calls.values()))
         )
 
     def _forget(self, number: int, call: _Call) -> None:
@@ -290,7 +290,7 @@ class Connection:
         """Reads until the call is settled, or sleeps while another thread reads."""
         sleep_lock: threading.Lock | None = None
         with self._lock:
-            if call.answer is not None or call.error is not None:
+            if call.outcome is not None or call.error is not None:
                 return
             if self._leader is None:
                 self._leader = call
@@ -303,7 +303,7 @@ class Connection:
             return
         try:
             self._reading_thread = threading.get_ident()
-            while call.answer is None and call.error is None:
+            while call.outcome is None and call.error is None:
                 self._read()
         finally:
             self._hand_over(call)
@@ -406,7 +406,7 @@ class Connection:
             with self._lock:
                 call = self._calls.get(number)
                 if call is not None:
-                    call.answer = metadata, payload
+                    call.outcome = metadata, payload
                     self._wake(call)
                     self._sleeping.pop(number, None)
                     self._calls.pop(number)

@@ -30,13 +30,7 @@ class HandlerError(Exception):
     """
 
     def __init__(
-        self,
-        code: str,
-        message: str = "",
-        *,
-        retryable: bool = False,
-        fault: str = "dependency",
-        payload: bytes = b"",
+        self, code: str, message: str = "", *, retryable: bool = False, fault: str = "dependency", payload: bytes = b""
     ) -> None:
         for name, value in (("code", code), ("message", message)):
             if not isinstance(value, str):

@@ -66,9 +66,7 @@ def allow(kinds: Sequence[Any]) -> dict[tuple[str, str], type]:
     """
     for kind in kinds:
         if not isinstance(kind, type) or (issubclass(kind, BaseException) and not _is_raisable(kind)):
-            raise TypeError(
-                f"results: {kind!r} must be a class, but not an exception that ends a program or a generator"
-            )
+            raise TypeError(f"results: {kind!r} must be a class, and not an exception that ends a program")
         _CONTAINERS.add(kind)
         if issubclass(kind, BaseException):
             _EXCEPTIONS.add(kind)
@@ -536,9 +534,7 @@ def _weigh(root: Any, most: int) -> None:
         if depth >= DEPTH_MAX:
             raise DataOnly(f"the value is nested more than {DEPTH_MAX} levels deep")
         if weight > most:
-            raise DataOnly(
-                "the value refers to the same objects so often that the total size is far larger than the pickle"
-            )
+            raise DataOnly("the value repeats objects so often that the size is far larger than the pickle")
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

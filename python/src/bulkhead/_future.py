@@ -13,15 +13,7 @@ from . import _wire
 from ._reply import Reply
 
 if TYPE_CHECKING:
-    from typing import Protocol
-
     from .errors import JobError
-
-    class Canceller(Protocol):
-        """The connection that has sent a job."""
-
-        def cancel(self, number: int) -> None: ...
-
 
 T = TypeVar("T")
 
@@ -94,7 +86,7 @@ class JobFuture(CancellableFuture[Reply]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._connection: Canceller | None = None
+        self._cancel_job: Callable[[int], None] | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
         self._last_progress: tuple[float, str] | None = None
@@ -113,15 +105,15 @@ class JobFuture(CancellableFuture[Reply]):
             listener(*progress)
 
     def _withdraw(self) -> None:
-        connection = self._connection
-        if connection is not None:
-            connection.cancel(self._number)
+        cancel_job = self._cancel_job
+        if cancel_job is not None:
+            cancel_job(self._number)
 
     # Called by the connection.
 
-    def started(self, connection: Canceller, number: int) -> None:
-        """Sets the state to running. Called before the job is sent."""
-        self._connection, self._number = connection, number
+    def started(self, cancel_job: Callable[[int], None], number: int) -> None:
+        """Sets the state to running. Called before the job is sent. ``cancel_job`` cancels the job by its number."""
+        self._cancel_job, self._number = cancel_job, number
         with self._condition:
             if self._state == _states.PENDING:
                 self._state = _states.RUNNING
@@ -156,7 +148,7 @@ class JobFuture(CancellableFuture[Reply]):
 
     def forget(self) -> None:
         """Detaches the future in a forked child, which has no other threads."""
-        self._connection = None
+        self._cancel_job = None
         self._condition = Condition()
         self._done_callbacks: list[Any] = []
 
@@ -166,7 +158,7 @@ class JobFuture(CancellableFuture[Reply]):
         With ``is_repeated``, a finished future notifies the remaining waiters and callbacks. This happens if an
         exception in a signal handler interrupted the first notification.
         """
-        self._connection = None
+        self._cancel_job = None
         with self._condition:
             has_ended = self._state == _states.FINISHED
             if self._is_cancelled():

@@ -667,7 +667,7 @@ class Pool:
             return error_read
         if letter == INITIALIZER_FAILED:
             unfit = f"the initializer failed: {_last_line(text)}"
-            # After the first answer, a later worker may be compromised, so its report fails only its own call.
+            # After the first outcome, a later worker may be compromised, so its report fails only its own call.
             if not self._has_answered:
                 self._break(unfit)
             broken = BrokenProcessPool(self.broken or unfit)
@@ -772,9 +772,7 @@ class Pool:
                     failed = self._ending[id(failed)] = [call.future for call in self._waiting]
                     self._waiting.clear()
         for future in failed:
-            future._settle(
-                None, PoolDisconnected(f"the supervisor ended, and another supervisor could not be started: {reason}")
-            )
+            future._settle(None, PoolDisconnected(f"the supervisor ended, and another could not be started: {reason}"))
         self._ending.pop(id(failed), None)
         self._fill(may_wait=False)
 
@@ -870,9 +868,7 @@ class Pool:
         """Returns the running supervisor. Raises ``RuntimeError`` if no supervisor is running."""
         supervisor = self._supervisor
         if supervisor is None:
-            raise RuntimeError(
-                "the pool has no supervisor: the supervisor starts with the first call, and ends with the pool"
-            )
+            raise RuntimeError("the pool has no supervisor, which starts with the first call and ends with the pool")
         return supervisor
 
 

@@ -120,9 +120,7 @@ def with_hint(error: BaseException) -> BaseException:
     if "through inheritance" in text:
         hint = "use multiprocessing.Manager(), or pass the object in `initargs` if the workers have no sandbox"
     elif "__main__" in text or "<lambda>" in text or "<locals>" in text or "__mp_main__" in text:
-        hint = (
-            'define the function or class at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
-        )
+        hint = 'define the object at the top level of a module, or use BulkheadExecutor(pickler="cloudpickle")'
     else:
         return error
     if type(error) not in (AttributeError, TypeError, RuntimeError, pickle.PicklingError):

@@ -81,9 +81,7 @@ def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     passed: dict[str, str] = {}
     room = PASSED_BYTES_MAX
-    for name, value in sorted(
-        variables.items(), key=lambda item: (not item[0].startswith(("LD_", "PYTHON")), len(item[1]))
-    ):
+    for name, value in sorted(variables.items(), key=lambda v: (not v[0].startswith(("LD_", "PYTHON")), len(v[1]))):
         room -= len(os.fsencode(f"{name}={value}")) + 1
         if room < 0:
             break
@@ -274,9 +272,7 @@ class PrivateSupervisor:
             if self._process.poll() is not None:
                 raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
             if time.monotonic() > give_up_at:
-                raise SupervisorFailed(
-                    f"bulkhead-supervisor did not listen within {START_SECONDS_MAX:.0f} s: {self.log()}"
-                )
+                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 

@@ -153,9 +153,7 @@ class Server:
             try:
                 _start_thread(self._watch, ())
             except RuntimeError as error:
-                self.fail_start(
-                    f"{error}: check that `rlimits` (or `memory` of an executor) are large enough for an interpreter"
-                )
+                self.fail_start(f"{error}: raise `rlimits` (or `memory` of an executor)")
         if self.welcome.seal is not None:
             from ._seal import SealFailed, install
 
@@ -289,7 +287,7 @@ class Server:
                     journal[1] = job._arrival
                     # The supervisor writes its word and then reads ours, so one of the two sides sees the conflict.
                     if job._arrival <= journal[3]:
-                        # Sent under the lock, so that it precedes the answers to later jobs.
+                        # Sent under the lock, so that it precedes the replies to later jobs.
                         self._remove_live(job)
                         arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
                         self._link.send(_wire.RETURNED, job.number, arrival)
@@ -343,7 +341,7 @@ class Server:
                 self._threads -= 1
 
     def _run_job(self, job: Context) -> bool:
-        """Runs a handler and sends the answer. Returns false if the job continues in the event loop."""
+        """Runs a handler and sends the reply. Returns false if the job continues in the event loop."""
         began = time.monotonic()
         payload, job._payload = job._payload, b""
         try:
@@ -367,7 +365,7 @@ class Server:
         self._typical += (min(time.monotonic() - began, ASSUMED_SECONDS) - self._typical) / 8
         return True
 
-    # Answers.
+    # Replies.
 
     def _send_result(self, job: Context, result: object) -> None:
         if type(result) is not bytes and type(result) is not _files.Written:

@@ -115,11 +115,7 @@ def _sandbox(system: _System) -> Rules | None:
         # Prevents other processes of this user from reading this process's memory and taking its descriptors.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.exposes_temporary_files():
-            print(
-                "workers can access each other's temporary folders: `read` or `write` names a folder above these "
-                "folders",
-                file=sys.stderr,
-            )
+            print("workers can access each other's temporary folders: check `read` and `write`", file=sys.stderr)
     return rules
 
 
@@ -157,13 +153,9 @@ class _System:
         try:
             import ctypes
         except ImportError:
-            raise _CannotFork(
-                '`start.mode = "fork"` needs an interpreter with ctypes: leave `start.mode` out'
-            ) from None
+            raise _CannotFork('`start.mode = "fork"` needs an interpreter with ctypes: omit `start.mode`') from None
         if sys.implementation.name != "cpython" or platform.machine() not in _CLONE:
-            raise _CannotFork(
-                '`start.mode = "fork"` needs CPython on x86-64, aarch64 or riscv64: leave `start.mode` out'
-            )
+            raise _CannotFork('`start.mode = "fork"` needs CPython on x86-64, aarch64 or riscv64: omit `start.mode`')
         # PyDLL keeps the GIL during the call, as os.fork() does.
         library: Any = ctypes.PyDLL(None, use_errno=True)
         library.syscall.restype = ctypes.c_long

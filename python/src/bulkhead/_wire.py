@@ -369,10 +369,7 @@ class Reader:
     __slots__ = ("_flags", "_receive", "_receive_into", "_state", "frames")
 
     def __init__(
-        self,
-        receive: Callable[[int, int], bytes],
-        receive_into: Callable[[memoryview, int, int], int],
-        flags: int = 0,
+        self, receive: Callable[[int, int], bytes], receive_into: Callable[[memoryview, int, int], int], flags: int = 0
     ) -> None:
         self._receive = receive
         self._receive_into = receive_into

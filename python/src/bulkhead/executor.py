@@ -197,9 +197,7 @@ class BulkheadExecutor(_Calls):
         if mp_context is None:
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
-            raise ValueError(
-                "mp_context must be 'spawn' or 'forkserver', because workers are not forked from this process"
-            )
+            raise ValueError("mp_context must be 'spawn' or 'forkserver': this process is not forked")
         _check_keys(memory, sandbox, config)
         if isinstance(preload, str):
             raise TypeError("preload must be a list of modules, not str")
@@ -472,9 +470,7 @@ def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
 
     text = base64.b64encode(zlib.compress(preparation)).decode()
     if len(text) > _PREPARATION_BYTES_MAX:
-        raise ValueError(
-            "environment and initializer are too large for confined workers: pass the data as arguments of calls"
-        )
+        raise ValueError("environment and initializer are too large for confined workers: pass data to calls")
     supervisor.add_variables({_pool_worker.PREPARATION_VARIABLE: text})
     return ""
 

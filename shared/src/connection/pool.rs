@@ -57,18 +57,12 @@ impl BufferPool {
         if bytes <= INLINE_PAYLOAD_BYTES_MAX || bytes > POOL_BYTES_MAX {
             return;
         }
-        // The oldest buffers are dropped, because their sizes are no longer requested.
-        let surplus = (self.bytes + bytes).saturating_sub(POOL_BYTES_MAX);
-        let mut freed = 0;
-        let dropped = self.buffers.iter().take_while(|oldest| {
-            let is_kept = freed >= surplus;
-            freed += if is_kept { 0 } else { oldest.capacity() };
-            !is_kept
-        });
-        let dropped = dropped.count();
-        self.buffers.drain(..dropped);
-        self.bytes = self.bytes - freed + bytes;
         self.buffers.push(buffer);
+        self.bytes += bytes;
+        // The oldest buffers are dropped, because their sizes are no longer requested.
+        while self.bytes > POOL_BYTES_MAX {
+            self.bytes -= self.buffers.remove(0).capacity();
+        }
     }
 
     /// Returns an empty coalescing buffer.

@@ -71,11 +71,11 @@ impl DataPlane {
     }
 
     /// Handles the return of a job that was recalled before the worker began to run the job.
-    pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, arrival: u64) {
+    pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, send_number: u64) {
         let link = &mut self.links[index];
         link.notices.spend(0);
         let (compartment, worker) = (link.compartment, link.worker);
-        self.apply(compartment, Event::Returned { worker, job, arrival }, Incoming::None);
+        self.apply(compartment, Event::JobReturned { worker, job, send_number }, Incoming::None);
     }
 
     /// Ends a worker's access to the memory files of a recalled job. The worker neither reads the payload nor writes

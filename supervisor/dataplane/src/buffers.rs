@@ -31,10 +31,10 @@ impl Buffers {
     }
 
     /// Keeps the memory of a record for the next job.
-    pub(super) fn keep_record(&mut self, mut cargo: Box<JobData>) {
+    pub(super) fn keep_record(&mut self, mut record: Box<JobData>) {
         if self.records.len() < RECORDS_KEPT_MAX {
-            *cargo = JobData::default();
-            self.records.push(cargo);
+            *record = JobData::default();
+            self.records.push(record);
         }
     }
 }

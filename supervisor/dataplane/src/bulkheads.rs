@@ -195,8 +195,8 @@ impl Compartment {
             (Activity::Started, Some(since)) => Standing::Idle(since),
             (Activity::Started, None) => Standing::Busy,
             (_, _) if !self.policy.has_no_workers() => Standing::Leaving,
-            (Activity::Awaiting, _) => Standing::Awaiting,
-            (Activity::Resting, _) => match self.standing {
+            (Activity::StartAnnounced, _) => Standing::Awaiting,
+            (Activity::ScaledToZero, _) => match self.standing {
                 Standing::Resting(since) => Standing::Resting(since),
                 _ => Standing::Resting(now),
             },
@@ -311,7 +311,7 @@ impl Isolated {
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {
-            own.of_workers().put_into(&mut limits);
+            own.of_workers().apply_to(&mut limits);
         }
         limits
     }

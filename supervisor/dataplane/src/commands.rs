@@ -86,10 +86,10 @@ impl DataPlane {
         let mut states = States::default();
         let mut trouble = None;
         let mut look = |part: &Compartment| {
-            if part.tenant.is_none() || part.policy.activity() != Activity::Resting {
+            if part.tenant.is_none() || part.policy.activity() != Activity::ScaledToZero {
                 states.add(part.policy.state());
                 trouble = trouble.take().or_else(|| {
-                    Some(part.policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned)
+                    Some(part.policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned)
                 });
             }
         };

@@ -104,11 +104,11 @@ impl DataPlane {
     ) {
         let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
         // If the client already has an answer, the supervisor itself ended the program.
-        if !policy.holds(worker, job) || policy.cargo_mut(job).is_none() {
+        if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
             return;
         }
         let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
-        post.jobs.extend(policy.held(now, job));
+        post.jobs.extend(policy.held_job(now, job));
         let Some(cause) = cause_of(death, None) else { return };
         if self.compartments[compartment].is_replay {
             return self.replay_program_died(compartment, Some(cause));
@@ -200,7 +200,7 @@ impl DataPlane {
     fn crash_jobs(&mut self, compartment: CompartmentIndex, jobs: &[HeldJob]) -> Vec<CrashJob> {
         let mut room = PAYLOADS_BYTES_MAX;
         let policy = &mut self.compartments[compartment].policy;
-        jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
+        jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
     }
 
     /// Reports at intervals the number of unreported crashes and of further jobs sent to fallbacks.

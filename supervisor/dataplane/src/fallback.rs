@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_api::{EventKind, Severity};
-use bulkhead_policy::{Answer, Submission, Time};
+use bulkhead_policy::{JobOutcome, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 
@@ -64,22 +64,22 @@ impl DataPlane {
     pub(super) fn pass_on(
         &mut self,
         compartment: CompartmentIndex,
-        mut answer: Answer<Box<JobData>>,
+        mut answer: JobOutcome<Box<JobData>>,
         incoming: &mut Incoming<'_>,
-    ) -> Option<Answer<Box<JobData>>> {
-        let Some(mut fallback) = answer.cargo.fallback.take() else { return Some(answer) };
+    ) -> Option<JobOutcome<Box<JobData>>> {
+        let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
         let next = self.next_target(&fallback, &answer);
         // Only the payload of a job that was rejected on arrival is still in `incoming`.
-        let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
+        let is_at_hand = answer.job.is_none() || !answer.record.held.is_empty();
         let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
-            answer.cargo.fallback = Some(fallback);
+            answer.record.fallback = Some(fallback);
             return Some(answer);
         };
         if let Some(wait) = self.charge_at_entry(&fallback, &answer) {
             answer.retryable = wait <= left;
             answer.retry_after = (wait < Duration::MAX).then_some(wait);
             answer.verdict = Verdict::rejected(RejectReason::RateLimited);
-            answer.cargo.fallback = Some(fallback);
+            answer.record.fallback = Some(fallback);
             return Some(answer);
         }
         self.note_fallback(&fallback, place, &answer.verdict);
@@ -93,10 +93,10 @@ impl DataPlane {
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
         }
-        let payload = self.payload_of(&mut answer.cargo, incoming);
-        let Answer { cargo, attempts, ran, worker_pid, .. } = &answer;
+        let payload = self.payload_of(&mut answer.record, incoming);
+        let JobOutcome { record, attempts, ran, worker_pid, .. } = &answer;
         let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
-        debug_assert!(cargo.held.payload.is_none() && cargo.held.copy.is_none());
+        debug_assert!(record.held.payload.is_none() && record.held.copy.is_none());
         match &mut fallback.before {
             Some(before) => {
                 before.attempts += attempts;
@@ -106,12 +106,12 @@ impl DataPlane {
             None => {
                 let first = self.outcome_of(compartment, &answer);
                 fallback.before = Some(Before { first, attempts, ran, worker_pid });
-                self.compartments[fallback.entry.1].policy.passed_on(&answer.verdict);
+                self.compartments[fallback.entry.1].policy.count_fallback(&answer.verdict);
             }
         }
         fallback.next = place + 1;
-        answer.cargo.status = None;
-        self.enter_as_guest(target, left, answer.cargo, fallback, payload);
+        answer.record.status = None;
+        self.enter_as_guest(target, left, answer.record, fallback, payload);
         None
     }
 
@@ -120,7 +120,7 @@ impl DataPlane {
     fn charge_at_entry(
         &mut self,
         fallback: &FallbackState,
-        answer: &Answer<Box<JobData>>,
+        answer: &JobOutcome<Box<JobData>>,
     ) -> Option<Duration> {
         let is_early = matches!(
             &answer.verdict,
@@ -130,20 +130,20 @@ impl DataPlane {
             return None;
         }
         let (now, policy) = (self.now, &mut self.compartments[fallback.entry.1].policy);
-        policy.charge_late(now, &answer.cargo.tenant, fallback.cost, &answer.verdict)
+        policy.charge_fallback(now, &answer.record.tenant, fallback.cost, &answer.verdict)
     }
 
     /// Returns the next bulkhead for a job: its position in the chain, its index, and the remaining time.
     fn next_target(
         &self,
         fallback: &FallbackState,
-        answer: &Answer<Box<JobData>>,
+        answer: &JobOutcome<Box<JobData>>,
     ) -> Option<(usize, BulkheadIndex, Duration)> {
-        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_awaited(&answer.cargo) {
+        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_awaited(&answer.record) {
             return None;
         }
         let left = fallback.limit.checked_sub(self.now.since(fallback.received))?;
-        let size = answer.cargo.payload_bytes as u64;
+        let size = answer.record.payload_bytes as u64;
         let (place, target) = (fallback.next..fallback.chain.len()).find_map(|place| {
             // The bulkhead may have been removed.
             let &target = self.bulkheads.by_name.get(&fallback.chain[place])?;
@@ -152,17 +152,17 @@ impl DataPlane {
         (!left.is_zero()).then_some((place, target, left))
     }
 
-    fn payload_of<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
-        self.memory.discharge(&mut cargo.charge);
-        if cargo.held.file.is_some() {
+    fn payload_of<'p>(&mut self, record: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
+        self.memory.discharge(&mut record.charge);
+        if record.held.file.is_some() {
             // The file stays with the job.
-            cargo.held.payload = None;
+            record.held.payload = None;
             return Incoming::Owned(Vec::new());
         }
-        if let Some(payload) = cargo.held.payload.take() {
+        if let Some(payload) = record.held.payload.take() {
             return Incoming::Owned(payload);
         }
-        match cargo.held.copy.take() {
+        match record.held.copy.take() {
             Some(copy) => Incoming::Owned(copy.into_vec()),
             None => std::mem::replace(incoming, Incoming::None),
         }
@@ -172,34 +172,36 @@ impl DataPlane {
         &mut self,
         bulkhead: BulkheadIndex,
         left: Duration,
-        mut cargo: Box<JobData>,
+        mut record: Box<JobData>,
         fallback: Box<FallbackState>,
         payload: Incoming<'_>,
     ) {
-        let compartment = self.compartment_for(bulkhead, &cargo.tenant);
+        let compartment = self.compartment_for(bulkhead, &record.tenant);
         self.bulkheads[bulkhead].counters.guests += 1;
         let FallbackState { priority, idempotent, cost, run_limit, .. } = *fallback;
         let keeps = idempotent && (self.bulkheads[bulkhead].retries || fallback.next < fallback.chain.len());
-        cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
-        cargo.fallback = Some(fallback);
-        let (session, request) = (cargo.session, cargo.request);
+        record.held.is_resendable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        record.fallback = Some(fallback);
+        let (session, request) = (record.session, record.request);
         let submission = Submission {
             sequence: self.compartments.next_job(),
             deadline: Some(left),
             run_limit,
             priority,
             idempotent,
-            is_repeatable: cargo.held.is_repeatable,
-            digest: match &cargo.held.file {
-                None => self.bulkheads[bulkhead].digest(&cargo.operation, payload.bytes()),
+            is_resendable: record.held.is_resendable,
+            digest: match &record.held.file {
+                None => self.bulkheads[bulkhead].digest(&record.operation, payload.bytes()),
                 Some(_) => None,
             },
-            is_guest: true,
-            prefers: None,
-            tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
+            is_fallback: true,
+            preferred_worker: None,
+            tenant: self.compartments[compartment].policy.tenant(&record.tenant),
             cost,
-            bytes: super::ahead::link_bytes(cargo.payload_bytes + cargo.operation.len() + cargo.tenant.len()),
-            cargo,
+            bytes: super::ahead::link_bytes(
+                record.payload_bytes + record.operation.len() + record.tenant.len(),
+            ),
+            record,
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
@@ -211,10 +213,10 @@ impl DataPlane {
     pub(super) fn outcome_in_all(
         &mut self,
         compartment: CompartmentIndex,
-        answer: &Answer<Box<JobData>>,
+        answer: &JobOutcome<Box<JobData>>,
     ) -> Outcome {
         let outcome = self.outcome_of(compartment, answer);
-        let Some(fallback) = &answer.cargo.fallback else { return outcome };
+        let Some(fallback) = &answer.record.fallback else { return outcome };
         let Some(before) = &fallback.before else { return outcome };
         let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
         let (entry, target_before) = (fallback.entry.0, fallback.chain[fallback.next - 1].clone());
@@ -232,14 +234,18 @@ impl DataPlane {
         if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, before.attempts > 0) {
             *executed = bulkhead_shared::Executed::Yes;
         }
-        self.compartments[fallback.entry.1].policy.came_back(&told.verdict);
+        self.compartments[fallback.entry.1].policy.count_fallback_outcome(&told.verdict);
         let counts = &mut self.bulkheads[entry].counters;
         counts.elsewhere = counts.elsewhere.saturating_sub(1);
         self.count_guest_end(compartment, (entry, &target_before), &outcome.verdict);
         told
     }
 
-    pub(super) fn outcome_of(&self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) -> Outcome {
+    pub(super) fn outcome_of(
+        &self,
+        compartment: CompartmentIndex,
+        answer: &JobOutcome<Box<JobData>>,
+    ) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),
             job: answer.job,

@@ -53,7 +53,7 @@ impl DataPlane {
             session.excuse(late, self.now);
         }
         for index in self.compartments.indices() {
-            self.apply(index, Event::HeldUp, Incoming::None);
+            self.apply(index, Event::SupervisorPaused, Incoming::None);
         }
         if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {
             self.pauses.told_at = Some(self.now);

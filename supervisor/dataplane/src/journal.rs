@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_linux::shared_words::SharedWords;
-use bulkhead_policy::Claims;
+use bulkhead_policy::JobJournal;
 use bulkhead_shared::journal::{
     BEGUN_OFFSET, FRAMES_BYTES_MAX, FRAMES_OFFSET, HEARTBEAT_OFFSET, JOURNAL_BYTES, RECALLED_OFFSET,
 };
@@ -26,12 +26,12 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 
-impl Claims for JournalClaims {
+impl JobJournal for JournalClaims {
     fn begun(&self) -> u64 {
         self.0.load(BEGUN_OFFSET / WORD_BYTES)
     }
 
-    fn take_back(&self, up_to: u64) -> u64 {
+    fn recall(&self, up_to: u64) -> u64 {
         self.0.store_then_load((RECALLED_OFFSET / WORD_BYTES, up_to), BEGUN_OFFSET / WORD_BYTES)
     }
 }
@@ -45,7 +45,7 @@ impl Journal {
         Ok(Self { file, words })
     }
 
-    pub(super) fn claims(&self) -> Box<dyn Claims> {
+    pub(super) fn claims(&self) -> Box<dyn JobJournal> {
         Box::new(JournalClaims(self.words.clone()))
     }
 

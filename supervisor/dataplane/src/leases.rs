@@ -613,7 +613,7 @@ impl DataPlane {
         let spawn = link.spawn;
         let bulkhead = self.owner(compartment).name.clone();
         let policy = &mut self.compartments[compartment].policy;
-        let Some(leased) = policy.cargo_mut(job).and_then(|record| record.held.file.as_deref_mut()) else {
+        let Some(leased) = policy.record_mut(job).and_then(|record| record.held.file.as_deref_mut()) else {
             return (None, Payload::NONE);
         };
         (leased.at, leased.given_to) = (Some(spawn), None);
@@ -688,7 +688,7 @@ impl DataPlane {
     /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
     /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
     pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
-        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job)
+        if let Some(record) = self.compartments[compartment].policy.record_mut(job)
             && let Some(leased) = record.held.file.as_deref_mut()
             && leased.at == Some(spawn)
         {
@@ -715,7 +715,7 @@ impl DataPlane {
             return Ok(());
         }
         // A cancelled job may have no record any more.
-        let Some(record) = policy.cargo_mut(job) else { return Ok(()) };
+        let Some(record) = policy.record_mut(job) else { return Ok(()) };
         let leased = record.held.file.as_deref_mut();
         let is_its = |leased: &&mut Leased| {
             leased.lease == named.lease && leased.given_to == Some(spawn) && named.bytes <= leased.files.bytes

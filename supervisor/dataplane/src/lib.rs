@@ -173,7 +173,7 @@ struct Held {
     file: Option<Box<Leased>>,
     /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
     /// reading the job.
-    is_repeatable: bool,
+    is_resendable: bool,
 }
 
 impl Held {
@@ -197,7 +197,7 @@ impl Held {
             None => coming,
         };
         match payload {
-            payload if !self.is_repeatable => payload,
+            payload if !self.is_resendable => payload,
             payload @ Payload::File(..) => payload,
             Payload::Owned(bytes) if bytes.len() > INLINE_PAYLOAD_BYTES_MAX => {
                 Payload::Copied(self.payload.insert(bytes))
@@ -669,7 +669,7 @@ impl DataPlane {
     /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
-        if policy.cargo_mut(job).is_some_and(|record| record.held.file.is_some()) {
+        if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
             if policy.is_waiting(job) {
                 self.charge_waiting(index, job);
             }
@@ -681,7 +681,7 @@ impl DataPlane {
             Incoming::Borrowed(bytes) => bytes.to_vec(),
             Incoming::Owned(bytes) => bytes,
         };
-        if let Some(record) = self.compartments[index].policy.cargo_mut(job) {
+        if let Some(record) = self.compartments[index].policy.record_mut(job) {
             record.held.payload = Some(payload);
             self.charge_waiting(index, job);
         }
@@ -694,24 +694,24 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) {
         match action {
-            Action::Dispatch { worker, job, remaining, is_ahead } => {
-                self.dispatch(index, worker, job, (remaining, is_ahead), incoming);
+            Action::Dispatch { worker, job, remaining, is_prefetched } => {
+                self.dispatch(index, worker, job, (remaining, is_prefetched), incoming);
             }
-            Action::Answer(answer) => self.answer(index, answer, incoming),
-            Action::TookBack { worker, job } => self.job_taken_back(index, worker, job),
+            Action::SendOutcome(answer) => self.answer(index, answer, incoming),
+            Action::Recalled { worker, job } => self.job_taken_back(index, worker, job),
             Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
-            Action::Spawn { worker, slot, again } => {
-                self.count_restart(index, again);
+            Action::Spawn { worker, slot, restart_cause } => {
+                self.count_restart(index, restart_cause);
                 self.keeper.want(Wanted { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
             Action::Kill { worker, .. } => self.kill(index, worker),
-            Action::Watch { worker } => self.watch(index, worker),
-            Action::Look { worker } => self.look(index, worker),
-            Action::Limit { worker, max_in_flight } => {
+            Action::RecordCpuTime { worker } => self.watch(index, worker),
+            Action::CheckCpuTime { worker } => self.look(index, worker),
+            Action::SetMaxInFlight { worker, max_in_flight } => {
                 self.send((index, worker), (kind::LIMITS, 0), &Limits { max_in_flight });
             }
-            Action::Note(note) => self.note(index, note),
+            Action::Report(note) => self.note(index, note),
         }
     }
 

@@ -333,11 +333,11 @@ impl DataPlane {
         compartment: CompartmentIndex,
         worker: WorkerId,
         job: JobId,
-        (remaining, is_ahead): (Duration, bool),
+        (remaining, is_prefetched): (Duration, bool),
         incoming: &mut Incoming<'_>,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
+        let Some(record) = self.compartments[compartment].policy.record_mut(job) else {
             // Ignoring this would make the link's count of jobs differ from the policy's.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
             return self
@@ -368,7 +368,7 @@ impl DataPlane {
         );
         debug_assert!(pushed.is_ok(), "a job did not fit");
         link.notices.add_job();
-        if is_ahead {
+        if is_prefetched {
             self.charge_ahead(compartment, job);
         } else if record.held.payload.is_some() {
             self.charge_kept(compartment, job);
@@ -385,7 +385,7 @@ impl DataPlane {
         remaining: Duration,
     ) {
         let (named, payload) = self.give_leased(index, compartment, job);
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(record) = self.compartments[compartment].policy.record_mut(job) else { return };
         let Some(link) = self.links.get_mut(index) else { return };
         record.given = link.reading.given_behind(link.outbox.waiting_bytes());
         self.memory.discharge(&mut record.charge);
@@ -440,7 +440,7 @@ impl DataPlane {
             let (compartment, worker) = (link.compartment, link.worker);
             if now.since(closed_at) >= EXIT_AFTER_CLOSE && !link.has_ended() {
                 let message = "the worker closed the link and still runs".to_owned();
-                self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
+                self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
                 // The report of the death may be late. A keeper that does not report at all is replaced.
                 self.ask_keeper();

@@ -155,7 +155,7 @@ impl DataPlane {
         count: impl Fn(&JobData) -> usize,
     ) -> Option<(Holder, Priority)> {
         let Compartment { policy, bulkhead, .. } = &mut self.compartments[compartment];
-        let Some(record) = policy.cargo_mut(job) else {
+        let Some(record) = policy.record_mut(job) else {
             debug_assert!(false, "{job} was just taken or dispatched, but has no record");
             return None;
         };
@@ -163,7 +163,7 @@ impl DataPlane {
         let (bulkhead, session, bytes, class) = (*bulkhead, record.session, count(record), record.priority);
         let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
-        let record = self.compartments[compartment].policy.cargo_mut(job)?;
+        let record = self.compartments[compartment].policy.record_mut(job)?;
         record.charge = Charge { holder, bytes, is_waiting };
         Some((holder, class))
     }
@@ -257,8 +257,8 @@ impl DataPlane {
                 // The number may belong to another job by now.
                 let is_its =
                     |record: &mut Box<JobData>| record.charge.is_waiting && record.charge.holder == leaf;
-                if entry.policy.is_waiting(job) && entry.policy.cargo_mut(job).is_some_and(is_its) {
-                    self.apply(compartment, Event::GiveUp { job }, Incoming::None);
+                if entry.policy.is_waiting(job) && entry.policy.record_mut(job).is_some_and(is_its) {
+                    self.apply(compartment, Event::MemoryExhausted { job }, Incoming::None);
                     return;
                 }
             }

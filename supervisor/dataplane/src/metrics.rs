@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bulkhead_plane::bulkhead_counters::BulkheadCounters;
 use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::scrape::{BulkheadNumbers, Scrape};
-use bulkhead_policy::{Activity, Answer, BreakerState, Note, RestartCause, StaffView};
+use bulkhead_policy::{Activity, BreakerState, JobOutcome, OperatorEvent, RestartCause, WorkerSummary};
 use bulkhead_shared::{RejectReason, Verdict};
 
 use super::bulkheads::BulkheadEntry;
@@ -61,7 +61,7 @@ impl DataPlane {
             }
         };
         let policies = || parts.iter().map(|part| &part.policy);
-        let active = policies().filter(|policy| policy.activity() != Activity::Resting);
+        let active = policies().filter(|policy| policy.activity() != Activity::ScaledToZero);
         let is_shared = matches!(bulkhead.layout, Layout::Shared(_));
         BulkheadNumbers {
             name: bulkhead.name.clone(),
@@ -103,36 +103,36 @@ impl DataPlane {
     }
 
     /// Counts notes of policy that are counted nowhere else.
-    pub(super) fn count_note(&mut self, compartment: CompartmentIndex, note: &Note) {
+    pub(super) fn count_note(&mut self, compartment: CompartmentIndex, note: &OperatorEvent) {
         if self.compartments[compartment].is_replay {
             return;
         }
         match note {
-            Note::JobRetried { .. } => self.tally_of(compartment).retries += 1,
-            Note::Breaker(transition) => self.tally_of(compartment).count_transition(transition),
+            OperatorEvent::JobRetried { .. } => self.tally_of(compartment).retries += 1,
+            OperatorEvent::Breaker(transition) => self.tally_of(compartment).count_transition(transition),
             _ => {}
         }
     }
 
     /// Counts the end of a job in the bulkhead that the client addressed.
-    pub(super) fn count_end(&mut self, compartment: CompartmentIndex, cargo: &JobData, verdict: &Verdict) {
-        let bulkhead = match &cargo.fallback {
+    pub(super) fn count_end(&mut self, compartment: CompartmentIndex, record: &JobData, verdict: &Verdict) {
+        let bulkhead = match &record.fallback {
             Some(fallback) => fallback.entry.0,
             None => self.compartments[compartment].bulkhead,
         };
         let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
-        bulkhead.counters.count_outcome(cargo.priority, cargo.label, verdict);
+        bulkhead.counters.count_outcome(record.priority, record.label, verdict);
         bulkhead.service.count(now, verdict);
     }
 
     /// Counts a job that a compartment answers, including jobs from other bulkheads.
-    pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
+    pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let tally = self.tally_of(compartment);
         if answer.job.is_some() {
             tally.record_times(answer.queued, (answer.attempts > 0).then_some(answer.ran));
         }
         let is_evicted = matches!(answer.verdict, Verdict::Rejected { reason: RejectReason::Evicted, .. });
-        if is_evicted && let Some(tenant) = tally.tenants.get_mut(answer.cargo.label as usize) {
+        if is_evicted && let Some(tenant) = tally.tenants.get_mut(answer.record.label as usize) {
             tenant.evicted += 1;
         }
     }
@@ -157,13 +157,13 @@ impl DataPlane {
 }
 
 /// Returns the workers of all parts. The slots of each part are numbered after those of the previous part.
-fn staff(parts: &[&Compartment]) -> Vec<StaffView> {
+fn staff(parts: &[&Compartment]) -> Vec<WorkerSummary> {
     let mut all = Vec::new();
     let mut first = 0;
     for part in parts {
         let room = WORKERS_SHOWN_MAX.saturating_sub(all.len());
-        let own = part.policy.staff().take(room);
-        all.extend(own.map(|worker| StaffView { slot: worker.slot + first, ..worker }));
+        let own = part.policy.worker_summaries().take(room);
+        all.extend(own.map(|worker| WorkerSummary { slot: worker.slot + first, ..worker }));
         first += part.policy.limits().processes;
     }
     all

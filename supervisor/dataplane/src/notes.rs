@@ -4,28 +4,32 @@
 use bulkhead_api::{CrashId, EventKind, Severity, Text, millis};
 use bulkhead_plane::command::Event;
 use bulkhead_plane::notices::Milestone;
-use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
+use bulkhead_policy::{BreakerState, Death, JobOutcome, KillReason, OperatorEvent, Transition};
 use bulkhead_shared::{JobId, Verdict};
 
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
 impl DataPlane {
-    pub(super) fn note(&mut self, compartment: CompartmentIndex, note: Note) {
+    pub(super) fn note(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         self.count_note(compartment, &note);
-        if self.reporter.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
+        if self.reporter.is_quiet
+            && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))
+        {
             return;
         }
         if self.compartments[compartment].is_replay {
             return self.note_replay(compartment, note);
         }
         let dead = match &note {
-            Note::WorkerExited { pid, .. } => Some(*pid),
-            Note::JobRetried { worker_pid, .. } => *worker_pid,
+            OperatorEvent::WorkerExited { pid, .. } => Some(*pid),
+            OperatorEvent::JobRetried { worker_pid, .. } => *worker_pid,
             _ => None,
         };
         let whose = match &note {
-            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => self.whose(compartment, *job),
+            OperatorEvent::JobRetried { job, .. } | OperatorEvent::JobQuarantined { job, .. } => {
+                self.whose(compartment, *job)
+            }
             _ => None,
         };
         let (severity, what) = describe(note, whose);
@@ -38,8 +42,8 @@ impl DataPlane {
 
     /// Returns the operation and tenant of a job that has just lost its worker or has just crashed.
     fn whose(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
-        if let Some(cargo) = self.compartments[compartment].policy.cargo_mut(job) {
-            return Some((cargo.operation.to_string(), cargo.tenant.to_string()));
+        if let Some(record) = self.compartments[compartment].policy.record_mut(job) {
+            return Some((record.operation.to_string(), record.tenant.to_string()));
         }
         let (_, operation, tenant) = self.reporter.last_crashed.as_ref().filter(|(id, ..)| *id == job)?;
         Some((operation.to_string(), tenant.to_string()))
@@ -90,15 +94,15 @@ impl DataPlane {
     }
 
     /// Reports the event for the end of a job, if the job crashed or exceeded its deadline while running.
-    pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
-        let Answer { job, cargo, verdict, .. } = answer;
+    pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
+        let JobOutcome { job, record, verdict, .. } = answer;
         if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             return;
         }
         let job = job.map(|id| id.to_string());
-        let (operation, tenant) = (cargo.operation.to_string(), cargo.tenant.to_string());
-        let trace_id = cargo.trace_id().map(|id| id.to_string());
-        let (pid, payload_bytes) = (answer.worker_pid, cargo.payload_bytes as u64);
+        let (operation, tenant) = (record.operation.to_string(), record.tenant.to_string());
+        let trace_id = record.trace_id().map(|id| id.to_string());
+        let (pid, payload_bytes) = (answer.worker_pid, record.payload_bytes as u64);
         let (what, report) = if *verdict == Verdict::DeadlineRunning {
             let (timeout_ms, actual_duration_ms) =
                 (millis(answer.deadline), millis(answer.queued + answer.ran));
@@ -141,23 +145,25 @@ fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
         // The process is killed in all of these cases.
-        Death::Violation(_) | Death::Oom | Death::Overfull => (None, Some("SIGKILL".into())),
+        Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }
 
 /// Converts a note to an event. `whose` contains the operation and tenant of the note's job.
-fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind) {
+fn describe(note: OperatorEvent, whose: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = whose.unzip();
     match note {
-        Note::WorkerStarted { worker, slot, pid } => {
+        OperatorEvent::WorkerStarted { worker, slot, pid } => {
             (Info, EventKind::WorkerStarted { pid, slot, generation: worker.generation })
         }
-        Note::WorkerReady { worker, pid, after } => {
+        OperatorEvent::WorkerReady { worker, pid, after } => {
             (Info, EventKind::WorkerReady { pid, generation: worker.generation, after_ms: millis(after) })
         }
-        Note::WorkerNotStarted { slot, message } => (Critical, EventKind::WorkerNotStarted { slot, message }),
-        Note::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
+        OperatorEvent::WorkerNotStarted { slot, message } => {
+            (Critical, EventKind::WorkerNotStarted { slot, message })
+        }
+        OperatorEvent::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
             let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
             let (exit_code, signal) = end_of(death);
             let what = EventKind::WorkerExited {
@@ -173,7 +179,7 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind
             };
             (if is_fine { Info } else { Warning }, what)
         }
-        Note::WorkerKilled { pid, reason } => {
+        OperatorEvent::WorkerKilled { pid, reason } => {
             let (is_hung, reason) = (reason == KillReason::Hung, reason.describe());
             (
                 Warning,
@@ -184,21 +190,21 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind
                 },
             )
         }
-        Note::SpareTookOver { worker, slot, pid } => {
+        OperatorEvent::SpareTookOver { worker, slot, pid } => {
             (Info, EventKind::SpareTookOver { pid, slot, generation: worker.generation })
         }
-        Note::WorkerRecycled { pid, reason } => {
+        OperatorEvent::WorkerRecycled { pid, reason } => {
             (Info, EventKind::WorkerRecycled { pid, reason: reason.name().into() })
         }
-        Note::ReplacementFailed { slot, message, again_in } => {
-            let again_in_ms = millis(again_in);
+        OperatorEvent::ReplacementFailed { slot, message, retry_in } => {
+            let again_in_ms = millis(retry_in);
             (Critical, EventKind::ReplacementFailed { slot, message, serves_on: true, again_in_ms })
         }
-        Note::RestartBackoff { slot, delay } => {
+        OperatorEvent::RestartBackoff { slot, delay } => {
             (Warning, EventKind::RestartBackoff { slot, delay_ms: millis(delay) })
         }
-        Note::BulkheadFailed { message, .. } => (Critical, EventKind::BulkheadFailed { message }),
-        Note::JobRetried { job, attempts, crash, worker_pid } => {
+        OperatorEvent::BulkheadFailed { message, .. } => (Critical, EventKind::BulkheadFailed { message }),
+        OperatorEvent::JobRetried { job, attempts, crash, worker_pid } => {
             let what = EventKind::JobRetried {
                 job: job.to_string(),
                 attempts,
@@ -210,23 +216,23 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind
             };
             (Warning, what)
         }
-        Note::JobQuarantined { job, digest } => {
+        OperatorEvent::JobQuarantined { job, digest } => {
             let (job, digest) = (job.to_string(), digest.to_string());
             (Warning, EventKind::JobQuarantined { job, digest, operation, tenant: job_tenant })
         }
-        Note::Breaker(transition) => breaker_event(&transition),
-        Note::QueuePressure { queued, capacity } => {
+        OperatorEvent::Breaker(transition) => breaker_event(&transition),
+        OperatorEvent::QueuePressure { queued, capacity } => {
             let percent = 100 * queued / capacity.max(1);
             (Warning, EventKind::QueuePressure { queued, queue_capacity: capacity, percent })
         }
-        Note::TenantThrottled { tenant, retry_after } => {
+        OperatorEvent::TenantThrottled { tenant, retry_after } => {
             let tenant = tenant.map(|tenant| tenant.as_ref().to_owned());
             let limit = format!("rate_limit per {}", if tenant.is_some() { "tenant" } else { "bulkhead" });
             (Warning, EventKind::TenantThrottled { limit, retry_after_ms: millis(retry_after), tenant })
         }
-        Note::LimitAdapted { from, to, latency, numbers } => {
-            let (latency_ms, target_ms) = (millis(latency), millis(numbers.target));
-            let mode = numbers.mode.name().into();
+        OperatorEvent::LimitAdapted { from, to, latency, limits } => {
+            let (latency_ms, target_ms) = (millis(latency), millis(limits.target));
+            let mode = limits.mode.name().into();
             (
                 Info,
                 EventKind::LimitAdapted {
@@ -234,18 +240,18 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, EventKind
                     to,
                     latency_ms,
                     target_ms,
-                    min: numbers.min,
-                    max: numbers.max,
+                    min: limits.min,
+                    max: limits.max,
                     mode,
                 },
             )
         }
-        Note::TenantEvictions { tenant, share } => {
+        OperatorEvent::TenantEvictions { tenant, share } => {
             let tenant = tenant.as_ref().to_owned();
             (Warning, EventKind::TenantEvictions { tenant, share: rounded(share) })
         }
-        Note::Draining => (Info, EventKind::Draining { drain_timeout_ms: None }),
-        Note::Resumed => (Info, EventKind::Resumed {}),
+        OperatorEvent::Draining => (Info, EventKind::Draining { drain_timeout_ms: None }),
+        OperatorEvent::Resumed => (Info, EventKind::Resumed {}),
     }
 }
 

@@ -120,9 +120,9 @@ impl DataPlane {
             self.links.resume_by(until);
         }
         if let Some(text) = said {
-            self.apply(compartment, Event::Said { worker, text }, Incoming::None);
+            self.apply(compartment, Event::StartStatus { worker, text }, Incoming::None);
         }
-        self.apply(compartment, Event::Heard { worker }, Incoming::None);
+        self.apply(compartment, Event::FrameReceived { worker }, Incoming::None);
         settled
     }
 

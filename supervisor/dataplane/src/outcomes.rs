@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bulkhead_api::CrashId;
-use bulkhead_policy::Answer;
+use bulkhead_policy::JobOutcome;
 use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, encode_run_limit};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{BufferPool, Payload};
@@ -43,14 +43,14 @@ pub(super) struct About {
 impl DataPlane {
     /// Returns the exit status of the program that ran a job, if the program's own answer ended the job. A worker can
     /// send a status with an answer that is then rejected.
-    pub(super) fn exit_status(answer: &Answer<Box<JobData>>) -> Option<i32> {
-        answer.cargo.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
+    pub(super) fn exit_status(answer: &JobOutcome<Box<JobData>>) -> Option<i32> {
+        answer.record.status.filter(|_| matches!(answer.verdict, Verdict::Ok | Verdict::Failed(_)))
     }
 
     pub(super) fn answer(
         &mut self,
         compartment: CompartmentIndex,
-        answer: Answer<Box<JobData>>,
+        answer: JobOutcome<Box<JobData>>,
         incoming: &mut Incoming<'_>,
     ) {
         let mut answer = answer;
@@ -58,14 +58,14 @@ impl DataPlane {
             return self.replay_answered(compartment, answer);
         }
         self.count_visit(compartment, &answer);
-        if answer.cargo.fallback.is_some() {
+        if answer.record.fallback.is_some() {
             match self.pass_on(compartment, answer, incoming) {
                 Some(own) => answer = own,
                 None => return,
             }
         }
-        self.free_job(&mut answer.cargo);
-        let leased = answer.cargo.held.file.take();
+        self.free_job(&mut answer.record);
+        let leased = answer.record.held.file.take();
         let result = leased.and_then(|leased| self.end_use(*leased, answer.job, &answer.verdict));
         if answer.attempts > 0 {
             let (now, entry) = (self.now, &mut self.compartments[compartment]);
@@ -85,9 +85,9 @@ impl DataPlane {
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
             self.reporter.last_crashed =
-                answer.job.map(|job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone()));
+                answer.job.map(|job| (job, answer.record.operation.clone(), answer.record.tenant.clone()));
         }
-        let (id, request) = (answer.cargo.session, answer.cargo.request);
+        let (id, request) = (answer.record.session, answer.record.request);
         let index = id.index;
         let is_there = match self.sessions.of_mut(id) {
             Some(session) => {
@@ -101,12 +101,12 @@ impl DataPlane {
             }
             None => false,
         };
-        let span = answer.cargo.span();
-        if answer.cargo.fallback.is_some() || span.is_some() {
+        let span = answer.record.span();
+        if answer.record.fallback.is_some() || span.is_some() {
             let outcome = self.outcome_in_all(compartment, &answer);
-            self.count_end(compartment, &answer.cargo, &outcome.verdict);
+            self.count_end(compartment, &answer.record, &outcome.verdict);
             if span.is_some() {
-                self.end_span(compartment, &mut answer.cargo, &outcome);
+                self.end_span(compartment, &mut answer.record, &outcome);
             }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
@@ -114,10 +114,10 @@ impl DataPlane {
                 let about = About { job: outcome.job, span, run_limit: outcome.run_limit, report, result };
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
-            self.buffers.keep_record(answer.cargo);
+            self.buffers.keep_record(answer.record);
             return;
         }
-        self.count_end(compartment, &answer.cargo, &answer.verdict);
+        self.count_end(compartment, &answer.record, &answer.verdict);
         if is_there {
             let owner = &self.bulkheads[self.compartments[compartment].bulkhead];
             let message = OutcomeMessage {
@@ -135,11 +135,11 @@ impl DataPlane {
             push_outcome(&mut self.sessions, pool, (index, request), &message, about, payload);
             self.mark_dirty(Endpoint::Session(index));
         }
-        self.buffers.keep_record(answer.cargo);
+        self.buffers.keep_record(answer.record);
     }
 
     /// Returns the crash report about the death that ends this job. Valid only while this death is applied.
-    pub(super) fn report_of(&self, answer: &Answer<Box<JobData>>) -> Option<CrashId> {
+    pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.reporter.report_about(answer.worker_pid.filter(|_| has_crashed))
     }

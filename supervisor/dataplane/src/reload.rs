@@ -82,12 +82,13 @@ impl DataPlane {
             self.bulkheads[bulkhead].program = spec.program.clone();
             for compartment in self.compartments_of(bulkhead) {
                 self.replace_template(compartment);
-                self.apply(compartment, Event::Replace, Incoming::None);
+                self.apply(compartment, Event::ReplaceWorkers, Incoming::None);
             }
         }
         let mut shared = limits.clone();
         if spec.max_active.is_none() {
-            shared.tenants.own = own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
+            shared.tenants.overrides =
+                own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
         }
         self.bulkheads[bulkhead].put(&spec, limits, own);
         self.end_leases_of_bytes_needed(bulkhead);

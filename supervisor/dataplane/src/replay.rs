@@ -7,7 +7,7 @@ use bulkhead_api::Cause;
 use bulkhead_plane::command::{REPLAYS_MAX, ReplayError, ReplayRequest, ReplayResult};
 use bulkhead_plane::crash::cause_of;
 use bulkhead_policy::{
-    Answer, Event, Limits, Note, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
+    Event, JobOutcome, Limits, OperatorEvent, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
 };
 use bulkhead_shared::Verdict;
 use tokio::sync::oneshot;
@@ -74,17 +74,17 @@ impl DataPlane {
     }
 
     /// Handles a note about a replay, which causes no event.
-    pub(super) fn note_replay(&mut self, compartment: CompartmentIndex, note: Note) {
+    pub(super) fn note_replay(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         let Some(replay) = self.replay_in(compartment) else { return };
         match note {
-            Note::WorkerStarted { pid, .. } => replay.pid = Some(pid),
-            Note::WorkerReady { .. } => {
+            OperatorEvent::WorkerStarted { pid, .. } => replay.pid = Some(pid),
+            OperatorEvent::WorkerReady { .. } => {
                 if let Stage::Starting(request) = std::mem::replace(&mut replay.stage, Stage::Ending) {
                     replay.stage = Stage::Ready(request);
                 }
             }
-            Note::WorkerNotStarted { message, .. } => replay.fail(message),
-            Note::WorkerExited { death, killed, .. } if replay.end.is_none() => {
+            OperatorEvent::WorkerNotStarted { message, .. } => replay.fail(message),
+            OperatorEvent::WorkerExited { death, killed, .. } if replay.end.is_none() => {
                 replay.cause = cause_of(death, killed.as_ref());
                 if matches!(replay.stage, Stage::Starting(_) | Stage::Ready(_)) {
                     replay.fail_unread();
@@ -104,9 +104,9 @@ impl DataPlane {
     pub(super) fn replay_answered(
         &mut self,
         compartment: CompartmentIndex,
-        mut answer: Answer<Box<JobData>>,
+        mut answer: JobOutcome<Box<JobData>>,
     ) {
-        self.free_job(&mut answer.cargo);
+        self.free_job(&mut answer.record);
         if let Some(replay) = self.replay_in(compartment) {
             match answer.verdict {
                 Verdict::Rejected { .. } if replay.cause.is_some() => replay.fail_unread(),
@@ -114,7 +114,7 @@ impl DataPlane {
                 verdict => drop(replay.end.get_or_insert((Ok(verdict), answer.ran))),
             }
         }
-        self.buffers.keep_record(answer.cargo);
+        self.buffers.keep_record(answer.record);
     }
 
     /// Advances each replay as far as possible, because a replay that ends at once causes no further event.
@@ -149,16 +149,16 @@ impl DataPlane {
 
     fn submit_replay(&mut self, compartment: CompartmentIndex, request: ReplayRequest) {
         let ReplayRequest { operation, tenant, payload, .. } = request;
-        let cargo = self.buffers.record(JobData {
+        let record = self.buffers.record(JobData {
             operation: operation.into(),
             tenant: tenant.as_str().into(),
             payload_bytes: payload.len(),
-            held: Held { is_repeatable: true, ..Held::default() },
+            held: Held { is_resendable: true, ..Held::default() },
             ..JobData::default()
         });
         let tenant = self.compartments[compartment].policy.tenant(&tenant);
         let sequence = self.compartments.next_job();
-        let submission = Submission { sequence, tenant, ..Submission::new(cargo) };
+        let submission = Submission { sequence, tenant, ..Submission::new(record) };
         self.apply(compartment, Event::Submit(submission), Incoming::Owned(payload));
     }
 }

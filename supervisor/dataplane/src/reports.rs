@@ -128,7 +128,7 @@ impl DataPlane {
 
     pub(super) fn death(&self, spawn: u64, exit: Exit) -> Death {
         match exit {
-            Exit::Signal { number: libc::SIGKILL, .. } if self.is_overfull(spawn) => Death::Overfull,
+            Exit::Signal { number: libc::SIGKILL, .. } if self.is_overfull(spawn) => Death::TmpFull,
             Exit::Code(code) => Death::Exit(code),
             Exit::Oom => Death::Oom,
             Exit::Violation { call } => Death::Violation(keeper::syscall_name(call)),
@@ -235,7 +235,7 @@ impl DataPlane {
                 }
                 Event::Exited { worker, death }
             }
-            None => Event::Lost { worker },
+            None => Event::LostWithKeeper { worker },
         };
         self.apply(compartment, event, Incoming::None);
         self.reporter.last_report = None;
@@ -247,7 +247,7 @@ impl DataPlane {
         self.template_is_swept(spawn);
         let Some(Sweeping { compartment, worker, id }) = self.links.sweeping.remove(&spawn) else { return };
         self.links.give_back(id);
-        self.apply(compartment, Event::Swept { worker }, Incoming::None);
+        self.apply(compartment, Event::Reaped { worker }, Incoming::None);
     }
 
     /// Removes the link of a dead worker. The user id is not returned to the pool yet.

@@ -406,9 +406,9 @@ impl DataPlane {
     }
 
     /// Releases the memory of a finished job.
-    pub(super) fn free_job(&mut self, cargo: &mut JobData) {
-        self.memory.discharge(&mut cargo.charge);
-        if let Some(payload) = cargo.held.payload.take() {
+    pub(super) fn free_job(&mut self, record: &mut JobData) {
+        self.memory.discharge(&mut record.charge);
+        if let Some(payload) = record.held.payload.take() {
             self.buffers.pool.put(payload);
         }
     }

@@ -66,7 +66,7 @@ impl DataPlane {
             let journal = link.journal.as_ref().filter(|_| link.has_beats);
             if let Some(since) = journal.and_then(Journal::since_beat) {
                 let at = beat_at(self.now, since, self.owner(compartment).heartbeat);
-                self.apply(compartment, Event::WasAlive { worker, at }, Incoming::None);
+                self.apply(compartment, Event::AliveAt { worker, at }, Incoming::None);
             }
         }
     }
@@ -98,7 +98,7 @@ impl DataPlane {
     }
 
     pub(super) fn report_look(&mut self, compartment: CompartmentIndex, worker: WorkerId, is_starved: bool) {
-        self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
+        self.apply(compartment, Event::CpuTimeChecked { worker, is_starved }, Incoming::None);
     }
 }
 

@@ -11,7 +11,7 @@ use bulkhead_plane::command::{Command, SteerAction, SteerError};
 use bulkhead_plane::confinement::Sandbox;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_plane::peer_check::SocketKind;
-use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
+use bulkhead_policy::{BreakerState, Event, LimitChange, Limits, RateLimit, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
@@ -90,13 +90,13 @@ impl DataPlane {
         let counters = self.reporter.counters.clone();
         for ((name, priority, reason), count) in counters.rejected_jobs.take() {
             if let Some(&bulkhead) = self.bulkheads.by_name.get(&*name) {
-                (0..count).for_each(|_| self.count_refused(bulkhead, (priority, self.label_of("")), reason));
+                (0..count).for_each(|_| self.count_rejected(bulkhead, (priority, self.label_of("")), reason));
             }
         }
     }
 
     /// Counts a job that was rejected before reaching a compartment.
-    pub(super) fn count_refused(
+    pub(super) fn count_rejected(
         &mut self,
         bulkhead: BulkheadIndex,
         (priority, label): (Priority, u32),
@@ -109,9 +109,9 @@ impl DataPlane {
         entry.service.count(now, &verdict);
         match &mut self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => {
-                self.compartments[*compartment].policy.count_refused(reason);
+                self.compartments[*compartment].policy.count_rejected(reason);
             }
-            Layout::Isolated(isolated) => isolated.past.count_refused(reason),
+            Layout::Isolated(isolated) => isolated.past.count_rejected(reason),
         }
     }
 
@@ -166,20 +166,20 @@ impl DataPlane {
             Some(rate_limit(rate.per_second, rate.burst, per))
         });
         let Change { processes, max_in_flight, max_queue, .. } = *change;
-        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        let numbers = LimitChange { processes, max_in_flight, max_queue, rate_limit: rate };
         self.check_change(bulkhead, &numbers)?;
         for compartment in self.compartments_of(bulkhead) {
             let own = self.own_numbers(bulkhead, compartment);
-            let numbers = Numbers {
+            let numbers = LimitChange {
                 processes: processes.filter(|_| own.processes.is_none()),
                 max_in_flight: max_in_flight.filter(|_| own.max_in_flight.is_none()),
                 max_queue: max_queue.filter(|_| own.max_queue.is_none()),
                 rate_limit: rate.filter(|_| own.rate_limit.is_none()),
             };
-            self.apply(compartment, Event::Change(numbers), Incoming::None);
+            self.apply(compartment, Event::ChangeLimits(numbers), Incoming::None);
         }
         if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-            numbers.put_into(&mut isolated.limits);
+            numbers.apply_to(&mut isolated.limits);
         }
         if let Some(mode) = change.breaker {
             self.force_breaker(bulkhead, mode == BreakerMode::ForcedOpen);
@@ -236,9 +236,9 @@ impl DataPlane {
         here.map(|(index, _)| index).collect()
     }
 
-    fn check_change(&self, bulkhead: BulkheadIndex, numbers: &Numbers) -> Result<(), SteerError> {
+    fn check_change(&self, bulkhead: BulkheadIndex, numbers: &LimitChange) -> Result<(), SteerError> {
         let mut limits = self.limits_of(bulkhead).clone();
-        numbers.put_into(&mut limits);
+        numbers.apply_to(&mut limits);
         let entry = &self.bulkheads[bulkhead];
         let max_active = match &entry.layout {
             Layout::Shared(_) => None,
@@ -267,7 +267,7 @@ impl DataPlane {
                 *entry = own.or(*entry);
                 let (all, compartment) = (*entry, isolated.by_tenant.get(tenant).copied());
                 if let Some(compartment) = compartment {
-                    self.apply(compartment, Event::Change(numbers), Incoming::None);
+                    self.apply(compartment, Event::ChangeLimits(numbers), Incoming::None);
                 }
                 all
             }
@@ -276,7 +276,8 @@ impl DataPlane {
                 let entry = self.bulkheads[bulkhead].own.entry(tenant.to_owned()).or_default();
                 *entry = own.or(*entry);
                 let all = *entry;
-                let event = Event::ChangeTenant { tenant: tenant.to_owned(), numbers: all.of_share() };
+                let event =
+                    Event::ChangeTenantLimits { tenant: tenant.to_owned(), overrides: all.of_share() };
                 self.apply(compartment, event, Incoming::None);
                 all
             }
@@ -296,7 +297,7 @@ impl DataPlane {
         &self,
         bulkhead: BulkheadIndex,
         tenant: &str,
-        numbers: &Numbers,
+        numbers: &LimitChange,
     ) -> Result<(), SteerError> {
         let unfit = |message: String| Err(SteerError::Conflict(message));
         if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
@@ -309,7 +310,7 @@ impl DataPlane {
                     return unfit(format!("{OWN_MAX} tenants, the maximum, already have separate numbers"));
                 }
                 let mut limits = isolated.limits_of(tenant);
-                numbers.put_into(&mut limits);
+                numbers.apply_to(&mut limits);
                 let (processes, in_flight) = (limits.processes, limits.max_in_flight);
                 check_programs(self.bulkheads[bulkhead].program.sandbox(), in_flight)?;
                 if u64::from(in_flight) > IN_FLIGHT_CEILING {
@@ -342,8 +343,8 @@ impl DataPlane {
         }
     }
 
-    fn note_numbers(&mut self, bulkhead: BulkheadIndex, tenant: Option<&str>, numbers: &Numbers) {
-        if *numbers == Numbers::default() {
+    fn note_numbers(&mut self, bulkhead: BulkheadIndex, tenant: Option<&str>, numbers: &LimitChange) {
+        if *numbers == LimitChange::default() {
             return;
         }
         let what = EventKind::LimitsChanged {

@@ -64,7 +64,7 @@ impl DataPlane {
             }
         };
         let mut file = extras.leased.and_then(|named| self.use_lease(named));
-        let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
+        let preferred_worker = extras.leased.and_then(|named| self.user_of(named.lease));
         let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes);
         let (priority, idempotent) =
             (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
@@ -76,7 +76,7 @@ impl DataPlane {
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         file.iter_mut().for_each(|file| file.is_kept = keeps);
-        let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        let is_resendable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
         let fallback = has_chain.then(|| {
@@ -97,7 +97,7 @@ impl DataPlane {
         let trace = self.trace(extras.traceparent);
         let submission = Submission {
             sequence: self.compartments.next_job(),
-            cargo: self.buffers.record(JobData {
+            record: self.buffers.record(JobData {
                 session: id,
                 request: header.number,
                 operation: submit.operation.into(),
@@ -106,7 +106,7 @@ impl DataPlane {
                 payload_bytes,
                 priority,
                 label,
-                held: Held { is_repeatable, file, ..Held::default() },
+                held: Held { is_resendable, file, ..Held::default() },
                 given: super::unread::Given::default(),
                 charge: Charge::default(),
                 status: None,
@@ -119,10 +119,10 @@ impl DataPlane {
             tenant,
             cost: submit.cost,
             bytes: super::ahead::link_bytes(payload_bytes + submit.operation.len() + submit.tenant.len()),
-            is_repeatable,
+            is_resendable,
             digest,
-            is_guest: false,
-            prefers,
+            is_fallback: false,
+            preferred_worker,
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
@@ -136,8 +136,8 @@ impl DataPlane {
     }
 
     /// Returns true if the client of a job is still connected.
-    pub(super) fn is_awaited(&self, cargo: &JobData) -> bool {
-        self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
+    pub(super) fn is_awaited(&self, record: &JobData) -> bool {
+        self.sessions.of(record.session).is_some_and(|session| session.stage == Stage::Open)
     }
 
     /// Rejects a request number that is in use, because a number must not get two outcomes.
@@ -240,7 +240,7 @@ impl DataPlane {
             // A client without permission for a tenant must not change the tenant's counts.
             let is_forbidden = reason == RejectReason::Forbidden;
             let tenant = if is_forbidden { "" } else { submit.tenant };
-            self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);
+            self.count_rejected(bulkhead, (priority, self.label_of(tenant)), reason);
         }
         let session = self.sessions.get_mut(index);
         let peer = session.and_then(|session| {

@@ -44,16 +44,16 @@ impl DataPlane {
         let entry = &self.compartments[compartment];
         let bulkhead = entry.bulkhead;
         let may_wake = entry.tenant.is_some()
-            && entry.policy.activity() == Activity::Resting
+            && entry.policy.activity() == Activity::ScaledToZero
             && self.may_wake(bulkhead, compartment);
         if may_wake {
-            self.apply(compartment, Event::Await, Incoming::None);
+            self.apply(compartment, Event::AnnounceStart, Incoming::None);
         }
         let job = self.apply(compartment, Event::Submit(submission), payload);
         if may_wake {
             match job {
                 Some(_) => self.wait_for_workers(bulkhead, compartment),
-                None => drop(self.apply(compartment, Event::Rest, Incoming::None)),
+                None => drop(self.apply(compartment, Event::ScaleToZero, Incoming::None)),
             }
         }
         job
@@ -159,7 +159,7 @@ impl DataPlane {
         }
         isolated.awaiting.retain(|place| !gone.contains(place));
         for place in gone {
-            self.apply(place, Event::Rest, Incoming::None);
+            self.apply(place, Event::ScaleToZero, Incoming::None);
         }
     }
 
@@ -231,7 +231,7 @@ impl DataPlane {
         let compartments = &self.compartments;
         let isolated = self.bulkheads[bulkhead].tenants();
         let &next = isolated.awaiting.front()?;
-        if compartments[next].policy.activity() != Activity::Awaiting {
+        if compartments[next].policy.activity() != Activity::StartAnnounced {
             // The compartment was stopped meanwhile.
             isolated.awaiting.pop_front();
             return self.next_move(bulkhead);
@@ -242,6 +242,6 @@ impl DataPlane {
             return Some((next, Event::Start));
         }
         let idle = isolated.idle.first().filter(|_| isolated.leaving < isolated.awaiting.len());
-        idle.map(|&(_, place)| (place, Event::Rest))
+        idle.map(|&(_, place)| (place, Event::ScaleToZero))
     }
 }

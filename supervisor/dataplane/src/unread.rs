@@ -84,15 +84,15 @@ impl DataPlane {
         begun: Option<u64>,
     ) {
         for job in self.compartments[compartment].policy.jobs_of(worker) {
-            let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { continue };
+            let Some(record) = self.compartments[compartment].policy.record_mut(job) else { continue };
             let given = record.given;
             if given.has_begun {
                 continue;
             }
             if given.behind >= read {
-                self.apply(compartment, Event::Unread { worker, job }, Incoming::None);
+                self.apply(compartment, Event::JobUnread { worker, job }, Incoming::None);
             } else if begun.is_some_and(|begun| given.arrival > begun) {
-                self.apply(compartment, Event::Unbegun { worker, job }, Incoming::None);
+                self.apply(compartment, Event::JobNotBegun { worker, job }, Incoming::None);
             }
         }
     }

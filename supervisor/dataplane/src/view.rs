@@ -160,7 +160,7 @@ impl Sum {
         let policy = &part.policy;
         self.counters.add(policy.counters());
         self.restarts += policy.restarts();
-        let is_resting = policy.activity() == Activity::Resting;
+        let is_resting = policy.activity() == Activity::ScaledToZero;
         if part.tenant.is_none() || !is_resting {
             self.states.add(policy.state());
         }
@@ -168,7 +168,7 @@ impl Sum {
             self.capacity += u64::from(policy.limits().max_queue);
         }
         if self.trouble.is_none() {
-            self.trouble = Some(policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned);
+            self.trouble = Some(policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned);
         }
         self.limit += policy.limit();
         self.adaptive.add(part);
@@ -244,7 +244,7 @@ struct AdaptiveSeen {
 
 impl AdaptiveSeen {
     fn add(&mut self, part: &Compartment) {
-        let is_resting = part.policy.activity() == Activity::Resting;
+        let is_resting = part.policy.activity() == Activity::ScaledToZero;
         if let Some(view) = part.policy.adaptive().filter(|_| !is_resting) {
             self.limit += u64::from(view.limit);
             self.limits += 1;

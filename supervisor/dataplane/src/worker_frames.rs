@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Abilities, Death, Event, Reply, WorkerId};
+use bulkhead_policy::{Capabilities, Death, Event, Reply, WorkerId};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received, Scratch};
@@ -80,7 +80,7 @@ impl DataPlane {
         });
         if is_mid_frame && result.is_ok() {
             // A large answer in transit is a sign of life, however long the transfer takes.
-            self.apply(compartment, Event::Heard { worker }, Incoming::None);
+            self.apply(compartment, Event::FrameReceived { worker }, Incoming::None);
         }
         match result {
             Ok(Received::More) => true,
@@ -102,7 +102,7 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return };
         link.stage = Stage::ProtocolViolated;
         let (compartment, worker) = (link.compartment, link.worker);
-        self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
+        self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
     }
 
     pub(super) fn read_link(
@@ -176,7 +176,7 @@ impl DataPlane {
         if let Some(Link { stage: Stage::Welcomed { oversized, .. }, .. }) = self.links.get_mut(index) {
             *oversized = Some(Oversized { job, failure: failure.clone() });
         }
-        self.apply(compartment, Event::Oversized { worker, job, failure }, Incoming::None);
+        self.apply(compartment, Event::ResultTooLarge { worker, job, failure }, Incoming::None);
         Ok(false)
     }
 
@@ -382,12 +382,12 @@ impl DataPlane {
         }
         self.mark_dirty(Endpoint::Link(index));
         let says = |bit| hello.capabilities & bit != 0;
-        let can = Abilities {
+        let capabilities = Capabilities {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
             can_resize: says(capability::RESIZE),
         };
-        let claims = self.links[index].journal.as_ref().map(Journal::claims);
-        let event = Event::Hello { worker, can, claims };
+        let journal = self.links[index].journal.as_ref().map(Journal::claims);
+        let event = Event::Hello { worker, capabilities, journal };
         self.apply(compartment, event, Incoming::None);
         Ok(())
     }
@@ -434,7 +434,7 @@ impl DataPlane {
         let Some(status) = status.and_then(|bytes| bytes.try_into().ok()) else { return };
         let policy = &mut self.compartments[compartment].policy;
         if policy.holds(worker, job)
-            && let Some(record) = policy.cargo_mut(job)
+            && let Some(record) = policy.record_mut(job)
         {
             record.status = Some(i32::from_le_bytes(status));
         }
@@ -462,7 +462,7 @@ impl DataPlane {
         if !policy.holds(worker, JobId(number)) || !progress.fraction.is_finite() {
             return;
         }
-        let Some(record) = policy.cargo_mut(JobId(number)) else { return };
+        let Some(record) = policy.record_mut(JobId(number)) else { return };
         record.given.has_begun = true;
         let (session, request) = (record.session, record.request);
         let text = truncate(progress.text, MESSAGE_BYTES_MAX);

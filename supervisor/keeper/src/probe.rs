@@ -1,7 +1,8 @@
 //! Finds out by trial which layers of confinement this kernel and user support.
 //!
 //! Versions and settings are only hints, because a distribution, a container or a security module can forbid
-//! what the kernel supports. Each trial has a time limit and leaves nothing behind.
+//! what the kernel supports. Each trial has a time limit, and its processes, groups and mounts are removed
+//! afterwards.
 #![expect(unsafe_code, reason = "most probes have no safe wrapper, because the calls do nothing useful")]
 
 mod cgroup;
@@ -29,35 +30,34 @@ impl LayerSupport {
     }
 }
 
-/// Tries all layers. Takes some milliseconds, or some seconds if something is stuck.
+/// Tries all layers. Takes some milliseconds. A trial that blocks adds its time limit of a few seconds.
 pub fn probe() -> Vec<LayerSupport> {
-    let mut abilities = landlock::probe();
-    abilities.extend(probe_seccomp());
-    abilities.extend(namespaces::probe());
-    abilities.extend(cgroup::probe());
-    abilities.extend(probe_descriptors());
-    abilities.extend(probe_capabilities());
-    abilities.push(probe_yama());
-    abilities.push(LayerSupport::without_details(
-        "no_new_privs",
-        child::run_trial(no_new_privs),
-        KERNEL_ADVICE,
-    ));
-    disable(&mut abilities, &std::env::var(DISABLED_LAYERS).unwrap_or_default());
-    abilities.push(tree_end(&abilities));
-    abilities.push(forked_workers(&abilities));
-    abilities
+    let mut layers = landlock::probe();
+    layers.extend(probe_seccomp());
+    layers.extend(namespaces::probe());
+    layers.extend(cgroup::probe());
+    layers.extend(probe_descriptors());
+    layers.extend(probe_capabilities());
+    layers.push(probe_yama());
+    layers.push(LayerSupport::without_details("no_new_privs", child::run_trial(no_new_privs), KERNEL_ADVICE));
+    disable(&mut layers, &std::env::var(DISABLED_LAYERS).unwrap_or_default());
+    layers.push(tree_end(&layers));
+    layers.push(forked_workers(&layers));
+    layers
 }
 
-/// Name of the ability to fork workers from a template in a sandbox (`start.mode = "fork"`).
+fn is_available(layers: &[LayerSupport], name: &str) -> bool {
+    layers.iter().any(|support| support.layer == name && support.is_available)
+}
+
+/// Name under which [`probe`] reports whether a template can fork workers in a sandbox (`start.mode = "fork"`).
 pub const FORKED_WORKERS: &str = "forked workers";
 
 /// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
 /// by which the keeper finds processes that workers leave behind.
-fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
-    let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
-    let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
-    let tried = match layers.into_iter().find(|layer| !has(layer)) {
+fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
+    let required = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
+    let tried = match required.into_iter().find(|name| !is_available(layers, name)) {
         Some(layer) => Err(format!("{layer} is missing")),
         None => crate::spawn::can_list_children()
             .map(|()| None)
@@ -68,16 +68,17 @@ fn forked_workers(abilities: &[LayerSupport]) -> LayerSupport {
     LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
-/// Name of the ability of the kernel to kill all descendants of a worker, under the profile `default`.
+/// Name under which [`probe`] reports whether the kernel kills all descendants of a worker, under the profile
+/// `default`.
 pub const TREE_END: &str = "tree end";
 
 /// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
-fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
-    let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
+fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
+    let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
-    let lacking = namespaces.into_iter().find(|layer| !has(layer));
-    let may_make = has("CAP_SYS_ADMIN") || has("user namespace");
-    let tried = match lacking.or((!may_make).then_some("user namespace")) {
+    let missing = namespaces.into_iter().find(|name| !has(name));
+    let may_create = has("CAP_SYS_ADMIN") || has("user namespace");
+    let tried = match missing.or((!may_create).then_some("user namespace")) {
         None => Ok(Some("by the kernel: each worker has a separate pid namespace".to_owned())),
         Some(layer) => Err(format!(
             "{layer} is missing: under `default`, as under `none`, the keeper kills the processes that a worker leaves \
@@ -96,17 +97,18 @@ fn tree_end(abilities: &[LayerSupport]) -> LayerSupport {
 /// in this way how a configuration works on a machine with fewer layers.
 pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
-fn disable(abilities: &mut [LayerSupport], layers: &str) {
-    let named = |ability: &LayerSupport| match ability.layer.as_str() {
+fn disable(layers: &mut [LayerSupport], disabled: &str) {
+    let variable_name = |support: &LayerSupport| match support.layer.as_str() {
         "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
-    let is_disabled = |ability: &LayerSupport| layers.split(',').any(|layer| layer.trim() == named(ability));
-    for ability in abilities.iter_mut().filter(|ability| is_disabled(ability)) {
+    let is_disabled =
+        |support: &LayerSupport| disabled.split(',').any(|name| name.trim() == variable_name(support));
+    for support in layers.iter_mut().filter(|support| is_disabled(support)) {
         let what_to_do = Some("remove the layer from this variable".into());
         let why_not = Some(format!("{DISABLED_LAYERS} disables the layer"));
-        *ability = LayerSupport { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
+        *support = LayerSupport { is_available: false, found: None, why_not, what_to_do, ..support.clone() };
     }
 }
 
@@ -175,7 +177,7 @@ fn peer_pidfd() -> Result<(), Errno> {
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
 }
 
-/// Closes a descriptor that cannot exist.
+/// Closes a descriptor number that is never open.
 fn close_range() -> Result<(), Errno> {
     const NONE: libc::c_uint = libc::c_uint::MAX;
     // SAFETY: no descriptor has this number.
@@ -221,7 +223,7 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
-/// Checks Yama, a second safety net below Landlock and the identity, for processes of one user.
+/// Checks Yama. Like Landlock and the identity, it separates processes of one user.
 fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
@@ -251,18 +253,18 @@ mod tests {
     #[test]
     fn reports_each_layer_once() {
         let start = Instant::now();
-        let abilities = probe();
+        let layers = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
-        let mut layers: Vec<_> = abilities.iter().map(|ability| &ability.layer).collect();
-        layers.sort_unstable();
-        layers.dedup();
-        assert_eq!(layers.len(), abilities.len());
-        for ability in &abilities {
-            assert_eq!(ability.is_available, ability.why_not.is_none(), "{ability:?}");
-            assert_eq!(ability.is_available, ability.what_to_do.is_none(), "{ability:?}");
+        let mut names: Vec<_> = layers.iter().map(|support| &support.layer).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), layers.len());
+        for support in &layers {
+            assert_eq!(support.is_available, support.why_not.is_none(), "{support:?}");
+            assert_eq!(support.is_available, support.what_to_do.is_none(), "{support:?}");
         }
-        // A layer that this project cannot do without.
-        let pidfd = abilities.iter().find(|ability| ability.layer == "pidfd").unwrap();
+        // Every supported system has this layer.
+        let pidfd = layers.iter().find(|support| support.layer == "pidfd").unwrap();
         assert!(pidfd.is_available);
     }
 

@@ -1,7 +1,8 @@
-//! The keeper process: a loop over orders, starts, forbidden system calls and deaths.
+//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and ended
+//! processes.
 //!
-//! Kills and reaps every worker. Never blocks on the supervisor, on a program's file system, or on a process
-//! that does not die. Restarts nothing.
+//! The keeper kills and reaps every worker. It never blocks on the supervisor, on a program's file system, or
+//! on a process that does not die. It restarts nothing.
 
 mod cgroups;
 mod guard;
@@ -71,7 +72,7 @@ const EXIT: usize = 1 << 33;
 const STATUS: usize = 1 << 34;
 /// Bit for the socket of a template.
 const TEMPLATE: usize = 1 << 35;
-/// Bit for the socket of the first process in a nest.
+/// Bit for the socket of the first process in a template's pid namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
@@ -110,10 +111,13 @@ fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Registers the descriptors of a child that exist. `pid` and the bit of each make up the token.
-fn register_each(poll: &Poll, pid: u32, all: [(Option<&OwnedFd>, usize); 3]) -> io::Result<()> {
-    let existing = all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)));
-    existing.into_iter().try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
+/// Registers descriptors of a child. `pid` and the bit of each make up the token.
+fn register_each<'d>(
+    poll: &Poll,
+    pid: u32,
+    mut descriptors: impl Iterator<Item = (&'d OwnedFd, usize)>,
+) -> io::Result<()> {
+    descriptors.try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
 /// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
@@ -160,6 +164,36 @@ struct Child {
 }
 
 impl Child {
+    /// A child whose optional parts are missing, such as a worker that a template has forked.
+    fn new(
+        worker: u64,
+        pid: u32,
+        pidfd: OwnedFd,
+        stage: Stage,
+        layers: Layers,
+        rlimits: Vec<Rlimit>,
+        observed: Observed,
+    ) -> Self {
+        Self {
+            worker,
+            pidfd,
+            stage,
+            layers,
+            rlimits,
+            is_confined: true,
+            process: pid,
+            listener: None,
+            violation: None,
+            folder: None,
+            leaf: None,
+            observed,
+            status: None,
+            template: None,
+            namespace: None,
+            member: None,
+        }
+    }
+
     /// Determines how the worker ended, from the exit status and other information.
     fn exit_cause(&self, exit: Exit) -> Exit {
         let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
@@ -174,25 +208,21 @@ impl Child {
         }
     }
 
-    /// Registers the descriptors on which a template and the first process of a pid namespace report. Without
-    /// these reports, the keeper would miss deaths.
-    fn register_reports(&self, poll: &Poll, pid: u32) -> io::Result<()> {
+    /// Returns the descriptors on which a template and the first process of a pid namespace report, each with
+    /// its bit. If one is not registered, the keeper misses exits.
+    fn report_descriptors(&self) -> impl Iterator<Item = (&OwnedFd, usize)> {
         let template = self.template.as_ref().map(Template::socket);
         let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
-        register_each(
-            poll,
-            pid,
-            [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)],
-        )
+        let all = [(self.status.as_ref(), STATUS), (template, TEMPLATE), (namespace, NAMESPACE)];
+        all.into_iter().filter_map(|(descriptor, bit)| Some((descriptor?, bit)))
     }
 
-    fn deregister_all(&mut self, poll: &Poll) {
-        let forks = self.template.as_ref().map(Template::socket);
-        let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
-        let all = [self.listener.as_ref(), self.status.as_ref(), forks, namespace, Some(&self.pidfd)];
-        for descriptor in all.into_iter().flatten() {
-            deregister(poll, descriptor);
-        }
+    fn deregister_all(&self, poll: &Poll) {
+        let reports = self.report_descriptors().map(|(descriptor, _)| descriptor);
+        reports
+            .chain(&self.listener)
+            .chain([&self.pidfd])
+            .for_each(|descriptor| deregister(poll, descriptor));
     }
 
     /// Reads the worker's status back once its program runs, because executing a program could have given
@@ -212,7 +242,7 @@ impl Child {
 }
 
 enum Stage {
-    /// On the way to `execve`.
+    /// Has not executed its program yet.
     Starting(ChildConnections),
     /// Reported as spawned.
     Running,
@@ -241,7 +271,7 @@ struct EventLoop {
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
-    /// Fork orders that wait for the end of a hunt.
+    /// Fork orders that wait until the reaper has finished its current run.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     outbox: Outbox,
@@ -305,7 +335,7 @@ impl EventLoop {
             }
         };
         self.priority.raise();
-        // The processes of a nest die with its first process.
+        // The processes of a pid namespace die with its first process.
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.member.is_none()) {
             wait::kill_group(pid);
         }
@@ -343,9 +373,9 @@ impl EventLoop {
                 }
             }
         }
-        // Reports deaths before a spawn or a step of a scan, which take time.
+        // Reports exits before a spawn or a step of a scan, which take time.
         self.flush()?;
-        // Takes one order per iteration, so that deaths do not wait for a hundred spawns.
+        // Takes one order per iteration, so that exits do not wait for a hundred spawns.
         if self.can_receive_order() && !self.receive_order()? {
             return Ok(false);
         }
@@ -414,7 +444,7 @@ impl EventLoop {
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_namespace) {
-                        // Given back when nothing is left of the worker.
+                        // Restored when nothing is left of the worker.
                         self.priority.raise();
                     }
                     self.kill(pid);
@@ -485,12 +515,10 @@ mod tests {
     fn failed_registration_is_an_error() {
         let poll = Poll::new().unwrap();
         let (readable, _writer) = rustix::pipe::pipe().unwrap();
-        assert!(
-            register_each(&poll, 2, [(Some(&readable), STATUS), (None, TEMPLATE), (None, NAMESPACE)]).is_ok()
-        );
+        register_each(&poll, 2, [(&readable, STATUS)].into_iter()).unwrap();
         // A regular file cannot be polled.
         let file = std::fs::File::open(std::env::current_exe().unwrap()).unwrap().into();
-        let error = register_each(&poll, 2, [(None, STATUS), (None, TEMPLATE), (Some(&file), NAMESPACE)]);
+        let error = register_each(&poll, 2, [(&file, TEMPLATE)].into_iter());
         assert_eq!(error.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 

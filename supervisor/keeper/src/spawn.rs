@@ -36,7 +36,7 @@ pub(crate) use self::confinement::{FilterCache, PreparedConfinement};
 pub(crate) use self::forker::{Forker, Job, OomSettings, OriginalSettings, distinguishes_orphans, fork_step};
 pub(crate) use self::init::template::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
 pub(crate) use self::init::worker::read_status;
-pub(crate) use self::prepared::{ChildConnections, Prepared, Program};
+pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
 pub(crate) use self::steps::duplicate_to;
 
@@ -44,7 +44,7 @@ pub(crate) use self::steps::duplicate_to;
 /// descriptor of the keeper has one of the numbers that a child needs.
 pub(crate) const LINK_FD: RawFd = 3;
 
-/// Exit code of a child that failed before `execve`. The code is never shown.
+/// Exit code of a child that failed before `execve`. It is not reported.
 const FAILED_EXIT_CODE: i32 = 127;
 
 /// Reason why a worker does not start: the failed step and the error number.
@@ -64,7 +64,7 @@ impl SpawnError {
     }
 }
 
-/// Checks that the first process of a nest can list its children.
+/// Checks that the first process of a template's pid namespace can list its children.
 pub(crate) fn can_list_children() -> Result<(), Errno> {
     init::template::open_children().map(drop)
 }

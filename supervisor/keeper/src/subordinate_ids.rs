@@ -24,7 +24,7 @@ use rustix::process::Pid;
 use crate::probe::DISABLED_LAYERS;
 use crate::wait::exits_within;
 
-/// Name in `doctor`.
+/// Name of this layer in the output of `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
 /// Maximum run time of `newuidmap`, and of `newgidmap`. The programs can query a directory service in the
@@ -55,7 +55,7 @@ pub struct SubordinateIds {
 }
 
 impl SubordinateIds {
-    /// Finds the ids and creates the namespace. The error names the reason and the fix.
+    /// Finds the ids and creates the namespace. The error says what to do.
     ///
     /// Forks once and runs two programs, which takes some milliseconds. Call this before there is another
     /// thread.

@@ -28,7 +28,7 @@ pub(crate) enum Waited {
     NoChange,
     /// A child has ended, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
-    /// A child has stopped because it asked to be traced by its parent. Honest processes do not do that.
+    /// A child has stopped because it asked to be traced by its parent. Only hostile programs do that.
     Stopped { pid: u32 },
 }
 

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
 /// Time limit of a condition. No condition takes nearly this long unless it fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 // The kernel's numbers, whose types differ between C libraries.
 const RLIMIT_CORE: u32 = 4;
@@ -23,26 +23,26 @@ const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
 const CASES: [(&str, fn()); 20] = [
-    ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
-    ("what_fails_before_the_program_runs_is_named", failures),
-    ("limits_are_set", limits),
-    ("a_worker_starts_with_four_descriptors_and_no_inheritance", clean_start),
-    ("orphans_of_the_dead_go_and_those_of_the_living_stay", orphans),
-    ("an_orphan_stays_below_its_worker_while_that_lives", stays_below),
-    ("only_end_of_file_ends_the_keeper", signals_are_ignored),
-    ("dropping_the_keeper_leaves_nothing_within_a_second", dropped),
-    ("ending_the_keeper_waits_until_nothing_is_left", ended),
-    ("a_killed_keeper_takes_its_workers_along_and_can_be_replaced", killed),
-    ("a_keeper_beside_an_application_that_is_killed_takes_its_workers_and_no_other_along", killed_beside),
-    ("a_keeper_whose_guard_is_killed_ends_its_workers", guard_killed),
-    ("a_program_that_is_no_keeper_is_told", no_keeper),
-    ("a_death_is_reported_before_what_others_left_behind_is_swept", told_at_once),
-    ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
+    ("worker_starts_as_ordered_and_its_exit_is_reported", starts_as_ordered),
+    ("failed_step_of_a_start_is_named", failed_steps),
+    ("limits_are_set", resource_limits),
+    ("worker_inherits_only_four_descriptors", inherited_descriptors),
+    ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
+    ("orphan_stays_below_its_living_worker", orphans_of_living_workers),
+    ("only_end_of_file_ends_the_keeper", ignored_signals),
+    ("dropped_keeper_kills_all_within_a_second", dropped_keeper),
+    ("shutdown_waits_until_all_are_dead", shutdown),
+    ("workers_die_with_a_killed_keeper_which_can_be_replaced", killed_keeper),
+    ("killed_detached_keeper_leaves_other_children_alone", killed_detached_keeper),
+    ("workers_die_when_the_guard_is_killed", killed_guard),
+    ("program_that_is_not_a_keeper_is_an_error", other_programs),
+    ("exits_are_reported_before_descendants_are_reaped", prompt_exit_reports),
+    ("exit_in_a_pid_namespace_is_reported_before_the_others_end", prompt_exit_report_in_namespace),
     ("traced_worker_in_a_pid_namespace_is_killed", traced_worker),
-    ("a_kill_is_never_refused", kills_have_room),
-    ("a_fork_bomb_is_ended", fork_bomb),
+    ("kills_and_pings_are_never_refused", unlimited_kills),
+    ("fork_bombs_are_killed", fork_bombs),
     ("unread_reports_wait", unread_reports),
-    ("descriptors_stay_flat", flat),
+    ("descriptors_do_not_leak", descriptor_leaks),
 ];
 
 fn main() {
@@ -95,7 +95,7 @@ impl Fixture {
 
     fn start_detached() -> Self {
         let (keeper, found) = Keeper::start_detached(Path::new("/proc/self/exe")).unwrap();
-        assert!(found.abilities.iter().any(|ability| ability.layer == "pidfd" && ability.is_available));
+        assert!(found.layers.iter().any(|layer| layer.layer == "pidfd" && layer.is_available));
         let mut this = Self { keeper, workers: 0 };
         assert!(matches!(this.next(), Report::Started { .. }));
         this
@@ -103,13 +103,13 @@ impl Fixture {
 
     /// Returns the next report. Sends waiting orders in the meantime.
     fn next(&mut self) -> Report {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
             self.keeper.flush().unwrap();
             if let Some(report) = self.keeper.receive().unwrap() {
                 return report;
             }
-            assert!(Instant::now() < until, "no report within {PATIENCE:?}");
+            assert!(Instant::now() < until, "no report within {TIMEOUT:?}");
             let flags =
                 if self.keeper.has_pending_orders() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -142,11 +142,11 @@ impl Fixture {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
             other => panic!("{other:?}"),
         };
-        self.swept(worker);
+        self.expect_reaped(worker);
         exit
     }
 
-    fn swept(&mut self, worker: &Worker) {
+    fn expect_reaped(&mut self, worker: &Worker) {
         match self.next() {
             Report::Reaped { worker: number } if number == worker.number => {}
             other => panic!("{other:?}"),
@@ -157,7 +157,7 @@ impl Fixture {
         send(self.keeper.pid(), signal);
     }
 
-    fn failure_of(&mut self, order: SpawnOrder<'_>) -> (String, Option<i32>) {
+    fn failed_step_of(&mut self, order: SpawnOrder<'_>) -> (String, Option<i32>) {
         let ordered = self.order(order);
         match self.next() {
             Report::SpawnFailed { worker, step, error } if worker == ordered.number => {
@@ -200,13 +200,13 @@ fn send(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
 }
 
-fn state(pid: u32) -> Option<char> {
+fn process_state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The state follows the name in parentheses.
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-fn is_there(pid: u32) -> bool {
+fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name in parentheses.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
@@ -223,7 +223,7 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
 /// Leaves a process in a separate session, prints its pid, and stays until the link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
-fn exit_status() {
+fn starts_as_ordered() {
     let mut fixture = Fixture::start();
     let mut worker = fixture.order(SpawnOrder {
         environment: vec!["A=b c", "PATH=/usr/bin:/bin"],
@@ -241,33 +241,33 @@ fn exit_status() {
         }
         other => panic!("{other:?}"),
     }
-    fixture.swept(&worker);
+    fixture.expect_reaped(&worker);
     let (worker, _) = fixture.run("ulimit -c 0; kill -TERM $$");
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 15, core_dumped: false });
     let (worker, pid) = fixture.run("read -r line <&3");
     fixture.keeper.kill(worker.number).unwrap();
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
-    assert!(!is_there(pid));
+    assert!(!is_alive(pid));
     fixture.keeper.kill(worker.number).unwrap(); // The worker is gone, so nothing happens.
     fixture.keeper.shut_down().unwrap();
 }
 
-fn failures() {
+fn failed_steps() {
     let mut fixture = Fixture::start();
     let order = SpawnOrder { program: "/no/such/program", ..shell("") };
-    assert_eq!(fixture.failure_of(order), ("exec".to_owned(), Some(libc::ENOENT)));
+    assert_eq!(fixture.failed_step_of(order), ("exec".to_owned(), Some(libc::ENOENT)));
     let order = SpawnOrder { program: "/etc/passwd", ..shell("") };
-    assert_eq!(fixture.failure_of(order), ("exec".to_owned(), Some(libc::EACCES)));
+    assert_eq!(fixture.failed_step_of(order), ("exec".to_owned(), Some(libc::EACCES)));
     let order = SpawnOrder { directory: "/no/such/folder", ..shell("") };
-    assert_eq!(fixture.failure_of(order), ("working directory".to_owned(), Some(libc::ENOENT)));
+    assert_eq!(fixture.failed_step_of(order), ("working directory".to_owned(), Some(libc::ENOENT)));
     let upside_down = Rlimit { resource: RLIMIT_AS, soft: 2, hard: 1 };
     let order = SpawnOrder { rlimits: vec![upside_down], ..shell("") };
-    assert_eq!(fixture.failure_of(order), ("rlimit as".to_owned(), Some(libc::EINVAL)));
+    assert_eq!(fixture.failed_step_of(order), ("rlimit as".to_owned(), Some(libc::EINVAL)));
 
     let large = "x".repeat(keeper::ORDER_BYTES_MAX);
     for script in [large.as_str(), "a\0b"] {
         let (link, theirs) = UnixStream::pair().unwrap();
-        let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), null());
+        let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), dev_null());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
     // The largest order that fits also works, and nothing of the failures is left.
@@ -279,11 +279,11 @@ fn failures() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-fn null() -> OwnedFd {
+fn dev_null() -> OwnedFd {
     fs::File::open("/dev/null").unwrap().into()
 }
 
-fn limits() {
+fn resource_limits() {
     let mut fixture = Fixture::start();
     let rlimits = vec![
         Rlimit { resource: RLIMIT_NOFILE, soft: 77, hard: 88 },
@@ -295,12 +295,12 @@ fn limits() {
     assert_eq!(worker.read_all(), "77\n88\n0\n1048576\nunlimited\n");
 }
 
-fn open_in(pid: u32) -> HashSet<String> {
+fn open_files_of(pid: u32) -> HashSet<String> {
     let folder = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
     folder.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-fn clean_start() {
+fn inherited_descriptors() {
     let mut fixture = Fixture::start();
     // Not close-on-exec, as a careless library might leave it.
     let careless = fs::File::open("/dev/zero").unwrap();
@@ -314,11 +314,11 @@ fn clean_start() {
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
         // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
-        wait_until("descriptors 0 to 3 are open, and no other", PATIENCE, || open_in(pid) == expected);
+        wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
         // The kernel reports an exec before all of it is in place.
-        wait_until("the environment is what was ordered", PATIENCE, || {
+        wait_until("the environment is what was ordered", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -335,40 +335,40 @@ fn clean_start() {
     assert_eq!(name, "bulkhead-keeper\n");
 }
 
-fn orphans() {
+fn orphans_of_dead_workers() {
     let mut fixture = Fixture::start();
     let (mut dies, _) = fixture.run(LEAVES_ORPHAN);
     let (mut lives, _) = fixture.run(LEAVES_ORPHAN);
     let (goes, stays) = (dies.read_pid(), lives.read_pid());
-    assert!(is_there(goes) && is_there(stays));
+    assert!(is_alive(goes) && is_alive(stays));
     dies.link.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(fixture.exit_of(&dies), Exit::Code(1));
-    assert!(!is_there(goes), "reported before it was swept");
-    assert!(is_there(stays), "a living worker's own was swept");
+    assert!(!is_alive(goes), "reported before it was reaped");
+    assert!(is_alive(stays), "an orphan of a living worker was killed");
     fixture.keeper.kill(lives.number).unwrap();
     assert_eq!(fixture.exit_of(&lives), Exit::Signal { number: 9, core_dumped: false });
-    assert!(!is_there(stays));
+    assert!(!is_alive(stays));
 }
 
 /// A process whose intermediate parent is killed is reparented to the worker, not to the keeper.
-fn stays_below() {
+fn orphans_of_living_workers() {
     let mut fixture = Fixture::start();
     let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
     let (mut worker, pid) = fixture.run(script);
     let orphan = worker.read_pid();
-    wait_until("the orphan is the worker's", PATIENCE, || {
+    wait_until("the orphan is the worker's", TIMEOUT, || {
         let stat = fs::read_to_string(format!("/proc/{orphan}/stat")).unwrap();
         stat.rsplit_once(") ").unwrap().1.split(' ').nth(1) == Some(&pid.to_string())
     });
     let (other, _) = fixture.run("exit 0");
     assert_eq!(fixture.exit_of(&other), Exit::Code(0));
-    assert!(is_there(orphan));
+    assert!(is_alive(orphan));
     worker.link.shutdown(std::net::Shutdown::Both).unwrap();
     fixture.exit_of(&worker);
-    assert!(!is_there(orphan));
+    assert!(!is_alive(orphan));
 }
 
-fn signals_are_ignored() {
+fn ignored_signals() {
     let mut fixture = Fixture::start();
     let pid = Pid::from_raw(fixture.keeper.pid() as i32).unwrap();
     for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1] {
@@ -379,7 +379,7 @@ fn signals_are_ignored() {
 }
 
 /// Starts workers with orphans, and returns the pids of both.
-fn populate(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
+fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
     for _ in 0..count {
@@ -390,25 +390,25 @@ fn populate(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     (workers, pids)
 }
 
-fn dropped() {
+fn dropped_keeper() {
     let mut fixture = Fixture::start();
-    let (_workers, pids) = populate(&mut fixture, 100);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 100);
     let keeper = fixture.keeper.pid();
     drop(fixture);
-    wait_until("all are gone", Duration::from_secs(1), || !is_there(keeper));
-    assert_eq!(pids.iter().filter(|&&pid| is_there(pid)).count(), 0);
+    wait_until("all are gone", Duration::from_secs(1), || !is_alive(keeper));
+    assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
-fn ended() {
+fn shutdown() {
     let mut fixture = Fixture::start();
-    let (_workers, pids) = populate(&mut fixture, 20);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     fixture.keeper.shut_down().unwrap();
-    assert_eq!(pids.iter().filter(|&&pid| is_there(pid)).count(), 0);
+    assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
-fn killed() {
+fn killed_keeper() {
     let mut fixture = Fixture::start();
-    let (_workers, pids) = populate(&mut fixture, 20);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     let pid = Pid::from_raw(fixture.keeper.pid() as i32).unwrap();
     rustix::process::kill_process(pid, Signal::KILL).unwrap();
     let error = loop {
@@ -420,9 +420,9 @@ fn killed() {
     };
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     let workers = || pids.iter().step_by(2);
-    wait_until("the workers are dead", PATIENCE, || !workers().any(|&pid| is_there(pid)));
+    wait_until("the workers are dead", TIMEOUT, || !workers().any(|&pid| is_alive(pid)));
     keeper::reap_after_keeper(fixture.keeper).unwrap();
-    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert!(!pids.iter().any(|&pid| is_alive(pid)));
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
@@ -430,47 +430,47 @@ fn killed() {
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
-fn killed_beside() {
+fn killed_detached_keeper() {
     let mut other = std::process::Command::new("sleep").arg("100").spawn().unwrap();
     let mut fixture = Fixture::start_detached();
-    let (_workers, pids) = populate(&mut fixture, 20);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 20);
     fixture.signal_keeper(Signal::KILL);
-    wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
+    wait_until("the keeper's end is reported", TIMEOUT, || fixture.keeper.receive().is_err());
     let launcher = fixture.keeper.launcher();
     keeper::reap_after_keeper(fixture.keeper).unwrap();
-    assert!(!pids.iter().any(|&pid| is_there(pid)));
-    assert!(is_there(other.id()), "a process that is not the keeper's");
+    assert!(!pids.iter().any(|&pid| is_alive(pid)));
+    assert!(is_alive(other.id()), "a process that is not the keeper's");
     let mut fixture = Fixture { keeper: launcher.start().unwrap(), workers: 0 };
     assert!(matches!(fixture.next(), Report::Started { .. }));
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
-    let (_workers, pids) = populate(&mut fixture, 3);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 3);
     fixture.keeper.shut_down().unwrap();
-    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert!(!pids.iter().any(|&pid| is_alive(pid)));
     assert_eq!(descendants_of(std::process::id()).unwrap(), [other.id()]);
     other.kill().unwrap();
     other.wait().unwrap();
 }
 
-fn guard_killed() {
+fn killed_guard() {
     let mut fixture = Fixture::start_detached();
-    let (_workers, pids) = populate(&mut fixture, 3);
+    let (_workers, pids) = start_workers_with_orphans(&mut fixture, 3);
     let stat = fs::read_to_string(format!("/proc/{}/stat", fixture.keeper.pid())).unwrap();
     let guard = stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap();
     send(guard, Signal::KILL);
-    wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
+    wait_until("the keeper's end is reported", TIMEOUT, || fixture.keeper.receive().is_err());
     keeper::reap_after_keeper(fixture.keeper).unwrap();
-    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert!(!pids.iter().any(|&pid| is_alive(pid)));
 }
 
-fn no_keeper() {
+fn other_programs() {
     for program in ["/bin/true", "/bin/cat"] {
         let error = Keeper::start_detached(Path::new(program)).unwrap_err().to_string();
         assert!(error.contains("did not become a keeper"), "{error}");
     }
     let error = Keeper::start_detached(Path::new("/no/such/program")).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
-    wait_until("nothing is left", PATIENCE, || {
+    wait_until("nothing is left", TIMEOUT, || {
         while bulkhead_linux::wait::peek_ended()
             .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
         {}
@@ -479,18 +479,18 @@ fn no_keeper() {
 }
 
 /// Several workers have died before the keeper checks, and the first has left many processes behind.
-fn told_at_once() {
+fn prompt_exit_reports() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
     let (mut crowd, crowd_pid) = fixture.run(script);
     crowd.read_pid();
     let others: Vec<_> = (0..5).map(|_| fixture.run("read -r line <&3")).collect();
     fixture.signal_keeper(Signal::STOP);
-    wait_until("the keeper is stopped", PATIENCE, || state(fixture.keeper.pid()) == Some('T'));
+    wait_until("the keeper is stopped", TIMEOUT, || process_state(fixture.keeper.pid()) == Some('T'));
     let all: Vec<u32> = [crowd_pid].into_iter().chain(others.iter().map(|(_, pid)| *pid)).collect();
     for &pid in &all {
         send(pid, Signal::KILL);
-        wait_until("it is dead", PATIENCE, || state(pid) == Some('Z'));
+        wait_until("it is dead", TIMEOUT, || process_state(pid) == Some('Z'));
     }
     fixture.signal_keeper(Signal::CONT);
     let dead: HashSet<u64> = (0..all.len())
@@ -501,7 +501,7 @@ fn told_at_once() {
         .collect();
     assert_eq!(dead.len(), all.len());
     for _ in &all {
-        let Report::Reaped { worker } = fixture.next() else { panic!("not swept") };
+        let Report::Reaped { worker } = fixture.next() else { panic!("not reaped") };
         assert!(dead.contains(&worker));
     }
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
@@ -510,7 +510,7 @@ fn told_at_once() {
 /// The first process of a namespace ends when all others in the namespace have ended. A process that this
 /// test traces ends only when the test permits it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
-fn told_in_namespace() {
+fn prompt_exit_report_in_namespace() {
     if !rustix::process::geteuid().is_root() {
         return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
     }
@@ -520,7 +520,7 @@ fn told_in_namespace() {
     let worker = fixture.order(order);
     let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
     let mut sleeper = 0;
-    wait_until("it has a child", PATIENCE, || {
+    wait_until("it has a child", TIMEOUT, || {
         sleeper = descendants_of(pid).unwrap().first().copied().unwrap_or(0);
         sleeper != 0
     });
@@ -532,12 +532,12 @@ fn told_in_namespace() {
         Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
         other => panic!("{other:?}"),
     }
-    wait_until("the other one is dead", PATIENCE, || state(sleeper) == Some('Z'));
+    wait_until("the other one is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
     let mut status = 0;
     // SAFETY: the pointer is to a variable of this function.
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
     assert_eq!(waited, sleeper as libc::pid_t);
-    fixture.swept(&worker);
+    fixture.expect_reaped(&worker);
 }
 
 /// A worker that asks to be traced and stops has not ended.
@@ -558,7 +558,7 @@ fn traced_worker() {
 }
 
 /// Kills and pings are accepted, however many orders wait.
-fn kills_have_room() {
+fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
     fixture.signal_keeper(Signal::STOP);
@@ -567,7 +567,7 @@ fn kills_have_room() {
         let (link, theirs) = UnixStream::pair().unwrap();
         drop(link);
         let order = SpawnOrder { worker: 1_000 + ordered, program: "/no/such/program", ..shell("") };
-        match fixture.keeper.spawn(&order, theirs.into(), null(), null()) {
+        match fixture.keeper.spawn(&order, theirs.into(), dev_null(), dev_null()) {
             Ok(()) => ordered += 1,
             Err(error) => break error,
         }
@@ -588,7 +588,7 @@ fn kills_have_room() {
     }
 }
 
-fn fork_bomb() {
+fn fork_bombs() {
     // Processes that all continue to fork. In one case, many processes are in the worker's group. In the
     // other, each process is in a separate session, so that only a scan finds it (these keep the processors
     // busiest).
@@ -597,11 +597,11 @@ fn fork_bomb() {
         fi
         while :; do sh -c '(setsid sleep 0.2 &) &'; sleep 0.05; done";
     for (fork, generations, enough) in [("FORK=setsid", "5", 70), ("FORK=", "7", 400)] {
-        explode(bomb, fork, generations, enough);
+        run_fork_bomb(bomb, fork, generations, enough);
     }
 }
 
-fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
+fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
     let mut fixture = Fixture::start();
     let variable = format!("BOMB={bomb}");
     let order = SpawnOrder {
@@ -612,7 +612,7 @@ fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
     let light = |fixture: &mut Fixture| {
         let worker = fixture.order(order.clone());
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
-        wait_until("it has grown", PATIENCE * 6, || descendants_of(pid).unwrap().len() > enough);
+        wait_until("it has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
         worker
     };
     let worker = light(&mut fixture);
@@ -636,7 +636,7 @@ fn unread_reports() {
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);
-        wait_until("the keeper takes orders", PATIENCE, || {
+        wait_until("the keeper takes orders", TIMEOUT, || {
             fixture.keeper.flush().unwrap();
             !fixture.keeper.has_pending_orders()
         });
@@ -650,16 +650,16 @@ fn unread_reports() {
 }
 
 /// Returns the keeper's open descriptors when it has executed all orders.
-fn settled(fixture: &mut Fixture) -> HashSet<String> {
+fn open_descriptors_when_idle(fixture: &mut Fixture) -> HashSet<String> {
     let (worker, _) = fixture.run("exit 0");
     fixture.exit_of(&worker);
-    open_in(fixture.keeper.pid())
+    open_files_of(fixture.keeper.pid())
 }
 
-fn flat() {
+fn descriptor_leaks() {
     let mut fixture = Fixture::start();
     let (_stays, _) = fixture.run("read -r line <&3");
-    let before = settled(&mut fixture);
+    let before = open_descriptors_when_idle(&mut fixture);
     let (mut spawns, mut kills) = (Vec::new(), Vec::new());
     for _ in 0..200 {
         let start = Instant::now();
@@ -670,7 +670,7 @@ fn flat() {
         fixture.exit_of(&worker);
         kills.push(start.elapsed());
     }
-    assert_eq!(settled(&mut fixture), before);
+    assert_eq!(open_descriptors_when_idle(&mut fixture), before);
     for (what, times) in [("spawn", &mut spawns), ("kill", &mut kills)] {
         times.sort();
         print!("[{what}: median {:?}, 99 % {:?}] ", times[100], times[198]);

@@ -1,4 +1,4 @@
-//! Errors of raw system calls. Safe to use between `fork` and `execve`, because nothing here allocates.
+//! Errors of raw system calls. Can be used between `fork` and `execve`, because nothing here allocates.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! A fork that only the caller can notice.
+//! A fork whose child sends no SIGCHLD, so that other code in the process does not notice it.
 #![expect(unsafe_code, reason = "a fork without an exit signal has no safe wrapper")]
 
 use rustix::io::Errno;

@@ -1,4 +1,4 @@
-//! The system calls of Landlock, with access rights as numbers. Safe to use between `fork` and `execve`,
+//! The system calls of Landlock, with access rights as numbers. Can be used between `fork` and `execve`,
 //! because nothing here allocates.
 #![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
 

@@ -1,6 +1,6 @@
-//! Orderly end of a TCP listener. When a listener is closed, the kernel resets all connections in its queue.
-//! This includes a connection that arrived between the last `accept` and the close, whose client can already
-//! have sent its request.
+//! Closes a TCP listener without losing connections. When a listener is closed, the kernel resets all
+//! connections in its queue. This includes a connection that arrived between the last `accept` and the close,
+//! whose client can already have sent its request.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,12 +13,13 @@ const TCP_FLAGS_OFFSET: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;
 
-/// Stops a listener from accepting new connections. Connections that have begun still arrive.
+/// Makes a listener drop packets that open a connection. Connections that have begun still arrive.
 ///
-/// A client that connects now retries after a second. The client then reaches the next program that listens,
-/// or is refused. Proxies are restarted without lost connections in this way, but with a packet filter of the
-/// whole machine. This function attaches a filter to the socket instead. Errors are those of `setsockopt(2)`
-/// with `SO_ATTACH_FILTER`.
+/// A client that connects now retries after a second. It then reaches the next program that listens, or is
+/// refused. Proxies use the packet filter of the whole machine for this when they restart. This function
+/// attaches a filter to the socket instead.
+///
+/// Errors are those of `setsockopt(2)` with `SO_ATTACH_FILTER`.
 pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
     let filter = [

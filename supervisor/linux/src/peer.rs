@@ -1,8 +1,8 @@
-//! The process at the other end of a socket: credentials at the time of `connect(2)`, and whether the process
-//! descends from this one.
+//! The process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it
+//! descends from this process.
 //!
-//! This module reports facts and decides nothing. Nothing in it blocks. Finding out the ancestors of a
-//! process reads some small files of `/proc`.
+//! This module reports facts and decides nothing. Nothing in it blocks. Determining the ancestors of a process
+//! takes a few reads of small files in `/proc`.
 
 use std::collections::VecDeque;
 use std::io;
@@ -45,7 +45,7 @@ pub enum Descent {
     Unrelated,
     /// The process descends from this one. Contains the process, its ancestors, and this process at the end.
     Descendant(Vec<u32>),
-    /// The process has ended, so its origin cannot be found out.
+    /// The process has ended, so its origin cannot be determined.
     Ended,
 }
 
@@ -57,17 +57,16 @@ impl Peer {
         Ok(Self { uid: found.uid(), gid: found.gid(), pid })
     }
 
-    /// Finds out whether the process that connected this socket descends from this process. The connecting
-    /// process must be alive. Otherwise it could have been any process, and could have passed the connection
-    /// to another one.
+    /// Determines whether the process that connected this socket descends from this process. The connecting
+    /// process must be alive. Otherwise it could have been any process, and could have passed the connection to
+    /// another one.
     ///
     /// When a process ends, its children are reparented to the nearest subreaper above. The keeper and this
-    /// process are subreapers. So a descendant of this process cannot leave the tree by any number of forks
-    /// and sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from
-    /// here.
+    /// process are subreapers. So a descendant of this process cannot leave the tree by any number of forks and
+    /// sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from here.
     ///
-    /// A process in `unrelated` is not looked up again. Errors: the ancestors cannot be read; this process
-    /// has reached its limit of descriptors.
+    /// A process in `unrelated` is not looked up again. Errors: the ancestors cannot be read; this process has
+    /// reached its limit of descriptors.
     pub fn descent(&self, socket: &impl AsFd, unrelated: &UnrelatedProcesses) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Unrelated) };
         let own = std::process::id();
@@ -177,8 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts another process that connects. The process then runs until it is killed, unless `then` does
-    /// something else.
+    /// Starts a process that connects, and that then runs the shell command `then` until it is killed.
     fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
@@ -208,8 +206,8 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);
         }
-        // An outsider is identified by the start time too, so another process with the same pid does not
-        // match.
+        // An unrelated process is also identified by its start time, so another process with the same pid does
+        // not match.
         let began = start_time(child.id()).unwrap();
         unrelated.remember((child.id(), began + 1));
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), ours);

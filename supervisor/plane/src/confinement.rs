@@ -52,7 +52,7 @@ impl SandboxSupport {
     /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
     /// because a probe forks.
     pub fn from_probe(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
-        Self::of(config, IdUse::Run, found.abilities, move || found.ids)
+        Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
     /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork

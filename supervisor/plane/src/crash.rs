@@ -15,14 +15,19 @@ pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
     let kind = match (killed, death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
         (None, Death::Signal(_)) => CauseKind::Signal,
-        (None, Death::Violation(_) | Death::Overfull) => CauseKind::Violation,
+        (None, Death::Violation(_) | Death::TmpFull) => CauseKind::Violation,
         (None, Death::Oom) => CauseKind::Oom,
         (Some(KillReason::Hung), _) => CauseKind::Hung,
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
         (
-            Some(KillReason::Deadline | KillReason::Overdue | KillReason::Unwanted | KillReason::KeeperDied),
+            Some(
+                KillReason::Deadline
+                | KillReason::ExitTimeout
+                | KillReason::NotNeeded
+                | KillReason::KeeperDied,
+            ),
             _,
         ) => return None,
     };
@@ -30,7 +35,7 @@ pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
         _ if killed.is_some() => (None, None, None),
         Death::Exit(code) => (Some(code), None, None),
         Death::Signal(number) => (None, Some(bulkhead_linux::signals::name(number)), None),
-        Death::Violation("") | Death::Oom | Death::Overfull => (None, None, None),
+        Death::Violation("") | Death::Oom | Death::TmpFull => (None, None, None),
         Death::Violation(call) => (None, None, Some(call.to_owned())),
     };
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: describe_end(death, killed) })
@@ -105,7 +110,7 @@ mod tests {
     fn kill_for_a_job_is_not_a_crash() {
         let killed = Death::Signal(9);
         for reason in
-            [KillReason::Deadline, KillReason::Overdue, KillReason::Unwanted, KillReason::KeeperDied]
+            [KillReason::Deadline, KillReason::ExitTimeout, KillReason::NotNeeded, KillReason::KeeperDied]
         {
             assert_eq!(cause_of(killed, Some(&reason)), None);
         }

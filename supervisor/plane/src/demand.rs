@@ -26,7 +26,7 @@ impl Load {
     pub fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
         Self {
             since: now,
-            in_flight: policy.permits_taken(),
+            in_flight: policy.permits_held(),
             queued: u32::try_from(policy.queued()).unwrap_or(u32::MAX),
             has_no_permit: policy.is_full(),
             lacks_workers: policy.is_short_of_workers(),

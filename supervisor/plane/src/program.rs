@@ -209,7 +209,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         deadline: bulkhead.deadline,
         deadline_max: bulkhead.deadline_max,
         grace: bulkhead.grace,
-        jobs_end_alone: matches!(bulkhead.program, config::Program::Exec { .. }),
+        worker_ends_jobs: matches!(bulkhead.program, config::Program::Exec { .. }),
         lookahead: bulkhead.lookahead,
         restart: bulkhead.restart.clone(),
         start: bulkhead.start.clone(),
@@ -236,7 +236,7 @@ fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     TenantLimits {
         max_in_flight: shares.and_then(|tenants| tenants.max_in_flight),
         max_queue: shares.and_then(|tenants| tenants.max_queue),
-        own: own.map(|(name, numbers)| (name.clone(), numbers.of_share())).collect(),
+        overrides: own.map(|(name, numbers)| (name.clone(), numbers.of_share())).collect(),
         labelled: labels.clone(),
     }
 }

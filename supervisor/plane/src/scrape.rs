@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bulkhead_api::{Adaptive, Service};
-use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
+use bulkhead_policy::{BreakerState, BulkheadState, WorkerSummary};
 
 use crate::bulkhead_counters::BulkheadCounters;
 use crate::possible_series::PossibleSeries;
@@ -58,7 +58,7 @@ pub struct BulkheadNumbers {
     /// Service level of the last minute.
     pub service: Service,
     /// Workers. The slots of isolated tenants are numbered consecutively.
-    pub workers: Vec<StaffView>,
+    pub workers: Vec<WorkerSummary>,
     /// Number of slots shown, with or without a worker.
     pub slots: u32,
     /// Memory at which a worker is replaced or ended, in bytes.

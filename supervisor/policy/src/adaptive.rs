@@ -56,13 +56,13 @@ const TENANTS_MAX: usize = 64;
 const PAUSE_MAX: u32 = 32;
 
 /// Minimum time between two reports to operators.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of an adaptive limit, for snapshots.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdaptiveView {
     /// Configuration in force.
-    pub numbers: AdaptiveLimits,
+    pub limits: AdaptiveLimits,
     /// Current limit. In monitor mode, the limit that would apply.
     pub limit: u32,
     /// Latency of the last complete window: the lower median of the tenants' 90th percentiles.
@@ -71,7 +71,7 @@ pub struct AdaptiveView {
 
 /// Change of the limit to report to operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct LimitReport {
     pub(crate) from: u32,
     pub(crate) to: u32,
     pub(crate) latency: Duration,
@@ -102,7 +102,7 @@ impl Runs {
 
 #[derive(Debug)]
 pub(crate) struct Adaptive {
-    numbers: AdaptiveLimits,
+    limits: AdaptiveLimits,
     limit: u32,
     window_from: Time,
     /// Run times of this window by vote. The key is a tenant's number. `None` is the vote shared by tenants
@@ -113,7 +113,7 @@ pub(crate) struct Adaptive {
     /// True if all of the limit was in use, or reserved for critical jobs, when a job of this window ended.
     was_full: bool,
     /// True if a job was counted since the last call of [`Self::is_due`].
-    has_news: bool,
+    has_new_runs: bool,
     /// Jobs that began before this time do not count, because the limit was higher when they began.
     counts_from: Time,
     /// True if the last change was growth that the next window has not confirmed yet.
@@ -123,94 +123,94 @@ pub(crate) struct Adaptive {
     /// Number of windows that growth waits after the next fall.
     next_pause: u32,
     latency: Option<Duration>,
-    told: u32,
-    told_at: Option<Time>,
+    reported: u32,
+    reported_at: Option<Time>,
 }
 
 impl Adaptive {
     /// Returns a limit that starts at the maximum, and has no effect as long as jobs are fast enough.
-    pub(crate) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
-        let limit = numbers.max;
+    pub(crate) fn new(limits: AdaptiveLimits, now: Time) -> Self {
+        let limit = limits.max;
         Self {
-            numbers,
+            limits,
             limit,
             window_from: now,
             runs: BTreeMap::new(),
             in_use_max: 0,
             was_full: false,
-            has_news: false,
+            has_new_runs: false,
             counts_from: Time::ZERO,
             has_grown: false,
             pause: 0,
             next_pause: 1,
             latency: None,
-            told: limit,
-            told_at: None,
+            reported: limit,
+            reported_at: None,
         }
     }
 
     /// Replaces the configuration. The current limit is kept, clamped to the new bounds.
-    pub(crate) fn reconfigure(&mut self, numbers: AdaptiveLimits, now: Time) {
-        if self.numbers == numbers {
+    pub(crate) fn reconfigure(&mut self, limits: AdaptiveLimits, now: Time) {
+        if self.limits == limits {
             return;
         }
-        self.limit = self.limit.clamp(numbers.min, numbers.max);
-        self.told = self.limit;
-        self.numbers = numbers;
+        self.limit = self.limit.clamp(limits.min, limits.max);
+        self.reported = self.limit;
+        self.limits = limits;
         self.begin_window(now);
     }
 
     /// Returns the maximum number of running jobs, or `None` in monitor mode.
     pub(crate) fn bound(&self) -> Option<u32> {
-        (self.numbers.mode == AdaptiveMode::Enforce).then_some(self.limit)
+        (self.limits.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
     /// Counts a job that has ended or was abandoned by its client. `in_use` permits were in use before that,
-    /// and `kept` more were reserved for critical jobs. A job that did not succeed counts only if it took
+    /// and `reserved` more were reserved for critical jobs. A job that did not succeed counts only if it took
     /// longer than `target`.
-    pub(crate) fn ended(
+    pub(crate) fn count_ended(
         &mut self,
         now: Time,
         since: Time,
         tenant: u32,
         is_ok: bool,
-        (in_use, kept): (u32, u32),
+        (in_use, reserved): (u32, u32),
     ) {
         let ran = now.since(since);
-        if since < self.counts_from || !is_ok && ran <= self.numbers.target {
+        if since < self.counts_from || !is_ok && ran <= self.limits.target {
             return;
         }
         self.in_use_max = self.in_use_max.max(in_use);
-        self.was_full |= in_use.saturating_add(kept) >= self.limit;
-        self.has_news = true;
-        if ran <= self.numbers.target || self.is_late_since_this_window(since) {
-            self.see(tenant, ran);
+        self.was_full |= in_use.saturating_add(reserved) >= self.limit;
+        self.has_new_runs = true;
+        if ran <= self.limits.target || self.is_late_since_this_window(since) {
+            self.record_run(tenant, ran);
         }
     }
 
-    /// Returns true if the window can be closed. The caller must then call [`running`](Self::running) for
-    /// each running job, and [`close`](Self::close).
+    /// Returns true if the window can be closed. The caller must then call [`count_running`](Self::count_running) for
+    /// each running job, and [`close_window`](Self::close_window).
     pub(crate) fn is_due(&mut self, now: Time) -> bool {
-        let length = (self.numbers.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
-        std::mem::take(&mut self.has_news)
+        let length = (self.limits.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
+        std::mem::take(&mut self.has_new_runs)
             && now.since(self.window_from) >= length
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
     /// Counts a running job that has already exceeded `target`. Without these jobs, only fast jobs would
     /// count. A job counts only in the window in which it became late.
-    pub(crate) fn running(&mut self, now: Time, since: Time, tenant: u32) {
+    pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
-        if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {
-            self.see(tenant, ran);
+        if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
+            self.record_run(tenant, ran);
         }
     }
 
     fn is_late_since_this_window(&self, since: Time) -> bool {
-        since + self.numbers.target >= self.window_from
+        since + self.limits.target >= self.window_from
     }
 
-    fn see(&mut self, tenant: u32, ran: Duration) {
+    fn record_run(&mut self, tenant: u32, ran: Duration) {
         let ran = u64::try_from(ran.as_nanos()).unwrap_or(u64::MAX);
         let has_room = self.runs.len() < TENANTS_MAX || self.runs.contains_key(&Some(tenant));
         self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
@@ -218,16 +218,16 @@ impl Adaptive {
 
     /// Adjusts the limit by the run times of the window, and begins the next window. Returns the direction of
     /// the change.
-    pub(crate) fn close(&mut self, now: Time) -> Ordering {
+    pub(crate) fn close_window(&mut self, now: Time) -> Ordering {
         let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
         let lower_median = votes.len().saturating_sub(1) / 2;
         let &mut latency = votes.select_nth_unstable(lower_median).1;
-        let target = u64::try_from(self.numbers.target.as_nanos()).unwrap_or(u64::MAX);
+        let target = u64::try_from(self.limits.target.as_nanos()).unwrap_or(u64::MAX);
         let before = self.limit;
         if latency > target {
-            self.fall(now, latency, target);
+            self.decrease(now, latency, target);
         } else {
-            self.grow(latency, target);
+            self.increase(latency, target);
         }
         self.latency = Some(Duration::from_nanos(latency));
         self.begin_window(now);
@@ -236,29 +236,29 @@ impl Adaptive {
 
     /// Returns the time at which the latest change must be reported, or `None` if there is no unreported
     /// change.
-    pub(crate) fn tells_at(&self) -> Option<Time> {
-        let at = self.told_at.map_or(Time::ZERO, |at| at + TELL_AGAIN_AFTER);
-        (self.limit != self.told && self.latency.is_some()).then_some(at)
+    pub(crate) fn report_due_at(&self) -> Option<Time> {
+        let at = self.reported_at.map_or(Time::ZERO, |at| at + REPORT_INTERVAL);
+        (self.limit != self.reported && self.latency.is_some()).then_some(at)
     }
 
     /// Returns a change that is due for a report, and marks it as reported.
-    pub(crate) fn take_told(&mut self, now: Time) -> Option<Told> {
-        let latency = self.latency.filter(|_| self.tells_at().is_some_and(|at| at <= now))?;
-        self.told_at = Some(now);
-        let from = std::mem::replace(&mut self.told, self.limit);
-        Some(Told { from, to: self.limit, latency })
+    pub(crate) fn take_report(&mut self, now: Time) -> Option<LimitReport> {
+        let latency = self.latency.filter(|_| self.report_due_at().is_some_and(|at| at <= now))?;
+        self.reported_at = Some(now);
+        let from = std::mem::replace(&mut self.reported, self.limit);
+        Some(LimitReport { from, to: self.limit, latency })
     }
 
     /// Lowers the limit in proportion to the excess over `target`, at most to one half.
-    fn fall(&mut self, now: Time, latency: u64, target: u64) {
-        let from = match self.numbers.mode {
+    fn decrease(&mut self, now: Time, latency: u64, target: u64) {
+        let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,
             // In monitor mode the limit holds nothing back, so the jobs that ran concurrently caused the
             // latency.
             AdaptiveMode::Monitor => self.in_use_max,
         };
         let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);
-        self.limit = to.clamp(self.numbers.min, self.numbers.max);
+        self.limit = to.clamp(self.limits.min, self.limits.max);
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
         }
@@ -268,15 +268,15 @@ impl Adaptive {
     /// Raises the limit by its square root if all permits were in use. The maximum is the limit at which run
     /// times would reach `target`, assuming that run times grow in proportion. Always allows a step of one,
     /// because only a trial shows whether one more job fits.
-    fn grow(&mut self, latency: u64, target: u64) {
+    fn increase(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);
         }
         if self.pause > 0 {
             self.pause -= 1;
-        } else if self.was_full && self.limit < self.numbers.max {
+        } else if self.was_full && self.limit < self.limits.max {
             let most = scaled(self.limit, target, latency.max(1)).max(self.limit + 1);
-            self.limit = (self.limit + self.limit.isqrt()).min(most).min(self.numbers.max);
+            self.limit = (self.limit + self.limit.isqrt()).min(most).min(self.limits.max);
             self.has_grown = true;
         }
     }
@@ -287,7 +287,7 @@ impl Adaptive {
     }
 
     pub(crate) fn view(&self) -> AdaptiveView {
-        AdaptiveView { numbers: self.numbers.clone(), limit: self.limit, latency: self.latency }
+        AdaptiveView { limits: self.limits.clone(), limit: self.limit, latency: self.latency }
     }
 }
 
@@ -304,20 +304,20 @@ mod tests {
     #[test]
     fn tenants_beyond_the_maximum_share_one_vote() {
         let ms = Duration::from_millis;
-        let numbers = AdaptiveLimits { min: 1, max: 8, target: ms(50), mode: AdaptiveMode::Enforce };
-        let mut adaptive = Adaptive::new(numbers, Time::ZERO);
+        let limits = AdaptiveLimits { min: 1, max: 8, target: ms(50), mode: AdaptiveMode::Enforce };
+        let mut adaptive = Adaptive::new(limits, Time::ZERO);
         let now = Time::ZERO + ms(500);
         for tenant in 0..1000 {
             let ran = if tenant < 40 { ms(5) } else { ms(400) };
             let since = Time::ZERO + (ms(500) - ran);
             for _ in 0..2 * RUNS_MAX {
-                adaptive.ended(now, since, tenant, true, (8, 0));
+                adaptive.count_ended(now, since, tenant, true, (8, 0));
             }
         }
         assert_eq!(adaptive.runs.len(), TENANTS_MAX + 1);
         assert!(adaptive.runs.values().all(|runs| runs.times.len() == RUNS_MAX));
         assert!(adaptive.is_due(now));
         // 40 tenants are fast and 24 slow. The other 936 share one slow vote.
-        assert_eq!((adaptive.close(now), adaptive.latency), (Ordering::Equal, Some(ms(5))));
+        assert_eq!((adaptive.close_window(now), adaptive.latency), (Ordering::Equal, Some(ms(5))));
     }
 }

@@ -94,7 +94,7 @@ impl Admission {
     }
 }
 
-/// Permission for one call. Must be returned by [`Breaker::record`] or [`Breaker::give_back`]. Not `Clone`,
+/// Permission for one call. Must be returned by [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`,
 /// so that no call counts twice.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped claim of a probe leaves the breaker half-open for ever"]
@@ -232,13 +232,13 @@ impl Breaker {
     }
 
     /// Returns true if every job passes without evidence being collected, so that no claim is needed.
-    pub(crate) const fn is_absent(&self) -> bool {
+    pub(crate) const fn is_disabled(&self) -> bool {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
     /// Gives back the claim of a call without evidence, so that another call can be the probe. Otherwise the
     /// breaker could stay half-open forever (resilience4j #544 and #935).
-    pub(crate) fn give_back(&mut self, claim: Claim) {
+    pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
         {
@@ -266,7 +266,7 @@ impl Breaker {
             return None;
         }
         if result == CallResult::Ignored {
-            self.give_back(claim);
+            self.return_claim(claim);
             return None;
         }
         let limits = self.limits.as_ref()?;
@@ -554,7 +554,7 @@ mod tests {
 
     /// Hystrix, `testLowVolumeDoesNotTripCircuit`.
     #[test]
-    fn low_volume_does_not_trip() {
+    fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
         for second in 0..300 {
             // Never five calls in one window.
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_is_what_remains() {
+    fn retry_after_is_the_remaining_open_time() {
         let breaker = opened(at(100));
         assert_eq!(retry_after(&breaker, at(100)), Some(5 * SECOND));
         let now = at(103) + Duration::from_nanos(1);
@@ -616,7 +616,7 @@ mod tests {
             assert_eq!(breaker.claim(at(5), true), None);
         }
         if let Some(claim) = claims.pop() {
-            breaker.give_back(claim);
+            breaker.return_claim(claim);
         }
         assert_eq!(breaker.peek(at(5), true), Admission::Probe);
         claims.push(claim(&mut breaker, at(5)));
@@ -636,7 +636,7 @@ mod tests {
 
     /// resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935: the last probe is ignored.
     #[test]
-    fn an_ignored_probe_does_not_leave_it_half_open_for_ever() {
+    fn ignored_probe_can_be_repeated() {
         let mut breaker = opened(at(0));
         for _ in 0..3 {
             assert_eq!(call(&mut breaker, at(5), Success, FAST), None);
@@ -652,7 +652,7 @@ mod tests {
     /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): not needed here, because a hanging probe ends
     /// at its deadline as a failure.
     #[test]
-    fn a_probe_that_hangs_opens_it_again_at_its_deadline() {
+    fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
         trip(&mut breaker, at(0));
         let probe = claim(&mut breaker, at(5));
@@ -666,7 +666,7 @@ mod tests {
     /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j,
     /// this breaker opens as soon as the remaining probes cannot prevent that.
     #[test]
-    fn the_rates_judge_the_probes() {
+    fn failure_and_slow_rates_decide_about_probes() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
             let mut breaker = opened(at(0));
             assert_eq!(call(&mut breaker, at(5), bad.0, bad.1), None);
@@ -685,7 +685,7 @@ mod tests {
     /// Calls that began before the breaker opened and end while it is half-open are no evidence, and return
     /// no claims of the current epoch.
     #[test]
-    fn calls_of_an_earlier_epoch_do_not_count() {
+    fn calls_of_an_earlier_epoch_are_ignored() {
         let mut breaker = breaker();
         let old: Vec<_> = (0..50).map(|_| claim(&mut breaker, at(0))).collect();
         trip(&mut breaker, at(0));
@@ -771,7 +771,7 @@ mod tests {
 
     /// resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
     #[test]
-    fn reset_forgets_everything() {
+    fn reset_closes_and_drops_evidence() {
         let mut breaker = opened(at(0));
         trip(&mut breaker, at(5));
         assert!(breaker.reset(at(6)).is_some_and(|t| t.from == BreakerState::Open));
@@ -788,7 +788,7 @@ mod tests {
 
     /// The window also drops old successes. Neither that alone nor an ignored call may open the breaker.
     #[test]
-    fn only_evidence_opens_it() {
+    fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
         for _ in 0..6 {
             assert_eq!(call(&mut breaker, at(0), Success, FAST), None);
@@ -938,7 +938,7 @@ mod tests {
         /// Checks that calls pass once all claims are returned, enough time has passed and a worker is ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
-                self.breaker.give_back(claim);
+                self.breaker.return_claim(claim);
             }
             self.now = self.now + 8 * self.limits.open_for;
             self.is_ready = true;
@@ -972,7 +972,7 @@ mod tests {
     }
 
     #[test]
-    fn random_histories_agree_with_a_naive_list_and_never_get_stuck() {
+    fn random_histories_match_a_naive_model() {
         let mut entered = [0; 4];
         for seed in 0..200 {
             let mut world = World::new(seed);

@@ -112,7 +112,7 @@ mod tests {
 
     /// failsafe-go, `WithMinConcurrency`: the minimum is allowed even without any call.
     #[test]
-    fn at_low_volume_the_floor_is_allowed() {
+    fn allows_minimum_retries_at_low_volume() {
         let mut budget = budget(2, 0.2);
         assert_eq!(spend(&mut budget, Time::ZERO), RETRIES_FLOOR);
         for _ in 0..5 * RETRIES_FLOOR {
@@ -123,7 +123,7 @@ mod tests {
 
     /// Finagle, `RetryBudget`: about `percentCanRetry` of the requests.
     #[test]
-    fn at_high_volume_the_share_is_allowed() {
+    fn allows_budget_share_at_high_volume() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
             let mut budget = budget(2, share);
             for _ in 0..1000 {
@@ -135,7 +135,7 @@ mod tests {
 
     /// Finagle: deposits expire after `ttl`. Here, withdrawals expire as well.
     #[test]
-    fn what_is_long_ago_does_not_count() {
+    fn old_calls_and_retries_expire() {
         let mut budget = budget(2, 0.2);
         for _ in 0..1000 {
             budget.call(Time::ZERO);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn attempts_count_the_first() {
+    fn attempts_include_the_first() {
         let mut budget = budget(3, 1.0);
         assert!(budget.try_retry(Time::ZERO, 1));
         assert!(budget.try_retry(Time::ZERO, 2));

@@ -5,10 +5,10 @@
 
 mod adapt;
 mod admission;
-mod ahead;
 mod life;
 mod oversized;
 mod permits;
+mod prefetch;
 mod recovery;
 mod recycle;
 mod size;
@@ -24,25 +24,25 @@ use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict
 use crate::adaptive::Adaptive;
 use crate::breaker::{Breaker, CallResult, Transition};
 use crate::budget::RetryBudget;
-use crate::drops::Drops;
-use crate::jobs::{Jobs, Place};
+use crate::jobs::{JobState, Jobs};
 use crate::limits::Limits;
-use crate::load::Load;
-use crate::messages::{Action, Answer, Event, Note, RecycleReason, Reply, WorkerId, rejection};
+use crate::load::WorkersByLoad;
+use crate::messages::{Action, Event, JobOutcome, OperatorEvent, RecycleReason, Reply, WorkerId, rejection};
 use crate::poison::Poison;
 use crate::queue::Queue;
-use crate::restart::Spacing;
+use crate::restart::RestartSpacing;
+use crate::retry_after::RetryAfter;
 use crate::tenants::Tenants;
 use crate::time::Time;
 use crate::timers::Timers;
-use crate::workers::{Apart, Phase, Slot, Worker};
+use crate::workers::{Exclusivity, Phase, Slot, Worker};
 
 use admission::Evictions;
 use withheld::Withheld;
 
 pub use life::describe as describe_end;
 pub use size::Activity;
-pub use view::{BulkheadState, Counters, HeldJob, PostMortem, StaffView, TenantView, WorkerView};
+pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView};
 
 /// One bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {
@@ -70,21 +70,21 @@ pub struct Bulkhead<T> {
     poison: Poison,
     /// The adaptive limit, if configured.
     adaptive: Option<Box<Adaptive>>,
-    load: Load,
+    load: WorkersByLoad,
     /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
-    room: Load,
+    prefetch_candidates: WorkersByLoad,
     /// Number of prefetched jobs that a client waits for.
-    ahead: usize,
+    prefetched: usize,
     /// Workers that may have prefetched jobs to recall, because they take no more jobs.
-    to_take_back: Vec<u32>,
+    to_recall: Vec<u32>,
     /// True if all prefetched jobs must be recalled.
-    takes_all_back: bool,
+    must_recall_all: bool,
     /// Workers that are late to begin a job.
-    lagging: Vec<u32>,
+    late_workers: Vec<u32>,
     /// Recalled jobs that must be sent to the same worker again.
-    to_send_again: Vec<u32>,
+    to_resend: Vec<u32>,
     /// Replaced workers that have answered all their jobs since the last event.
-    to_leave: Vec<u32>,
+    finished_replaced: Vec<u32>,
     /// Replaced workers that have left their slots but have not exited, oldest first.
     exiting: VecDeque<u32>,
     /// Number of workers that count towards the limit.
@@ -96,17 +96,17 @@ pub struct Bulkhead<T> {
     /// Number of permits in use.
     in_use: u32,
     /// Permits in use before the current event.
-    in_use_before: u32,
+    in_use_before_event: u32,
     /// Permits reserved for critical jobs before the current event (adaptive limit only).
-    kept_before: u32,
+    reserved_before_event: u32,
     /// Number of permits held, including those of workers that no longer count towards the limit.
-    held: u32,
+    permits_held: u32,
     /// Number of slots that have or will have a worker.
     live_slots: u32,
-    generations: u32,
-    spacing: Spacing,
+    last_generation: u32,
+    spacing: RestartSpacing,
     /// True if a worker or slot has changed so that a spare may have to take over.
-    is_reserve_concerned: bool,
+    spares_changed: bool,
     /// Slots that a rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
@@ -114,13 +114,13 @@ pub struct Bulkhead<T> {
     service_ns: u64,
     counters: Counters,
     /// Adaptive `Retry-After` by priority code, created at the first rejection.
-    drops: [Option<Box<Drops>>; 3],
+    retry_after_values: [Option<Box<RetryAfter>>; 3],
     /// True if queue pressure has been reported.
-    is_pressed: bool,
+    is_pressure_reported: bool,
     evictions: Evictions,
-    last_trouble: String,
+    last_failure: String,
     /// Reports to send after the answers that they refer to.
-    late_notes: Vec<Note>,
+    deferred_events: Vec<OperatorEvent>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,11 +141,11 @@ impl<T> Bulkhead<T> {
         let retries = RetryBudget::new(limits.retry.clone());
         let poison = Poison::new(limits.poison.clone());
         let tenants = Tenants::new(&limits.tenants);
-        let adaptive = limits.adaptive.clone().map(|numbers| Box::new(Adaptive::new(numbers, Time::ZERO)));
+        let adaptive = limits.adaptive.clone().map(|limits| Box::new(Adaptive::new(limits, Time::ZERO)));
         let mut bulkhead = Self {
             limits,
             mode: Mode::Open,
-            activity: Activity::Resting,
+            activity: Activity::ScaledToZero,
             idle_since: None,
             jobs: Jobs::default(),
             job_timers: Timers::default(),
@@ -160,26 +160,26 @@ impl<T> Bulkhead<T> {
             tenants,
             withheld: Vec::new(),
             adaptive,
-            load: Load::default(),
-            room: Load::default(),
-            ahead: 0,
-            to_take_back: Vec::new(),
-            takes_all_back: false,
-            lagging: Vec::new(),
-            to_send_again: Vec::new(),
-            to_leave: Vec::new(),
+            load: WorkersByLoad::default(),
+            prefetch_candidates: WorkersByLoad::default(),
+            prefetched: 0,
+            to_recall: Vec::new(),
+            must_recall_all: false,
+            late_workers: Vec::new(),
+            to_resend: Vec::new(),
+            finished_replaced: Vec::new(),
             exiting: VecDeque::new(),
             ready: 0,
             stalled: 0,
             permits: 0,
             in_use: 0,
-            in_use_before: 0,
-            kept_before: 0,
-            held: 0,
+            in_use_before_event: 0,
+            reserved_before_event: 0,
+            permits_held: 0,
             live_slots: 0,
-            generations: 0,
-            spacing: Spacing::default(),
-            is_reserve_concerned: false,
+            last_generation: 0,
+            spacing: RestartSpacing::default(),
+            spares_changed: false,
             rolling: VecDeque::new(),
             random: seed,
             breaker,
@@ -187,14 +187,14 @@ impl<T> Bulkhead<T> {
             poison,
             service_ns: 0,
             counters: Counters::default(),
-            drops: Default::default(),
-            is_pressed: false,
+            retry_after_values: Default::default(),
+            is_pressure_reported: false,
             evictions: Evictions::default(),
-            last_trouble: String::new(),
-            late_notes: Vec::new(),
+            last_failure: String::new(),
+            deferred_events: Vec::new(),
         };
-        let slots = bulkhead.slots_wanted();
-        let spares = (0..bulkhead.spares_wanted()).map(|_| Slot { is_reserve: true, ..Slot::default() });
+        let slots = bulkhead.slot_count();
+        let spares = (0..bulkhead.spare_count()).map(|_| Slot { is_spare_slot: true, ..Slot::default() });
         bulkhead.slots.reserve_exact(slots + spares.len());
         bulkhead.slots.resize_with(slots, Slot::default);
         bulkhead.slots.extend(spares);
@@ -204,72 +204,80 @@ impl<T> Bulkhead<T> {
     /// Applies an event that occurred at `now`, and appends the resulting actions to `out`. Returns the id of
     /// a job that was accepted by [`Event::Submit`].
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
-        self.in_use_before = self.in_use;
+        self.in_use_before_event = self.in_use;
         if self.adaptive.is_some() {
-            self.kept_before = u32::try_from(self.reserve()).unwrap_or(u32::MAX);
+            self.reserved_before_event = u32::try_from(self.reserved_permits()).unwrap_or(u32::MAX);
         }
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
-            Event::Returned { worker, job, arrival } => self.returned(now, worker, (job, arrival), out),
-            Event::Oversized { worker, job, failure } => self.oversized(now, worker, job, failure, out),
+            Event::JobReturned { worker, job, send_number } => {
+                self.job_returned(now, worker, (job, send_number), out)
+            }
+            Event::ResultTooLarge { worker, job, failure } => {
+                self.result_too_large(now, worker, job, failure, out)
+            }
             Event::Tick => self.tick(now, out),
             Event::Cancel { job, unless_begun } => self.cancel(now, job, unless_begun, out),
-            Event::GiveUp { job } => self.give_up(now, job, out),
+            Event::MemoryExhausted { job } => self.memory_exhausted(now, job, out),
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
-            Event::Hello { worker, can, claims } => self.hello(now, worker, can, claims),
-            Event::Said { worker, text } => self.said(now, worker, text),
+            Event::Hello { worker, capabilities, journal } => self.hello(now, worker, capabilities, journal),
+            Event::StartStatus { worker, text } => self.start_status(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
-            Event::Heard { worker } => {
-                self.heard(now, worker);
-                self.sends_on(now, worker);
+            Event::FrameReceived { worker } => {
+                self.record_sign_of_life(now, worker);
+                self.extend_kill_time(now, worker);
             }
-            Event::WasAlive { worker, at } => self.was_alive(now, worker, at),
-            Event::Broke { worker, message } => self.broke(now, worker, message, out),
+            Event::AliveAt { worker, at } => self.alive_at(now, worker, at),
+            Event::ProtocolViolated { worker, message } => self.protocol_violated(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
-            Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
-            Event::Unread { worker, job } => self.unread(worker, job),
-            Event::Unbegun { worker, job } => self.unbegun(worker, job),
+            Event::CpuTimeChecked { worker, is_starved } => {
+                self.cpu_time_checked(now, worker, is_starved, out)
+            }
+            Event::JobUnread { worker, job } => self.job_unread(worker, job),
+            Event::JobNotBegun { worker, job } => self.job_not_begun(worker, job),
             Event::Exited { worker, death } => self.exited(now, worker, death, out),
-            Event::Swept { worker } => self.swept(now, worker, out),
-            Event::Lost { worker } => self.lost(now, worker, out),
+            Event::Reaped { worker } => self.reaped(now, worker, out),
+            Event::LostWithKeeper { worker } => self.lost_with_keeper(now, worker, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
-            Event::HeldUp => self.held_up(now),
+            Event::SupervisorPaused => self.supervisor_paused(now),
             Event::Restart => self.rolling_restart(now, out),
             Event::Drain => self.drain(now, out),
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
-            Event::Change(change) => self.change(now, change, out),
+            Event::ChangeLimits(change) => self.change(now, change, out),
             Event::Reconfigure(limits) => self.reconfigure(now, *limits, out),
-            Event::Replace => self.replace(now, out),
-            Event::ChangeTenant { tenant, numbers } => self.change_tenant(now, &tenant, numbers, out),
-            Event::Rest => self.rest(now, out),
-            Event::Await => self.wait_for_start(now),
+            Event::ReplaceWorkers => self.replace(now, out),
+            Event::ChangeTenantLimits { tenant, overrides } => {
+                self.change_tenant_limits(now, &tenant, overrides, out)
+            }
+            Event::ScaleToZero => self.scale_to_zero(now, out),
+            Event::AnnounceStart => self.announce_start(now),
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
-        self.fill_from_reserve(now, out);
-        while self.leave_slots(now, out) {
-            self.fill_from_reserve(now, out);
+        self.fill_from_spares(now, out);
+        while self.release_slots(now, out) {
+            self.fill_from_spares(now, out);
         }
-        self.give_back_withheld(now);
+        self.release_withheld(now);
         self.adapt(now, out);
-        out.extend(self.late_notes.drain(..).map(Action::Note));
+        out.extend(self.deferred_events.drain(..).map(Action::Report));
         let transition = self.breaker.advance(now, self.ready > 0);
-        self.note_transition(transition, out);
+        self.report_transition(transition, out);
         // Any event may have freed a permit, or reduced the number of reserved permits.
         self.pump(now, out);
         // A recalled job can have been the last job of a replaced worker.
-        while self.leave_slots(now, out) {
-            self.fill_from_reserve(now, out);
-            self.give_back_withheld(now);
+        while self.release_slots(now, out) {
+            self.fill_from_spares(now, out);
+            self.release_withheld(now);
             self.pump(now, out);
         }
-        out.extend(self.late_notes.drain(..).map(Action::Note));
-        self.mind_idleness(now);
+        out.extend(self.deferred_events.drain(..).map(Action::Report));
+        self.update_idle_since(now);
         None
     }
 
@@ -280,36 +288,42 @@ impl<T> Bulkhead<T> {
             _ => None,
         };
         let breaker = self.breaker.next_deadline(self.ready > 0);
-        let rest = self.rests_at();
+        let scale_to_zero = self.scale_to_zero_at();
         let jobs_or_workers = earlier(self.job_timers.next(), self.worker_timers.next());
         let slots_or_breaker = earlier(self.slot_timers.next(), breaker);
-        let tells = self.adaptive.as_deref().and_then(Adaptive::tells_at).filter(|_| !self.is_stopped());
-        let tells_or_places = earlier(tells, self.next_given_back());
-        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(earlier(rest, stop), tells_or_places))
+        let report =
+            self.adaptive.as_deref().and_then(Adaptive::report_due_at).filter(|_| !self.is_stopped());
+        let report_or_release = earlier(report, self.next_withheld_release());
+        earlier(
+            earlier(jobs_or_workers, slots_or_breaker),
+            earlier(earlier(scale_to_zero, stop), report_or_release),
+        )
     }
 
     /// Returns the caller's record of a job while its client waits.
-    pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
+    pub fn record_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
-        self.jobs.get(index).cargo.as_mut()
+        self.jobs.get(index).record.as_mut()
     }
 
-    /// Returns true if the job is in the queue, so that [`Event::GiveUp`] can reject it.
+    /// Returns true if the job is in the queue, so that [`Event::MemoryExhausted`] can reject it.
     pub fn is_waiting(&self, job: JobId) -> bool {
-        let place = self.jobs.find(job).and_then(|index| self.jobs.place(index));
-        matches!(place, Some(Place::Queued | Place::Apart))
+        let place = self.jobs.find(job).and_then(|index| self.jobs.state(index));
+        matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
     /// Returns true if this worker has this job with a permit.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
-        matches!(self.find_at(worker, job), Some((_, Place::InFlight { .. })))
+        matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
 
     /// Returns index and place of a job that this worker has, with a permit or prefetched.
-    fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, Place)> {
+    fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, JobState)> {
         let index = self.jobs.find(job)?;
-        let place = self.jobs.place(index)?;
-        let (Place::InFlight { worker: at, .. } | Place::Ahead { worker: at }) = place else { return None };
+        let place = self.jobs.state(index)?;
+        let (JobState::InFlight { worker: at, .. } | JobState::Prefetched { worker: at }) = place else {
+            return None;
+        };
         (at == worker.place && self.worker(worker).is_some()).then_some((index, place))
     }
 
@@ -320,12 +334,12 @@ impl<T> Bulkhead<T> {
 
     /// Counts a job that was rejected before it reached the state machine, because it was malformed or too
     /// large, or because memory was short.
-    pub fn count_refused(&mut self, reason: RejectReason) {
-        self.counters.count_refused(reason);
+    pub fn count_rejected(&mut self, reason: RejectReason) {
+        self.counters.count_rejected(reason);
     }
 
     /// Returns the next number of the seeded sequence (SplitMix64, Steele et al. 2014).
-    fn draw(&mut self) -> u64 {
+    fn next_random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -337,22 +351,22 @@ impl<T> Bulkhead<T> {
 
     /// Dispatches a job to a worker if the payload is not quarantined and the breaker lets the job pass.
     /// Rejects the job otherwise.
-    fn give(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
+    fn try_dispatch(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
-            self.answer(now, index, rejection(RejectReason::Quarantined), out);
+            self.send_outcome(now, index, rejection(RejectReason::Quarantined), out);
             return self.forget(index);
         }
-        if self.breaker.is_absent() {
+        if self.breaker.is_disabled() {
             return self.dispatch(now, index, worker, out);
         }
         match self.breaker.claim(now, self.ready > 0) {
             Some((claim, transition)) => {
                 self.jobs.get(index).claim = Some(claim);
-                self.note_transition(transition, out);
+                self.report_transition(transition, out);
                 self.dispatch(now, index, worker, out);
             }
             None => {
-                self.answer(now, index, rejection(RejectReason::CircuitOpen), out);
+                self.send_outcome(now, index, rejection(RejectReason::CircuitOpen), out);
                 self.forget(index);
             }
         }
@@ -360,33 +374,33 @@ impl<T> Bulkhead<T> {
 
     fn force_breaker(&mut self, now: Time, open: bool, out: &mut Vec<Action<T>>) {
         let transition = if open { self.breaker.force_open(now) } else { self.breaker.release(now) };
-        self.note_transition(transition, out);
+        self.report_transition(transition, out);
     }
 
-    fn note_transition(&mut self, transition: Option<Transition>, out: &mut Vec<Action<T>>) {
+    fn report_transition(&mut self, transition: Option<Transition>, out: &mut Vec<Action<T>>) {
         if let Some(transition) = transition {
-            out.push(Action::Note(Note::Breaker(transition)));
+            out.push(Action::Report(OperatorEvent::Breaker(transition)));
         }
     }
 
     fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
-        self.hand_over(now, index, place);
+        self.assign(now, index, place);
         let remaining = self.jobs.get(index).answer_by(now).since(now);
         self.send(now, index, place, (remaining, false), out);
         if self.limits.recycle.jobs.is_some() {
-            self.mind_jobs_left(now, place, out);
+            self.check_job_limit(now, place, out);
         }
     }
 
     /// Assigns a job to a worker.
-    fn hand_over(&mut self, now: Time, index: u32, place: u32) {
+    fn assign(&mut self, now: Time, index: u32, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let job = self.jobs.get(index);
         job.attempts += 1;
         if !std::mem::replace(&mut job.is_counted, true) {
             self.retries.call(now);
         }
-        job.place = Place::InFlight {
+        job.state = JobState::InFlight {
             worker: place,
             index: worker.jobs.len() as u32,
             since: now,
@@ -396,15 +410,15 @@ impl<T> Bulkhead<T> {
         };
         let is_of_same = worker.jobs.is_empty() || worker.tenant == Some(job.tenant);
         worker.tenant = is_of_same.then_some(job.tenant);
-        worker.turned_at = now;
-        worker.lag = if worker.jobs.is_empty() { 0 } else { worker.lag };
+        worker.last_progress_at = now;
+        worker.late_checks = if worker.jobs.is_empty() { 0 } else { worker.late_checks };
         worker.jobs.push(index);
-        worker.wanted += 1;
-        worker.begun += 1;
+        worker.awaited_jobs += 1;
+        worker.jobs_given += 1;
         if job.is_suspect {
-            worker.apart = Apart::Taken;
+            worker.exclusivity = Exclusivity::Exclusive;
         }
-        let due = if job.cargo.is_some() { job.answer_by(now) } else { job.end_by(now) };
+        let due = if job.record.is_some() { job.answer_by(now) } else { job.kill_by(now) };
         let tenant = job.tenant;
         self.count_in_flight(tenant, true);
         self.job_timers.set(index, due);
@@ -414,41 +428,44 @@ impl<T> Bulkhead<T> {
     // Answers.
 
     /// Sends the client its answer. The job stays where it is.
-    fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+    fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
-        let Some(cargo) = job.cargo.take() else { return };
-        let (priority, is_guest, has_claim) = (job.priority, job.is_guest, job.claim.is_some());
-        let verdict = if job.before.is_some() { self.verdict_in_all(index, verdict) } else { verdict };
-        if !is_guest {
+        let Some(record) = job.record.take() else { return };
+        let (priority, is_fallback, has_claim) = (job.priority, job.is_fallback, job.claim.is_some());
+        let verdict =
+            if job.earlier_attempts.is_some() { self.overall_verdict(index, verdict) } else { verdict };
+        if !is_fallback {
             self.counters.count(&verdict);
         }
         if has_claim {
-            self.tell_breaker(now, index, &verdict, out);
+            self.record_call(now, index, &verdict, out);
         }
         let job = self.jobs.get(index);
-        if let Place::InFlight { since, .. } = job.place {
+        if let JobState::InFlight { since, .. } = job.state {
             let tenant = job.tenant;
-            self.time_run(now, since, tenant, &verdict);
+            self.record_run_time(now, since, tenant, &verdict);
         }
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
         let mut attempts = job.attempts;
-        let (mut ran, mut worker_pid) =
-            job.before.as_ref().map_or((Duration::ZERO, None), |before| (before.ran, before.worker_pid));
-        if let Place::InFlight { worker, .. } | Place::Ahead { worker, .. } = job.place {
+        let (mut ran, mut worker_pid) = job
+            .earlier_attempts
+            .as_ref()
+            .map_or((Duration::ZERO, None), |before| (before.ran, before.worker_pid));
+        if let JobState::InFlight { worker, .. } | JobState::Prefetched { worker, .. } = job.state {
             worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
         }
-        match job.place {
-            Place::InFlight { since, .. } => ran += now.since(since),
+        match job.state {
+            JobState::InFlight { since, .. } => ran += now.since(since),
             // The verdict says that the job has begun.
-            Place::Ahead { .. } => attempts += 1,
+            JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }
         let is_in_time = retry_after.is_none_or(|wait| wait <= job.deadline_at.since(now));
-        let answer = Answer {
+        let answer = JobOutcome {
             job: Some(id),
-            cargo,
+            record,
             retryable: is_in_time && verdict.is_retryable(job.idempotent),
             verdict,
             attempts,
@@ -459,24 +476,24 @@ impl<T> Bulkhead<T> {
             deadline: job.limit(),
             run_limit: (job.run_limit < Duration::MAX).then_some(job.run_limit),
         };
-        out.push(Action::Answer(answer));
+        out.push(Action::SendOutcome(answer));
     }
 
     /// Reports a call to the breaker. A job that is answered from the queue has no claim.
-    fn tell_breaker(&mut self, now: Time, index: u32, verdict: &Verdict, out: &mut Vec<Action<T>>) {
+    fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
-        let Place::InFlight { since, .. } = job.place else { return self.breaker.give_back(claim) };
-        let transition = self.breaker.record(now, claim, judge(verdict), now.since(since));
-        self.note_transition(transition, out);
+        let JobState::InFlight { since, .. } = job.state else { return self.breaker.return_claim(claim) };
+        let transition = self.breaker.record(now, claim, call_result(verdict), now.since(since));
+        self.report_transition(transition, out);
     }
 
     fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply, out: &mut Vec<Action<T>>) {
-        self.heard(now, worker);
+        self.record_sign_of_life(now, worker);
         let found = self.find_at(worker, job);
-        let Some((index, Place::InFlight { since, is_oversized: is_told, .. })) = found else {
-            if found.is_some() || self.was_taken_from(worker, job) {
-                self.answered_without_right(now, worker, job, out);
+        let Some((index, JobState::InFlight { since, is_oversized: is_answered, .. })) = found else {
+            if found.is_some() || self.was_recalled_from(worker, job) {
+                self.kill_for_invalid_reply(now, worker, job, out);
             }
             self.counters.late_replies += 1;
             return;
@@ -484,8 +501,8 @@ impl<T> Bulkhead<T> {
         let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
         self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
         let job = self.jobs.get(index);
-        let (arrival, is_wanted) = (job.arrival, job.cargo.is_some());
-        if !is_wanted && !is_told {
+        let (send_number, is_wanted) = (job.send_number, job.record.is_some());
+        if !is_wanted && !is_answered {
             // The client was answered earlier, for example at the deadline, and the worker has now finished.
             self.counters.late_replies += 1;
         }
@@ -494,23 +511,23 @@ impl<T> Bulkhead<T> {
             Reply::Failed(failure) => Verdict::Failed(failure),
             Reply::ProgramCrashed { death, message } => life::crash(death, None, message),
         };
-        if !self.recover_program(now, index, worker, &verdict, out) {
-            self.answer(now, index, verdict, out);
+        if !self.retry_after_program_crash(now, index, worker, &verdict, out) {
+            self.send_outcome(now, index, verdict, out);
             self.release(index);
         }
         if let Some(worker) = self.worker_mut(worker) {
             worker.served += 1;
-            worker.begun_last = worker.begun_last.max(arrival);
-            worker.wanted -= u32::from(is_wanted);
+            worker.last_begun = worker.last_begun.max(send_number);
+            worker.awaited_jobs -= u32::from(is_wanted);
         }
-        self.begin_ahead(now, worker.place, out);
-        self.review(now, worker.place);
-        self.after_job(now, worker.place);
+        self.begin_prefetched(now, worker.place, out);
+        self.update_kill_time(now, worker.place);
+        self.limit_exit_time(now, worker.place);
     }
 
     /// Removes a job in flight from its worker and from the table.
     fn release(&mut self, index: u32) {
-        debug_assert!(self.jobs.get(index).cargo.is_none(), "released without an answer");
+        debug_assert!(self.jobs.get(index).record.is_none(), "released without an answer");
         self.withdraw(index);
         self.forget(index);
     }
@@ -519,23 +536,23 @@ impl<T> Bulkhead<T> {
     fn withdraw(&mut self, index: u32) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
-        let (held, tenant, is_suspect) = (job.place, job.tenant, job.is_suspect);
-        if let Place::InFlight { worker: place, index: at, is_overdue, .. } = held
+        let (held, tenant, is_suspect) = (job.state, job.tenant, job.is_suspect);
+        if let JobState::InFlight { worker: place, index: at, is_overdue, .. } = held
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
             worker.jobs.swap_remove(at as usize);
-            worker.overdue -= u32::from(is_overdue);
+            worker.overdue_jobs -= u32::from(is_overdue);
             if is_suspect {
-                worker.apart = Apart::No;
+                worker.exclusivity = Exclusivity::Shared;
             }
             if let Some(&moved) = worker.jobs.get(at as usize)
-                && let Place::InFlight { index, .. } = &mut self.jobs.get(moved).place
+                && let JobState::InFlight { index, .. } = &mut self.jobs.get(moved).state
             {
                 *index = at;
             }
         }
         self.count_in_flight(tenant, false);
-        self.jobs.get(index).place = Place::Entered;
+        self.jobs.get(index).state = JobState::Unplaced;
     }
 
     // Deadlines and cancellation.
@@ -543,28 +560,28 @@ impl<T> Bulkhead<T> {
     fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool, out: &mut Vec<Action<T>>) {
         let Some(index) = self.jobs.find(id) else { return };
         let unbegun = Verdict::Cancelled { executed: Executed::No };
-        if self.take_back_one(now, index, Some(unbegun), out) {
+        if self.recall_job(now, index, Some(unbegun), out) {
             return;
         }
-        let place = self.jobs.get(index).place;
+        let place = self.jobs.get(index).state;
         match place {
-            Place::Queued | Place::Apart => {
+            JobState::Queued | JobState::WaitingSuspect => {
                 self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out);
             }
             _ if unless_begun => {}
-            Place::InFlight { since, .. } if self.jobs.get(index).cargo.is_some() => {
-                let end_by = self.jobs.get(index).end_by(since);
+            JobState::InFlight { since, .. } if self.jobs.get(index).record.is_some() => {
+                let kill_by = self.jobs.get(index).kill_by(since);
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
-                self.job_timers.set(index, end_by);
+                self.job_timers.set(index, kill_by);
             }
-            Place::Ahead { .. } if self.jobs.get(index).cargo.is_some() => {
-                self.abandon_ahead(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
+            JobState::Prefetched { .. } if self.jobs.get(index).record.is_some() => {
+                self.abandon_prefetched(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
             }
-            Place::InFlight { .. } | Place::Ahead { .. } | Place::Entered => {}
+            JobState::InFlight { .. } | JobState::Prefetched { .. } | JobState::Unplaced => {}
         }
     }
 
-    fn give_up(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
+    fn memory_exhausted(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
         if self.is_waiting(id)
             && let Some(index) = self.jobs.find(id)
         {
@@ -582,31 +599,31 @@ impl<T> Bulkhead<T> {
 
     /// Answers a job in flight and asks its worker to cancel it. The permit stays in use.
     fn abandon(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
-        self.answer(now, index, verdict, out);
-        let Place::InFlight { worker: place, .. } = self.jobs.get(index).place else { return };
+        self.send_outcome(now, index, verdict, out);
+        let JobState::InFlight { worker: place, .. } = self.jobs.get(index).state else { return };
         let job = self.jobs.id(index);
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.wanted -= 1;
+            worker.awaited_jobs -= 1;
             out.push(Action::Cancel { worker: worker.id, job });
         }
-        self.review(now, place);
+        self.update_kill_time(now, place);
     }
 
-    fn job_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
+    fn job_timer_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let deadline_at = job.deadline_at;
-        let unbegun = match job.place {
-            Place::Ahead { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
+        let unbegun = match job.state {
+            JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
             // The run limit has expired before the job began, and starts again with the next dispatch.
-            _ if deadline_at > now && job.is_repeatable => None,
+            _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
-        if self.take_back_one(now, index, unbegun, out) {
+        if self.recall_job(now, index, unbegun, out) {
             return;
         }
         let job = self.jobs.get(index);
-        match job.place {
-            Place::Queued | Place::Apart => {
+        match job.state {
+            JobState::Queued | JobState::WaitingSuspect => {
                 let verdict = if deadline_at <= now {
                     Verdict::DeadlineQueued
                 } else {
@@ -614,57 +631,57 @@ impl<T> Bulkhead<T> {
                 };
                 self.leave_queue(now, index, verdict, out);
             }
-            Place::InFlight { worker, since, .. } => {
-                let end_by = job.end_by(since);
-                if job.cargo.is_some() {
+            JobState::InFlight { worker, since, .. } => {
+                let kill_by = job.kill_by(since);
+                if job.record.is_some() {
                     self.abandon(now, index, Verdict::DeadlineRunning, out);
                 }
-                if end_by > now {
-                    self.job_timers.set(index, end_by);
+                if kill_by > now {
+                    self.job_timers.set(index, kill_by);
                 } else {
                     self.mark_overdue(now, index, worker);
-                    self.review(now, worker);
+                    self.update_kill_time(now, worker);
                 }
             }
-            Place::Ahead { .. } if deadline_at <= now => {
-                self.abandon_ahead(now, index, Verdict::DeadlineRunning, out);
+            JobState::Prefetched { .. } if deadline_at <= now => {
+                self.abandon_prefetched(now, index, Verdict::DeadlineRunning, out);
             }
-            Place::Ahead { .. } => self.job_timers.set(index, deadline_at),
-            Place::Entered => {}
+            JobState::Prefetched { .. } => self.job_timers.set(index, deadline_at),
+            JobState::Unplaced => {}
         }
     }
 
     fn mark_overdue(&mut self, now: Time, index: u32, place: u32) {
         let kill_at = now + self.limits.grace;
-        if let Place::InFlight { is_overdue, .. } = &mut self.jobs.get(index).place
+        if let JobState::InFlight { is_overdue, .. } = &mut self.jobs.get(index).state
             && !std::mem::replace(is_overdue, true)
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
-            if worker.overdue == 0 {
+            if worker.overdue_jobs == 0 {
                 worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
             }
-            worker.overdue += 1;
+            worker.overdue_jobs += 1;
         }
     }
 
     /// Decides if a worker must be killed because of its jobs. The worker is killed after `grace` if no
     /// client waits for any of the worker's jobs. It is also killed if a job has passed the bulkhead's own
     /// deadline or run limit. So a client can end its own job early, but not the jobs of others. A worker
-    /// that [ends each job itself](Self::patience) has more time while clients wait for other jobs. Until the
+    /// that [ends each job itself](Self::kill_delay) has more time while clients wait for other jobs. Until the
     /// kill, the worker takes no new jobs. While the worker sends a result that is too large, `grace` starts
-    /// again [with each data received](Self::sends_on).
-    pub(super) fn review(&mut self, now: Time, place: u32) {
+    /// again [with each data received](Self::extend_kill_time).
+    pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         match worker.phase {
             Phase::Ready | Phase::Draining => {}
             _ => return self.refresh(place),
         }
-        let is_stuck = !worker.jobs.is_empty() && (worker.wanted == 0 || worker.overdue > 0);
-        let kill_at = now + if is_stuck { self.patience(place) } else { Duration::ZERO };
+        let is_stuck = !worker.jobs.is_empty() && (worker.awaited_jobs == 0 || worker.overdue_jobs > 0);
+        let kill_at = now + if is_stuck { self.kill_delay(place) } else { Duration::ZERO };
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if is_stuck && worker.kill_at.is_none() {
             worker.kill_at = Some(kill_at);
-        } else if is_stuck && self.limits.jobs_end_alone {
+        } else if is_stuck && self.limits.worker_ends_jobs {
             // The patience may have become shorter, because no client waits any more.
             worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
         } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
@@ -675,14 +692,14 @@ impl<T> Bulkhead<T> {
     }
 
     fn tick(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if self.rests_at().is_some_and(|at| at <= now) {
-            self.rest(now, out);
+        if self.scale_to_zero_at().is_some_and(|at| at <= now) {
+            self.scale_to_zero(now, out);
         }
         while let Some(index) = self.job_timers.pop_due(now) {
-            self.job_due(now, index, out);
+            self.job_timer_due(now, index, out);
         }
         while let Some(place) = self.worker_timers.pop_due(now) {
-            self.worker_due(now, place, out);
+            self.worker_timer_due(now, place, out);
         }
         while let Some(slot) = self.slot_timers.pop_due(now) {
             self.spawn(now, slot, crate::workers::Role::Current, out);
@@ -690,7 +707,7 @@ impl<T> Bulkhead<T> {
         if let Mode::Stopping { by } = self.mode
             && by <= now
         {
-            self.stop_all(out);
+            self.kill_all(out);
         }
     }
 
@@ -720,7 +737,7 @@ fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
 }
 
 /// Classifies a verdict as evidence about the dependency of the workers.
-fn judge(verdict: &Verdict) -> CallResult {
+fn call_result(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,
         Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,

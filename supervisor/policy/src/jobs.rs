@@ -18,16 +18,16 @@ const INDEX_BITS: u32 = 24;
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
 /// Table size, in entries, up to which memory is never released.
-const KEPT_MAX: usize = 1024;
+const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
     /// Caller's record. Taken when the client is answered, even if a worker still has the job.
-    pub(crate) cargo: Option<T>,
+    pub(crate) record: Option<T>,
     pub(crate) received: Time,
     /// End of the queue timeout. Cleared by a recall with a permit, and ignored after an attempt that
     /// crashed.
-    pub(crate) patience_until: Option<Time>,
+    pub(crate) queue_timeout_at: Option<Time>,
     /// Time at which the client is answered at the latest.
     pub(crate) deadline_at: Time,
     /// Time at which the worker is killed for this job, whatever other jobs run there.
@@ -37,8 +37,8 @@ pub(crate) struct Job<T> {
     /// Maximum time from a dispatch until the worker is killed for this job, whatever other jobs run there.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
-    pub(crate) is_repeatable: bool,
-    pub(crate) is_guest: bool,
+    pub(crate) is_resendable: bool,
+    pub(crate) is_fallback: bool,
     pub(crate) digest: Option<Digest>,
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
@@ -46,28 +46,28 @@ pub(crate) struct Job<T> {
     /// Number of bytes that the job takes on a worker's link.
     pub(crate) bytes: u32,
     /// The job's number in the order in which the jobs of its worker were sent.
-    pub(crate) arrival: u64,
+    pub(crate) send_number: u64,
     /// Number of recalls from workers that had not begun the job.
-    pub(crate) returned: u8,
+    pub(crate) recalls: u8,
     /// Worker from which the job was last recalled.
-    pub(crate) taken_from: Option<WorkerId>,
+    pub(crate) recalled_from: Option<WorkerId>,
     pub(crate) attempts: u32,
     /// Number of times that a worker died without having read the job. Not counted in `attempts`.
-    pub(crate) taken_back: u32,
+    pub(crate) unread_returns: u32,
     /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
     /// True if the job may have crashed a worker and must therefore run alone in a worker.
     pub(crate) is_suspect: bool,
     /// Result of earlier attempts.
-    pub(crate) before: Option<Box<Before>>,
+    pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
     /// Claim of the circuit breaker, while a worker has the job and the client waits.
     pub(crate) claim: Option<Claim>,
-    pub(crate) place: Place,
+    pub(crate) state: JobState,
 }
 
 /// Result of the attempts so far.
 #[derive(Debug)]
-pub(crate) struct Before {
+pub(crate) struct EarlierAttempts {
     /// Outcome of the last attempt.
     pub(crate) crash: Verdict,
     /// Total run time of all attempts.
@@ -88,21 +88,21 @@ impl<T> Job<T> {
     }
 
     /// Returns the time at which the worker is killed for the job if the job was dispatched at `since`.
-    pub(crate) fn end_by(&self, since: Time) -> Time {
+    pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
 }
 
 /// State of a job.
 #[derive(Clone, Copy)]
-pub(crate) enum Place {
-    Entered,
+pub(crate) enum JobState {
+    Unplaced,
     Queued,
     /// The job is a suspect that waits for an idle worker.
-    Apart,
+    WaitingSuspect,
     /// The job is prefetched: it was sent to a worker that begins the job after all earlier jobs are
     /// answered.
-    Ahead {
+    Prefetched {
         worker: u32,
     },
     InFlight {
@@ -124,12 +124,12 @@ pub(crate) struct Jobs<T> {
     free: Vec<u32>,
     sequence: u64,
     /// Number of jobs at or below which the next removal tries to shrink the table. Halved with each attempt.
-    few: usize,
+    shrink_below: usize,
 }
 
 impl<T> Default for Jobs<T> {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), sequence: 0, few: usize::MAX }
+        Self { table: Vec::new(), free: Vec::new(), sequence: 0, shrink_below: usize::MAX }
     }
 }
 
@@ -165,31 +165,31 @@ impl<T> Jobs<T> {
         let hard_run_limit = limits.run_limit.unwrap_or(Duration::MAX);
         self.table[index as usize] = Some(Job {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
-            cargo: Some(submission.cargo),
+            record: Some(submission.record),
             received: now,
-            patience_until: limits.queue_timeout.map(|timeout| now + timeout),
+            queue_timeout_at: limits.queue_timeout.map(|timeout| now + timeout),
             deadline_at: now + limit,
             hard_deadline_at: now + limit.max(limits.deadline),
             run_limit: submission.run_limit.map_or(hard_run_limit, |asked| asked.min(hard_run_limit)),
             hard_run_limit,
             idempotent: submission.idempotent,
-            is_repeatable: submission.is_repeatable,
-            is_guest: submission.is_guest,
+            is_resendable: submission.is_resendable,
+            is_fallback: submission.is_fallback,
             digest: submission.digest,
             priority: submission.priority,
             tenant: submission.tenant,
             cost: submission.cost,
             bytes: submission.bytes,
-            arrival: 0,
-            returned: 0,
-            taken_from: None,
+            send_number: 0,
+            recalls: 0,
+            recalled_from: None,
             attempts: 0,
-            taken_back: 0,
+            unread_returns: 0,
             is_counted: false,
             is_suspect: false,
-            before: None,
+            earlier_attempts: None,
             claim: None,
-            place: Place::Entered,
+            state: JobState::Unplaced,
         });
         index
     }
@@ -207,13 +207,13 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_mut().expect("each index in use has a job")
     }
 
-    pub(crate) fn place(&self, index: u32) -> Option<Place> {
-        self.table.get(index as usize)?.as_ref().map(|job| job.place)
+    pub(crate) fn state(&self, index: u32) -> Option<JobState> {
+        self.table.get(index as usize)?.as_ref().map(|job| job.state)
     }
 
     /// Returns true if a worker still sends a result of this job that is too large.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
-        matches!(self.place(index), Some(Place::InFlight { is_oversized: true, .. }))
+        matches!(self.state(index), Some(JobState::InFlight { is_oversized: true, .. }))
     }
 
     pub(crate) fn digest(&self, index: u32) -> Option<Digest> {
@@ -230,25 +230,25 @@ impl<T> Jobs<T> {
 
     /// Removes a job that is in no queue and no worker.
     pub(crate) fn remove(&mut self, index: u32) {
-        debug_assert!(matches!(self.get(index).place, Place::Entered));
+        debug_assert!(matches!(self.get(index).state, JobState::Unplaced));
         self.table[index as usize] = None;
         self.free.push(index);
-        if self.free.len() == self.table.len() && self.table.len() > KEPT_MAX {
+        if self.free.len() == self.table.len() && self.table.len() > RETAINED_LEN_MAX {
             // All jobs of a burst are gone, so the memory can be released.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }
         let in_use = self.table.len() - self.free.len();
         if in_use > self.table.len() / 8 {
-            self.few = usize::MAX;
-        } else if self.table.len() > KEPT_MAX && in_use <= self.few {
-            self.few = in_use / 2;
-            self.give_back();
+            self.shrink_below = usize::MAX;
+        } else if self.table.len() > RETAINED_LEN_MAX && in_use <= self.shrink_below {
+            self.shrink_below = in_use / 2;
+            self.shrink();
         }
     }
 
     /// Shrinks the table to the last job. New jobs go to free places at the front.
-    fn give_back(&mut self) {
+    fn shrink(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);
         self.table.shrink_to_fit();
@@ -257,7 +257,7 @@ impl<T> Jobs<T> {
 
     /// Returns the waiting jobs, in no particular order.
     pub(crate) fn queued(&self) -> Vec<u32> {
-        let is_queued = |job: &Job<T>| matches!(job.place, Place::Queued | Place::Apart);
+        let is_queued = |job: &Job<T>| matches!(job.state, JobState::Queued | JobState::WaitingSuspect);
         (0..self.table.len() as u32)
             .filter(|&index| self.table[index as usize].as_ref().is_some_and(is_queued))
             .collect()
@@ -268,12 +268,12 @@ impl<T> Jobs<T> {
 mod tests {
     use super::*;
 
-    fn insert(jobs: &mut Jobs<u32>, cargo: u32) -> u32 {
-        jobs.insert(Time::ZERO, Submission::new(cargo), Duration::from_secs(1), &Limits::default())
+    fn insert(jobs: &mut Jobs<u32>, record: u32) -> u32 {
+        jobs.insert(Time::ZERO, Submission::new(record), Duration::from_secs(1), &Limits::default())
     }
 
     #[test]
-    fn a_place_that_is_used_again_has_another_number() {
+    fn reused_index_gets_a_new_job_id() {
         let mut jobs = Jobs::default();
         let all: Vec<u32> = (0..5).map(|n| insert(&mut jobs, n)).collect();
         let old = jobs.id(all[2]);
@@ -281,12 +281,12 @@ mod tests {
         let again = insert(&mut jobs, 9);
         assert_eq!(again, all[2]);
         assert_eq!((jobs.find(old), jobs.find(jobs.id(again))), (None, Some(again)));
-        jobs.get(all[1]).place = Place::Queued;
+        jobs.get(all[1]).state = JobState::Queued;
         assert_eq!(jobs.queued(), [all[1]]);
     }
 
     #[test]
-    fn what_a_flood_took_is_given_back_when_the_last_of_it_is_gone() {
+    fn table_shrinks_when_the_last_job_of_a_burst_ends() {
         let mut jobs = Jobs::default();
         let all: Vec<u32> = (0..10_000).map(|n| insert(&mut jobs, n)).collect();
         let (staying, cancelled): (Vec<u32>, Vec<u32>) = all.iter().partition(|&n| !(500..9500).contains(n));
@@ -299,13 +299,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_flood_took_is_given_back_beside_the_few_that_stay() {
+    fn table_shrinks_while_a_few_jobs_remain() {
         let mut jobs = Jobs::default();
         let all: Vec<u32> = (0..10_000).map(|n| insert(&mut jobs, n)).collect();
         let stays = all[3];
         let number = jobs.id(stays);
         all.into_iter().filter(|&index| index != stays).for_each(|index| jobs.remove(index));
-        assert!(jobs.table.capacity() < 2 * KEPT_MAX, "{}", jobs.table.capacity());
+        assert!(jobs.table.capacity() < 2 * RETAINED_LEN_MAX, "{}", jobs.table.capacity());
         assert_eq!(jobs.find(number), Some(stays));
         let next: Vec<u32> = (0..2000).map(|n| insert(&mut jobs, n)).collect();
         assert!(!next.contains(&stays) && jobs.table.len() == 2001, "each place is used once");

@@ -24,7 +24,7 @@ mod adaptive;
 mod breaker;
 mod budget;
 mod bulkhead;
-mod drops;
+mod growth;
 mod jobs;
 mod limits;
 mod load;
@@ -33,7 +33,7 @@ mod poison;
 mod queue;
 mod rate;
 mod restart;
-mod room;
+mod retry_after;
 mod tenants;
 mod time;
 mod timers;
@@ -43,16 +43,16 @@ pub use adaptive::{AdaptiveLimits, AdaptiveMode, AdaptiveView};
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{
-    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, StaffView, TenantView, WorkerView,
+    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView,
     describe_end,
 };
 pub use limits::{
-    Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode,
-    TenantLimits,
+    Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode, TenantLimits,
+    TenantOverrides,
 };
 pub use messages::{
-    Abilities, Action, Answer, Change, Claims, Death, Event, KillReason, Note, RecycleReason, Reply,
-    RestartCause, StopReason, Submission, WorkerId,
+    Action, Capabilities, Death, Event, JobJournal, JobOutcome, KillReason, LimitChange, OperatorEvent,
+    RecycleReason, Reply, RestartCause, StopReason, Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};

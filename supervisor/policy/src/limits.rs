@@ -25,7 +25,7 @@ pub struct Limits {
     pub deadline_max: Duration,
     pub grace: Duration,
     /// True if a worker kills all processes of a job itself, as a worker for `exec` does.
-    pub jobs_end_alone: bool,
+    pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
@@ -41,7 +41,7 @@ pub struct Limits {
     pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
     pub adaptive: Option<AdaptiveLimits>,
-    /// Time without a job after which the workers are stopped; see [`crate::Event::Rest`].
+    /// Time without a job after which the workers are stopped; see [`crate::Event::ScaleToZero`].
     pub idle: Option<Duration>,
 }
 
@@ -74,7 +74,7 @@ pub struct TenantLimits {
     /// Maximum number of queued jobs. Further jobs are rejected.
     pub max_queue: Option<u32>,
     /// Overrides for single tenants, by name.
-    pub own: BTreeMap<String, OwnNumbers>,
+    pub overrides: BTreeMap<String, TenantOverrides>,
     /// Sorted names of the tenants with separate metrics; see [`crate::Bulkhead::label`]. Must not change
     /// while the bulkhead exists.
     pub labelled: Arc<[String]>,
@@ -82,7 +82,7 @@ pub struct TenantLimits {
 
 /// Overrides for one tenant. `None` leaves the general limit in force.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
-pub struct OwnNumbers {
+pub struct TenantOverrides {
     /// Override for [`TenantLimits::max_in_flight`].
     pub max_in_flight: Option<u32>,
     /// Override for [`TenantLimits::max_queue`].
@@ -171,7 +171,7 @@ impl Default for Limits {
             deadline: seconds(30),
             deadline_max: seconds(30),
             grace: Duration::from_millis(100),
-            jobs_end_alone: false,
+            worker_ends_jobs: false,
             lookahead: Duration::ZERO,
             restart: Restart {
                 policy: RestartPolicy::Always,

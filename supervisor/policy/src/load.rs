@@ -5,17 +5,17 @@
 /// Workers by number of jobs. The level of a worker changes by at most one at a time, so the lowest occupied
 /// level is cheap to maintain.
 #[derive(Default)]
-pub(crate) struct Load {
+pub(crate) struct WorkersByLoad {
     /// For each level, a bitmap of the workers at that level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
-impl Load {
+impl WorkersByLoad {
     /// Moves a worker from level `was` to level `is` and stores the new level in `was`. `None` means that the
     /// worker is not in the table.
-    pub(crate) fn list(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
+    pub(crate) fn set_level(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
             if let Some(level) = std::mem::replace(was, is) {
                 self.remove(worker, level);
@@ -54,7 +54,7 @@ impl Load {
     }
 
     /// Returns the worker for the next job.
-    pub(crate) fn least(&self) -> Option<u32> {
+    pub(crate) fn least_loaded(&self) -> Option<u32> {
         if self.count == 0 {
             return None;
         }
@@ -69,20 +69,20 @@ mod tests {
 
     #[test]
     fn prefers_least_load_then_lowest_number() {
-        let mut load = Load::default();
-        assert_eq!(load.least(), None);
+        let mut load = WorkersByLoad::default();
+        assert_eq!(load.least_loaded(), None);
         load.insert(70, 0);
         load.insert(3, 0);
-        assert_eq!(load.least(), Some(3));
+        assert_eq!(load.least_loaded(), Some(3));
         load.remove(3, 0);
         load.insert(3, 1);
-        assert_eq!(load.least(), Some(70));
+        assert_eq!(load.least_loaded(), Some(70));
         load.remove(70, 0);
-        assert_eq!(load.least(), Some(3));
+        assert_eq!(load.least_loaded(), Some(3));
         load.remove(3, 1);
-        assert_eq!(load.least(), None);
+        assert_eq!(load.least_loaded(), None);
         load.insert(9, 2);
         load.insert(8, 0);
-        assert_eq!(load.least(), Some(8));
+        assert_eq!(load.least_loaded(), Some(8));
     }
 }

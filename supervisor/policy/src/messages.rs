@@ -8,7 +8,7 @@ use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vo
 
 use crate::adaptive::AdaptiveLimits;
 use crate::breaker::Transition;
-use crate::limits::{Limits, OwnNumbers};
+use crate::limits::{Limits, TenantOverrides};
 use crate::poison::Digest;
 use crate::rate::RateLimit;
 use crate::tenants::TenantId;
@@ -28,7 +28,7 @@ pub struct WorkerId {
 #[derive(Clone, Debug)]
 pub struct Submission<T> {
     /// Caller's record of the job.
-    pub cargo: T,
+    pub record: T,
     /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several
     /// bulkheads counts over all bulkheads, so that job ids are unique.
     pub sequence: u64,
@@ -42,12 +42,12 @@ pub struct Submission<T> {
     /// True if the job may safely run twice.
     pub idempotent: bool,
     /// True if the caller keeps the payload, so that the job can be dispatched again.
-    pub is_repeatable: bool,
+    pub is_resendable: bool,
     /// Digest of operation and payload, if the bulkhead detects poison payloads.
     pub digest: Option<Digest>,
     /// True if another bulkhead passed the job on. The other bulkhead has already counted and charged the
     /// job, and `deadline_max` does not apply.
-    pub is_guest: bool,
+    pub is_fallback: bool,
     /// Tenant of the job, from a [`crate::Bulkhead::tenant`] call just before this submission.
     pub tenant: TenantId,
     /// Cost of the job for the rate limit and for the tenant's share of turns in the queue.
@@ -55,26 +55,26 @@ pub struct Submission<T> {
     /// Number of bytes that the job takes on a worker's link.
     pub bytes: u32,
     /// Preferred worker, used if it has a free permit at submission.
-    pub prefers: Option<WorkerId>,
+    pub preferred_worker: Option<WorkerId>,
 }
 
 impl<T> Submission<T> {
     /// Returns a submission with default options.
-    pub fn new(cargo: T) -> Self {
+    pub fn new(record: T) -> Self {
         Self {
-            cargo,
+            record,
             sequence: 0,
             deadline: None,
             run_limit: None,
             priority: Priority::Normal,
             idempotent: false,
-            is_repeatable: true,
+            is_resendable: true,
             digest: None,
-            is_guest: false,
+            is_fallback: false,
             tenant: TenantId::NONE,
             cost: 1,
             bytes: 0,
-            prefers: None,
+            preferred_worker: None,
         }
     }
 }
@@ -107,12 +107,12 @@ pub enum Death {
     /// Killed by the kernel for exceeding the memory limit.
     Oom,
     /// Killed by the supervisor for exceeding the size limit of the temporary folder.
-    Overfull,
+    TmpFull,
 }
 
 /// Optional capabilities of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Abilities {
+pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs run.
     pub has_dispatch_thread: bool,
     /// True if `max_in_flight` can be changed after the welcome.
@@ -121,14 +121,14 @@ pub struct Abilities {
 
 /// Shared record of the jobs that a worker has begun. The worker begins jobs in the order in which they were
 /// sent, and writes the number of each job before beginning the job.
-pub trait Claims: std::fmt::Debug + Send {
+pub trait JobJournal: std::fmt::Debug + Send {
     /// Returns the number of the last job begun, counted from 1 in the order of sending.
     fn begun(&self) -> u64;
 
     /// Recalls all jobs up to number `up_to`, the last job sent, except jobs already begun. Returns the
     /// number of the last job begun. If the worker was just about to begin that job, the worker returns the
-    /// job with [`Event::Returned`].
-    fn take_back(&self, up_to: u64) -> u64;
+    /// job with [`Event::JobReturned`].
+    fn recall(&self, up_to: u64) -> u64;
 }
 
 /// Input of the state machine.
@@ -148,7 +148,7 @@ pub enum Event<T> {
         unless_begun: bool,
     },
     /// The memory for waiting jobs is exhausted. Rejects a waiting job. Does nothing if a worker has the job.
-    GiveUp {
+    MemoryExhausted {
         /// Job to reject.
         job: JobId,
     },
@@ -171,9 +171,9 @@ pub enum Event<T> {
         /// Worker that sent the hello.
         worker: WorkerId,
         /// Capabilities announced by the worker.
-        can: Abilities,
+        capabilities: Capabilities,
         /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
-        claims: Option<Box<dyn Claims>>,
+        journal: Option<Box<dyn JobJournal>>,
     },
     /// A worker asks for more time to initialise.
     ExtendStart {
@@ -183,7 +183,7 @@ pub enum Event<T> {
         more: Duration,
     },
     /// A worker reports its status. If the start fails, the last status becomes part of the failure message.
-    Said {
+    StartStatus {
         /// Worker that reports.
         worker: WorkerId,
         /// Status text.
@@ -195,23 +195,23 @@ pub enum Event<T> {
         worker: WorkerId,
     },
     /// A heartbeat or any other frame arrived from a worker.
-    Heard {
+    FrameReceived {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
     /// A worker was alive at an earlier time, according to a timestamp that the worker wrote. The caller
     /// reads the timestamp only of silent workers.
-    WasAlive {
+    AliveAt {
         /// Worker that was alive.
         worker: WorkerId,
         /// Time of the timestamp, not later than now.
         at: Time,
     },
-    /// Answer to [`Action::Look`].
-    Looked {
+    /// Answer to [`Action::CheckCpuTime`].
+    CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if the worker wanted to run since [`Action::Watch`] and got hardly any processor time. The
+        /// True if the worker wanted to run since [`Action::RecordCpuTime`] and got hardly any processor time. The
         /// silence is then the machine's fault.
         is_starved: bool,
     },
@@ -225,17 +225,17 @@ pub enum Event<T> {
         reply: Reply,
     },
     /// A worker returns a job that was recalled just when the worker was about to begin the job.
-    Returned {
+    JobReturned {
         /// Worker that returns the job.
         worker: WorkerId,
         /// Job, according to the worker.
         job: JobId,
         /// The job's number in the order of sending, according to the worker.
-        arrival: u64,
+        send_number: u64,
     },
     /// A worker has begun to send a result that exceeds the size limit. Until [`Event::Replied`], all data
     /// from the worker belongs to this result.
-    Oversized {
+    ResultTooLarge {
         /// Worker that sends the result.
         worker: WorkerId,
         /// Job, according to the worker.
@@ -245,7 +245,7 @@ pub enum Event<T> {
     },
     /// A worker violated the protocol, or closed its link while the process lives on. Nothing that the worker
     /// sent can be trusted any more.
-    Broke {
+    ProtocolViolated {
         /// Worker that violated the protocol.
         worker: WorkerId,
         /// Human-readable description of the violation.
@@ -258,7 +258,7 @@ pub enum Event<T> {
     },
     /// A dead worker had read no byte of this job, so it cannot have begun the job. Comes before
     /// [`Event::Exited`].
-    Unread {
+    JobUnread {
         /// Worker that died.
         worker: WorkerId,
         /// Job that was not read.
@@ -266,14 +266,14 @@ pub enum Event<T> {
     },
     /// A dead worker had not begun this job, according to a record that the worker itself wrote. Comes before
     /// [`Event::Exited`].
-    Unbegun {
+    JobNotBegun {
         /// Worker that died.
         worker: WorkerId,
         /// Job that was not begun.
         job: JobId,
     },
     /// A worker's process has exited. Descendants may still live. The slot stays occupied until
-    /// [`Event::Swept`].
+    /// [`Event::Reaped`].
     Exited {
         /// Worker that exited.
         worker: WorkerId,
@@ -281,13 +281,13 @@ pub enum Event<T> {
         death: Death,
     },
     /// All descendants of an exited worker are gone.
-    Swept {
+    Reaped {
         /// Worker whose descendants are gone.
         worker: WorkerId,
     },
     /// A worker and all its descendants are gone, because the keeper died and the supervisor killed all
     /// workers. No further event follows for this worker.
-    Lost {
+    LostWithKeeper {
         /// Worker that is gone.
         worker: WorkerId,
     },
@@ -299,7 +299,7 @@ pub enum Event<T> {
         rss_bytes: u64,
     },
     /// The supervisor itself was paused. Silence until now says nothing about the workers.
-    HeldUp,
+    SupervisorPaused,
     /// Replaces all workers, one after the other.
     Restart,
     /// Rejects queued jobs and accepts no new ones. Jobs in flight continue.
@@ -310,24 +310,24 @@ pub enum Event<T> {
     /// payloads.
     Reset,
     /// Changes single limits at once, without dropping a job.
-    Change(Change),
+    ChangeLimits(LimitChange),
     /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
     /// not change.
     Reconfigure(Box<Limits>),
     /// New workers run another program or configuration from now on. Replaces all workers, one after the
     /// other. Each old worker continues until its replacement is ready.
-    Replace,
+    ReplaceWorkers,
     /// Sets the limits of one tenant.
-    ChangeTenant {
+    ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
         /// Complete set of the tenant's own limits.
-        numbers: OwnNumbers,
+        overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
-    Rest,
+    ScaleToZero,
     /// Announces an [`Event::Start`], so that jobs may wait for workers.
-    Await,
+    AnnounceStart,
     /// Forces the breaker open, or releases a forced-open breaker.
     ForceBreaker {
         /// True to force the breaker open, false to release it.
@@ -350,9 +350,9 @@ pub enum Action<T> {
         /// Slot that the worker is started for.
         slot: u32,
         /// Cause of the restart. `None` for the first worker of the slot.
-        again: Option<RestartCause>,
+        restart_cause: Option<RestartCause>,
     },
-    /// Send a job to a worker. [`crate::Bulkhead::cargo_mut`] returns the caller's record of the job.
+    /// Send a job to a worker. [`crate::Bulkhead::record_mut`] returns the caller's record of the job.
     Dispatch {
         /// Worker to send the job to.
         worker: WorkerId,
@@ -361,10 +361,10 @@ pub enum Action<T> {
         /// Time left for the job.
         remaining: Duration,
         /// True if the job is prefetched. A prefetched job counts as queued until the worker begins it.
-        is_ahead: bool,
+        is_prefetched: bool,
     },
     /// A job was recalled from a worker that had not begun the job.
-    TookBack {
+    Recalled {
         /// Worker that had the job.
         worker: WorkerId,
         /// Job that was recalled.
@@ -379,18 +379,18 @@ pub enum Action<T> {
     },
     /// A worker is silent. Record how much processor time it has had and how long it has waited for a
     /// processor.
-    Watch {
+    RecordCpuTime {
         /// Worker to examine.
         worker: WorkerId,
     },
-    /// The worker is still silent. Compare with the values recorded at [`Action::Watch`], and always answer
-    /// with [`Event::Looked`].
-    Look {
+    /// The worker is still silent. Compare with the values recorded at [`Action::RecordCpuTime`], and always answer
+    /// with [`Event::CpuTimeChecked`].
+    CheckCpuTime {
         /// Worker to examine.
         worker: WorkerId,
     },
     /// Send a worker its new `max_in_flight`.
-    Limit {
+    SetMaxInFlight {
         /// Worker to inform.
         worker: WorkerId,
         /// New maximum number of jobs in flight.
@@ -409,14 +409,14 @@ pub enum Action<T> {
         reason: KillReason,
     },
     /// Send the client the outcome of its job.
-    Answer(Answer<T>),
+    SendOutcome(JobOutcome<T>),
     /// Report an occurrence to operators.
-    Note(Note),
+    Report(OperatorEvent),
 }
 
 /// Changed limits. `None` leaves a limit unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Change {
+pub struct LimitChange {
     /// Number of worker processes. Surplus workers finish their jobs first.
     pub processes: Option<u32>,
     /// Maximum number of jobs in flight per worker. Running jobs above a lower maximum continue.
@@ -427,9 +427,9 @@ pub struct Change {
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
-impl Change {
+impl LimitChange {
     /// Applies the changes to `limits`.
-    pub fn put_into(self, limits: &mut Limits) {
+    pub fn apply_to(self, limits: &mut Limits) {
         limits.processes = self.processes.unwrap_or(limits.processes);
         limits.max_in_flight = self.max_in_flight.unwrap_or(limits.max_in_flight);
         limits.max_queue = self.max_queue.unwrap_or(limits.max_queue);
@@ -439,11 +439,11 @@ impl Change {
 
 /// Final outcome of a job.
 #[derive(Debug)]
-pub struct Answer<T> {
+pub struct JobOutcome<T> {
     /// Job id. `None` if the job was rejected at submission.
     pub job: Option<JobId>,
     /// Caller's record of the job.
-    pub cargo: T,
+    pub record: T,
     /// Outcome.
     pub verdict: Verdict,
     /// Number of attempts. A dispatch that the worker had not begun does not count.
@@ -478,9 +478,9 @@ pub enum KillReason {
     /// The worker was not ready within `start.ready`.
     NotReady,
     /// The worker was asked to exit and did not.
-    Overdue,
+    ExitTimeout,
     /// The worker has run no job and is no longer needed.
-    Unwanted,
+    NotNeeded,
     /// The keeper died.
     KeeperDied,
 }
@@ -498,8 +498,8 @@ impl KillReason {
                               built with the worker SDK needs `exec` instead of `command`"
                 .into(),
             Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::Overdue => "the worker was asked to stop and did not".into(),
-            Self::Unwanted => "the worker had not begun a job and is no longer needed".into(),
+            Self::ExitTimeout => "the worker was asked to stop and did not".into(),
+            Self::NotNeeded => "the worker had not begun a job and is no longer needed".into(),
             Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
         }
     }
@@ -565,11 +565,11 @@ impl RestartCause {
             (Some(KillReason::Hung), _) => Self::Hung,
             (Some(KillReason::Protocol(_)), _) => Self::Protocol,
             (Some(KillReason::NoHello | KillReason::NotReady), _) => Self::NotReady,
-            (Some(KillReason::Overdue | KillReason::Unwanted), _) => Self::Stopped,
+            (Some(KillReason::ExitTimeout | KillReason::NotNeeded), _) => Self::Stopped,
             (Some(KillReason::KeeperDied), _) => Self::KeeperDied,
             (None, Death::Exit(_)) => Self::Exit,
             (None, Death::Signal(_)) => Self::Signal,
-            (None, Death::Violation(_) | Death::Overfull) => Self::Violation,
+            (None, Death::Violation(_) | Death::TmpFull) => Self::Violation,
             (None, Death::Oom) => Self::Oom,
         }
     }
@@ -599,7 +599,7 @@ pub enum StopReason {
 
 /// Occurrence to report to operators.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Note {
+pub enum OperatorEvent {
     /// A worker's process was started.
     WorkerStarted {
         /// Worker that was started.
@@ -674,7 +674,7 @@ pub enum Note {
         /// Human-readable cause.
         message: String,
         /// Time until the next attempt.
-        again_in: Duration,
+        retry_in: Duration,
     },
     /// The next worker of a slot starts after a delay.
     RestartBackoff {
@@ -726,7 +726,7 @@ pub enum Note {
         /// Lower median of the tenants' 90th percentiles of run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
-        numbers: AdaptiveLimits,
+        limits: AdaptiveLimits,
     },
     /// Jobs are rejected because of a rate limit.
     TenantThrottled {

@@ -137,7 +137,7 @@ mod tests {
 
     /// SQS, `maxReceiveCount`: the third failure quarantines this payload and no other.
     #[test]
-    fn the_third_crash_quarantines_that_payload_and_no_other() {
+    fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
         assert!(!poison.record_crash(at(0), d(7)));
         assert!(!poison.record_crash(at(1), d(8)));
@@ -151,7 +151,7 @@ mod tests {
 
     /// Erlang's `supervisor`, restart intensity: only crashes within the period count.
     #[test]
-    fn crashes_far_apart_do_not_count_together() {
+    fn old_crashes_do_not_count() {
         let mut poison = poison();
         for i in 0..50 {
             assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i}");
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn quarantine_lasts_from_the_last_crash_and_then_starts_afresh() {
+    fn quarantine_ends_after_the_last_crash_expires() {
         let mut poison = poison();
         for minute in [0, 20, 40] {
             poison.record_crash(at(minute), d(7));
@@ -172,7 +172,7 @@ mod tests {
 
     /// The job was dispatched before another copy caused the quarantine.
     #[test]
-    fn a_crash_while_quarantined_renews_it() {
+    fn crash_during_quarantine_extends_it() {
         let mut poison = poison();
         for minute in [0, 1, 2, 50] {
             poison.record_crash(at(minute), d(7));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn of_too_many_quarantined_the_oldest_goes_first() {
+    fn evicts_oldest_quarantined_payload() {
         let mut poison = Poison::new(Some(PoisonLimits { crashes: 1, within: HOUR }));
         for i in 0..=REMEMBERED_MAX as u64 {
             assert!(poison.record_crash(Time(i), d(u128::from(u64::MAX - i))));
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn reset_and_no_limits_let_all_in() {
+    fn reset_or_missing_limits_release_all_payloads() {
         let mut poison = poison();
         for _ in 0..3 {
             poison.record_crash(at(0), d(7));

@@ -27,7 +27,7 @@ const COST_MAX: u32 = 4095;
 const SLOTS_MIN: usize = 64;
 
 /// Table size, in entries, up to which memory is never released.
-const KEPT_MAX: usize = 1024;
+const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
 
@@ -43,7 +43,7 @@ pub(crate) struct Queue {
     is_blocked: Vec<bool>,
     len: usize,
     /// Number of jobs added since memory was last released. Amortises the next release.
-    entered: usize,
+    added: usize,
 }
 
 impl Queue {
@@ -74,7 +74,7 @@ impl Queue {
 
     /// Removes a job without charging its tenant. Does nothing if the job does not wait. O(1).
     pub(crate) fn remove(&mut self, job: u32) {
-        self.take(job, Leave::Cancelled);
+        self.take(job, Removal::Cancelled);
     }
 
     /// Returns the next job among the classes from `lowest` up. O(1).
@@ -86,7 +86,7 @@ impl Queue {
     /// Removes the job that [`Queue::peek`] returns, and charges its tenant. O(1).
     pub(crate) fn pop(&mut self, lowest: Priority) -> Option<u32> {
         let job = self.peek(lowest)?;
-        self.take(job, Leave::Served);
+        self.take(job, Removal::Served);
         Some(job)
     }
 
@@ -150,26 +150,26 @@ impl Queue {
     fn count(&mut self, tenant: u32) {
         self.ranking.add(tenant);
         self.len += 1;
-        self.entered += 1;
+        self.added += 1;
     }
 
-    fn take(&mut self, job: u32, leave: Leave) {
-        let Some(entry) = self.jobs.leave(job) else { return };
+    fn take(&mut self, job: u32, removal: Removal) {
+        let Some(entry) = self.jobs.removal(job) else { return };
         let is_blocked = self.is_blocked(entry.tenant);
-        self.classes[entry.class as usize].remove(&mut self.jobs, job, entry, is_blocked, leave);
+        self.classes[entry.class as usize].remove(&mut self.jobs, job, entry, is_blocked, removal);
         self.ranking.subtract(entry.tenant);
         self.len -= 1;
         if self.len == 0 {
-            self.give_back();
+            self.release_memory();
         }
     }
 
     /// Releases memory after a burst. Requires that as many jobs were added as the tables have places.
     /// Otherwise a single high number that comes and goes would grow and shrink a table each time.
-    fn give_back(&mut self) {
+    fn release_memory(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
-        if places <= KEPT_MAX || self.entered < places {
+        if places <= RETAINED_LEN_MAX || self.added < places {
             return;
         }
         let mut is_blocked = std::mem::take(&mut self.is_blocked);
@@ -181,7 +181,7 @@ impl Queue {
 
 /// Reason for removing a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Leave {
+enum Removal {
     /// The job was served, so its tenant is charged.
     Served,
     /// The job was cancelled or rejected.
@@ -227,7 +227,7 @@ impl Jobs {
         is_new
     }
 
-    fn leave(&mut self, job: u32) -> Option<Entry> {
+    fn removal(&mut self, job: u32) -> Option<Entry> {
         self.table.get_mut(job as usize)?.take()
     }
 
@@ -301,7 +301,7 @@ impl Class {
         }
     }
 
-    fn remove(&mut self, jobs: &mut Jobs, job: u32, gone: Entry, is_blocked: bool, leave: Leave) {
+    fn remove(&mut self, jobs: &mut Jobs, job: u32, gone: Entry, is_blocked: bool, removal: Removal) {
         self.len -= 1;
         jobs.of_class.remove(&mut self.by_age, job);
         let flow = &mut self.flows[gone.tenant as usize];
@@ -316,13 +316,13 @@ impl Class {
         jobs.of_flow.remove(&mut flow.waiting, job);
         if was_oldest {
             let next = jobs.get(flow.waiting.first).map(|entry| u64::from(entry.cost));
-            self.turn_of_next(gone.tenant, u64::from(gone.cost), next, leave);
+            self.turn_of_next(gone.tenant, u64::from(gone.cost), next, removal);
         }
     }
 
     /// Sets the turn of a flow after its oldest job was removed. Earnings for a cancelled job count for the
     /// next job, up to the cost of that job, so that a tenant cannot save up turns.
-    fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, leave: Leave) {
+    fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
             Turn::None => {}
@@ -330,12 +330,12 @@ impl Class {
                 flow.turn = next.map_or(Turn::None, |cost| Turn::In((ahead + cost).saturating_sub(gone)));
             }
             Turn::At(turn) => {
-                let since = match leave {
-                    Leave::Served => {
+                let since = match removal {
+                    Removal::Served => {
                         self.rounds.now = turn;
                         turn
                     }
-                    Leave::Cancelled => turn.saturating_sub(gone),
+                    Removal::Cancelled => turn.saturating_sub(gone),
                 };
                 let next = next.map(|cost| self.rounds.now.max(since + cost));
                 flow.turn = next.map_or(Turn::None, Turn::At);

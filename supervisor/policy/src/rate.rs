@@ -33,9 +33,9 @@ vocabulary! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
     /// The job would pass after this time if no other job passed before.
-    For(Duration),
+    RetryIn(Duration),
     /// The job costs more than the burst and will never pass.
-    ForEver,
+    Never,
 }
 
 /// Time at which the bucket will have drained, in nanoseconds of [`Time`] but in 128 bits, so that it never
@@ -48,7 +48,7 @@ impl Bucket {
     /// nothing then.
     pub(crate) fn take(&mut self, now: Time, limit: &RateLimit, cost: u32) -> Result<(), Excess> {
         if cost > limit.burst {
-            return Err(Excess::ForEver);
+            return Err(Excess::Never);
         }
         let now = u128::from(now.0);
         let drained = self.0.max(now) + limit.nanos_for(cost);
@@ -57,7 +57,7 @@ impl Bucket {
                 self.0 = drained;
                 Ok(())
             }
-            Some(wait) => Err(Excess::For(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))),
+            Some(wait) => Err(Excess::RetryIn(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))),
         }
     }
 
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_passes_and_then_the_rate() {
+    fn allows_a_burst_and_then_the_rate() {
         let mut bucket = Bucket::default();
         let passed = (0..1000).filter(|_| bucket.take(ms(5), &LIMIT, 1).is_ok()).count();
         assert_eq!(passed, 200);
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_that_is_obeyed_suffices_and_a_shorter_one_does_not() {
+    fn reported_wait_is_exact() {
         let mut bucket = Bucket::default();
         let mut now = ms(0);
         let mut state = 1_u64;
@@ -110,8 +110,8 @@ mod tests {
             let before = bucket;
             match bucket.take(now, &LIMIT, cost) {
                 Ok(()) => now = now + Duration::from_micros((state >> 50) % 900),
-                Err(Excess::ForEver) => unreachable!("no cost is that large"),
-                Err(Excess::For(wait)) => {
+                Err(Excess::Never) => unreachable!("no cost is that large"),
+                Err(Excess::RetryIn(wait)) => {
                     let early = now + wait.saturating_sub(Duration::from_nanos(1));
                     assert_eq!(bucket, before, "a refusal is free");
                     assert!(bucket.clone().take(early, &LIMIT, cost).is_err());
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn another_rate_takes_what_is_owed_over_by_its_cost() {
+    fn rescaling_keeps_the_cost_of_earlier_charges() {
         let slow = RateLimit { per_second: 1.0, burst: 120, per: RatePer::Bulkhead };
         let fast = RateLimit { per_second: 1000.0, burst: 1000, per: RatePer::Bulkhead };
         let mut bucket = Bucket::default();
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn in_every_window_no_more_than_the_rate_and_a_burst() {
+    fn every_window_is_bounded_by_rate_and_burst() {
         let limit = RateLimit { per_second: 50.0, burst: 10, per: RatePer::Tenant };
         let mut bucket = Bucket::default();
         let passed: Vec<u64> = (0..20_000).filter(|&t| bucket.take(ms(t), &limit, 1).is_ok()).collect();
@@ -151,13 +151,13 @@ mod tests {
     }
 
     #[test]
-    fn what_costs_more_than_the_burst_never_passes() {
+    fn cost_above_burst_never_passes() {
         let mut bucket = Bucket::default();
-        assert_eq!(bucket.take(ms(9), &LIMIT, 201), Err(Excess::ForEver));
+        assert_eq!(bucket.take(ms(9), &LIMIT, 201), Err(Excess::Never));
         assert_eq!(bucket, Bucket::default());
         assert_eq!(bucket.take(ms(9), &LIMIT, 200), Ok(()));
         let glacial = RateLimit { per_second: 1e-300, burst: 1_000_000_000, per: RatePer::Bulkhead };
         assert_eq!(bucket.take(ms(9), &glacial, 999_999_999), Ok(()));
-        assert_eq!(bucket.take(ms(9), &glacial, 2), Err(Excess::For(Duration::from_nanos(u64::MAX))));
+        assert_eq!(bucket.take(ms(9), &glacial, 2), Err(Excess::RetryIn(Duration::from_nanos(u64::MAX))));
     }
 }

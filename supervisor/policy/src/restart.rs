@@ -8,19 +8,19 @@ use crate::limits::Restart;
 use crate::time::Time;
 
 /// A worker that was ready for this long and has answered a job clears the failure history of its slot.
-pub(crate) const PROVEN_AFTER: Duration = Duration::from_secs(60);
+pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
 /// Number of consecutive workers of a bulkhead that may die during their first jobs before restarts are
 /// spaced.
-const IN_VAIN_AT_ONCE: u32 = 10;
+const UNSPACED_DEATHS_MAX: u32 = 10;
 
 /// Minimum time between two spaced starts in the bulkhead. The kernel spends milliseconds of uninterruptible
 /// work on the start and end of a process. A machine can bear a hundred starts a second, but not a thousand.
-const IN_VAIN_PACE: Duration = Duration::from_millis(10);
+const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Decision after a death that shows that the worker is unfit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
     /// The slot has failed too often. Start a probe at this time.
@@ -29,7 +29,7 @@ pub(crate) enum Next {
 
 /// Failure history of one slot.
 #[derive(Debug, Default)]
-pub(crate) struct History {
+pub(crate) struct FailureHistory {
     /// Times of the newest failures, at most `max + 1`.
     failures: VecDeque<Time>,
     /// Number of failures since a worker last cleared the history.
@@ -38,9 +38,9 @@ pub(crate) struct History {
     is_probing: bool,
 }
 
-impl History {
+impl FailureHistory {
     /// Counts a failure. `random` determines the jitter.
-    pub(crate) fn failed(&mut self, now: Time, limits: &Restart, random: u64) -> Next {
+    pub(crate) fn record_failure(&mut self, now: Time, limits: &Restart, random: u64) -> NextStart {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);
         while self.failures.len() > limits.max as usize + 1 {
@@ -51,9 +51,9 @@ impl History {
             self.is_probing = true;
             // A `backoff_max` of zero must not cause a busy loop.
             let pause = limits.backoff_max.max(Duration::from_millis(100));
-            return Next::Failed { probe_at: now + pause };
+            return NextStart::Failed { probe_at: now + pause };
         }
-        Next::At(now + self.delay(limits, random))
+        NextStart::At(now + self.delay(limits, random))
     }
 
     /// Returns no delay for the first failure. After that, the ceiling doubles, and the delay is random
@@ -68,7 +68,7 @@ impl History {
     }
 
     /// Clears the history.
-    pub(crate) fn proven(&mut self) {
+    pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
 }
@@ -78,22 +78,22 @@ impl History {
 /// spaced over the whole bulkhead, whatever the number of slots. Spacing delays only the next worker. The
 /// jobs get their outcomes at once.
 #[derive(Debug, Default)]
-pub(crate) struct Spacing {
+pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.
-    in_vain: u32,
+    early_deaths: u32,
     /// Time of the last spaced start.
     last: Option<Time>,
 }
 
-impl Spacing {
-    /// Counts the end of a worker. `in_vain` is true if the worker died during its first jobs. Returns the
+impl RestartSpacing {
+    /// Counts the end of a worker. `is_early` is true if the worker died during its first jobs. Returns the
     /// time at which the next worker may start.
-    pub(crate) fn died(&mut self, now: Time, in_vain: bool) -> Time {
-        self.in_vain = if in_vain { self.in_vain.saturating_add(1) } else { 0 };
-        if self.in_vain <= IN_VAIN_AT_ONCE {
+    pub(crate) fn record_death(&mut self, now: Time, is_early: bool) -> Time {
+        self.early_deaths = if is_early { self.early_deaths.saturating_add(1) } else { 0 };
+        if self.early_deaths <= UNSPACED_DEATHS_MAX {
             return now;
         }
-        let next = self.last.map_or(now, |last| now.max(last + IN_VAIN_PACE));
+        let next = self.last.map_or(now, |last| now.max(last + RESTART_INTERVAL_MIN));
         self.last = Some(next);
         next
     }
@@ -107,46 +107,54 @@ mod tests {
     /// An early death happens during a worker's first jobs. Restarts are immediate after the first few in a row.
     #[test]
     fn spaces_restarts_only_after_many_early_deaths() {
-        let mut spacing = Spacing::default();
+        let mut spacing = RestartSpacing::default();
         let now = Time(5_000_000_000);
-        for _ in 0..=IN_VAIN_AT_ONCE {
-            assert_eq!(spacing.died(now, true), now);
+        for _ in 0..=UNSPACED_DEATHS_MAX {
+            assert_eq!(spacing.record_death(now, true), now);
         }
-        let soon = now + IN_VAIN_PACE / 2;
-        assert_eq!(spacing.died(soon, true), now + IN_VAIN_PACE);
-        assert_eq!(spacing.died(soon, true), now + IN_VAIN_PACE * 2, "in whatever slot");
-        let later = now + IN_VAIN_PACE * 5;
-        assert_eq!(spacing.died(later, true), later, "long enough after the last");
-        assert_eq!(spacing.died(later, false), later, "it did a job");
-        assert_eq!(spacing.died(later, true), later);
+        let soon = now + RESTART_INTERVAL_MIN / 2;
+        assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN);
+        assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN * 2, "in whatever slot");
+        let later = now + RESTART_INTERVAL_MIN * 5;
+        assert_eq!(spacing.record_death(later, true), later, "long enough after the last");
+        assert_eq!(spacing.record_death(later, false), later, "it did a job");
+        assert_eq!(spacing.record_death(later, true), later);
     }
 
     /// The first restart is immediate. A failed slot gets only probes until a worker is proven.
     #[test]
     fn restart_delay_doubles_until_the_slot_fails() {
         let limits = Limits::default().restart;
-        let mut history = History::default();
+        let mut history = FailureHistory::default();
         let most = u64::MAX;
         let mut now = Time::ZERO;
         for expected_ms in [0, 100, 200, 400, 800] {
-            let Next::At(at) = history.failed(now, &limits, most) else { panic!("gave up early") };
+            let NextStart::At(at) = history.record_failure(now, &limits, most) else {
+                panic!("gave up early")
+            };
             assert_eq!(at.since(now).as_millis(), expected_ms);
             now = at;
         }
-        assert_eq!(history.failed(now, &limits, most), Next::Failed { probe_at: now + limits.backoff_max });
+        assert_eq!(
+            history.record_failure(now, &limits, most),
+            NextStart::Failed { probe_at: now + limits.backoff_max }
+        );
         let later = now + limits.backoff_max;
-        assert!(matches!(history.failed(later, &limits, 0), Next::Failed { .. }), "a probe is the only try");
-        history.proven();
-        assert_eq!(history.failed(later, &limits, most), Next::At(later));
+        assert!(
+            matches!(history.record_failure(later, &limits, 0), NextStart::Failed { .. }),
+            "a probe is the only try"
+        );
+        history.clear();
+        assert_eq!(history.record_failure(later, &limits, most), NextStart::At(later));
     }
 
     #[test]
     fn old_failures_do_not_count_towards_the_limit() {
         let limits = Limits::default().restart;
-        let mut history = History::default();
+        let mut history = FailureHistory::default();
         for i in 0..100 {
             let now = Time::ZERO + Duration::from_secs(10 * i);
-            assert!(matches!(history.failed(now, &limits, 0), Next::At(_)), "failure {i}");
+            assert!(matches!(history.record_failure(now, &limits, 0), NextStart::At(_)), "failure {i}");
         }
     }
 }

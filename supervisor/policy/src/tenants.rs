@@ -5,9 +5,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crate::limits::{OwnNumbers, TenantLimits};
+use crate::growth::reserve_one;
+use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
-use crate::room::reserve_few;
 use crate::time::Time;
 
 /// Number of a tenant. Stable while the tenant has jobs; may be reused for another tenant afterwards.
@@ -33,9 +33,9 @@ pub(crate) struct Tenant {
     /// Number of places withheld because the tenant's jobs have ended workers.
     pub(crate) withheld: u32,
     /// Number of prefetched jobs.
-    pub(crate) ahead: u32,
+    pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
-    pub(crate) own: OwnNumbers,
+    pub(crate) overrides: TenantOverrides,
     /// Index in the sorted list of labelled tenants, or its length if the tenant is not listed.
     pub(crate) label: u32,
     /// Number of submissions, whatever their outcome.
@@ -52,7 +52,7 @@ pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
     /// Overrides by tenant name, also for tenants that are not remembered.
-    own: HashMap<Box<str>, OwnNumbers>,
+    overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
     newest: u32,
@@ -67,11 +67,11 @@ impl Tenants {
     }
 
     fn with_idle_max(limits: &TenantLimits, idle_max: usize) -> Self {
-        let own = limits.own.iter().map(|(name, numbers)| (name.as_str().into(), *numbers));
+        let overrides = limits.overrides.iter().map(|(name, overrides)| (name.as_str().into(), *overrides));
         let mut tenants = Self {
             table: Vec::new(),
             by_name: HashMap::new(),
-            own: own.collect(),
+            overrides: overrides.collect(),
             labelled: limits.labelled.clone(),
             oldest: NONE,
             newest: NONE,
@@ -79,13 +79,13 @@ impl Tenants {
             idle_max,
         };
         // The entry for jobs without a tenant is never idle, so it is never forgotten.
-        tenants.enter("");
+        tenants.add("");
         tenants.get(TenantId::NONE).jobs = 1;
         tenants
     }
 
     /// Returns the number of a tenant. The number is valid until the next call, or while the tenant has jobs.
-    pub(crate) fn find_or_enter(&mut self, name: &str) -> TenantId {
+    pub(crate) fn find_or_add(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;
         }
@@ -95,30 +95,30 @@ impl Tenants {
                 self.unlink(index);
                 index
             }
-            None => self.enter(name),
+            None => self.add(name),
         };
         self.link(index);
         TenantId(index)
     }
 
     /// Replaces a tenant's overrides. Returns the tenant's number if the tenant is remembered.
-    pub(crate) fn set_own(
+    pub(crate) fn set_overrides(
         &mut self,
         now: Time,
         name: &str,
-        numbers: OwnNumbers,
+        overrides: TenantOverrides,
         general: Option<&RateLimit>,
     ) -> Option<TenantId> {
-        if numbers == OwnNumbers::default() {
-            self.own.remove(name);
+        if overrides == TenantOverrides::default() {
+            self.overrides.remove(name);
         } else {
-            self.own.insert(name.into(), numbers);
+            self.overrides.insert(name.into(), overrides);
         }
         let index = if name.is_empty() { TenantId::NONE.0 } else { *self.by_name.get(name)? };
         let tenant = &mut self.table[index as usize];
-        let before = std::mem::replace(&mut tenant.own, numbers).rate_limit;
+        let before = std::mem::replace(&mut tenant.overrides, overrides).rate_limit;
         if let (Some(before), Some(after)) =
-            (before.as_ref().or(general), numbers.rate_limit.as_ref().or(general))
+            (before.as_ref().or(general), overrides.rate_limit.as_ref().or(general))
         {
             tenant.bucket.rescale(now, before, after);
         }
@@ -129,15 +129,20 @@ impl Tenants {
     pub(crate) fn reconfigure(
         &mut self,
         now: Time,
-        own: &BTreeMap<String, OwnNumbers>,
+        overrides: &BTreeMap<String, TenantOverrides>,
         general: Option<&RateLimit>,
     ) {
-        let gone = self.own.keys().filter(|name| !own.contains_key(&***name)).cloned().collect::<Vec<_>>();
+        let gone = self
+            .overrides
+            .keys()
+            .filter(|name| !overrides.contains_key(&***name))
+            .cloned()
+            .collect::<Vec<_>>();
         for name in gone {
-            self.set_own(now, &name, OwnNumbers::default(), general);
+            self.set_overrides(now, &name, TenantOverrides::default(), general);
         }
-        for (name, numbers) in own {
-            self.set_own(now, name, *numbers, general);
+        for (name, overrides) in overrides {
+            self.set_overrides(now, name, *overrides, general);
         }
     }
 
@@ -149,7 +154,7 @@ impl Tenants {
     /// Adjusts the buckets of all tenants without a separate rate limit to a new general limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
-        for tenant in self.table.iter_mut().filter(|tenant| tenant.own.rate_limit.is_none()) {
+        for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {
             tenant.bucket.rescale(now, before, after);
         }
     }
@@ -167,7 +172,7 @@ impl Tenants {
     }
 
     /// Counts an accepted job of the tenant.
-    pub(crate) fn begin(&mut self, id: TenantId) {
+    pub(crate) fn add_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs += 1;
         if tenant.jobs == 1 {
@@ -176,7 +181,7 @@ impl Tenants {
     }
 
     /// Counts the end of a job of the tenant.
-    pub(crate) fn end(&mut self, id: TenantId) {
+    pub(crate) fn remove_job(&mut self, id: TenantId) {
         let tenant = self.get(id);
         tenant.jobs -= 1;
         if tenant.jobs == 0 {
@@ -191,13 +196,13 @@ impl Tenants {
 
     /// Assigns a number to a new tenant. At the maximum of idle tenants, reuses the number of the tenant that
     /// has been idle the longest.
-    fn enter(&mut self, name: &str) -> u32 {
+    fn add(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
         let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));
         let tenant = Tenant {
             label: label.unwrap_or(self.labelled.len()) as u32,
             name: name.clone(),
-            own: self.own.get(&*name).copied().unwrap_or_default(),
+            overrides: self.overrides.get(&*name).copied().unwrap_or_default(),
             older: NONE,
             newer: NONE,
             ..Tenant::default()
@@ -209,7 +214,7 @@ impl Tenants {
             self.table[index as usize] = tenant;
             index
         } else {
-            reserve_few(&mut self.table);
+            reserve_one(&mut self.table);
             self.table.push(tenant);
             self.table.len() as u32 - 1
         };
@@ -253,28 +258,28 @@ mod tests {
     #[test]
     fn forgets_longest_idle_tenant_but_none_with_jobs() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
-        let busy = tenants.find_or_enter("busy");
-        tenants.begin(busy);
-        let (a, b) = (tenants.find_or_enter("a"), tenants.find_or_enter("b"));
-        assert_eq!(tenants.find_or_enter("a"), a);
+        let busy = tenants.find_or_add("busy");
+        tenants.add_job(busy);
+        let (a, b) = (tenants.find_or_add("a"), tenants.find_or_add("b"));
+        assert_eq!(tenants.find_or_add("a"), a);
         // Tenant b has been idle the longest.
-        let c = tenants.find_or_enter("c");
+        let c = tenants.find_or_add("c");
         assert_eq!(c, b);
         let known = |name: &str| tenants.by_name.get(name).copied();
         assert_eq!((known("b"), known("a"), known("busy")), (None, Some(a.0), Some(busy.0)));
-        tenants.end(busy);
-        assert_eq!(tenants.find_or_enter("d"), a);
-        assert_eq!(tenants.find_or_enter(""), TenantId::NONE);
+        tenants.remove_job(busy);
+        assert_eq!(tenants.find_or_add("d"), a);
+        assert_eq!(tenants.find_or_add(""), TenantId::NONE);
     }
 
     #[test]
-    fn many_strangers_do_not_grow_the_table() {
+    fn idle_tenants_are_bounded() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 100);
         for number in 0..10_000 {
-            let id = tenants.find_or_enter(&format!("tenant {number}"));
+            let id = tenants.find_or_add(&format!("tenant {number}"));
             if number % 3 == 0 {
-                tenants.begin(id);
-                tenants.end(id);
+                tenants.add_job(id);
+                tenants.remove_job(id);
             }
         }
         assert!(tenants.table.len() <= 102 && tenants.by_name.len() <= 102);

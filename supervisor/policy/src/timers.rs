@@ -8,16 +8,16 @@ use std::collections::VecDeque;
 
 use crate::time::Time;
 
-/// Position of a number: an index in the heap or, with [`IN_LINE`], the number of a place in the queue.
+/// Position of a number: an index in the heap or, with [`IN_QUEUE`], the number of a place in the queue.
 type Position = u32;
 
 const ABSENT: Position = u32::MAX;
-const IN_LINE: Position = 1 << 31;
+const IN_QUEUE: Position = 1 << 31;
 /// Place numbers wrap around at this mask.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
 /// Number of empty places in the queue that are always tolerated.
-const EMPTY_MAX: usize = 64;
+const STALE_MAX: usize = 64;
 
 /// Timers by number. Numbers should be small, because the table has an entry for each number up to the
 /// highest.
@@ -25,11 +25,11 @@ const EMPTY_MAX: usize = 64;
 pub struct Timers {
     /// The queue, ordered by time. The first and the last place are always set. A place in between is stale
     /// if its timer was cleared or moved.
-    line: VecDeque<(Time, u32)>,
+    queue: VecDeque<(Time, u32)>,
     /// Number of the first place. Wraps around.
     first: u32,
     /// Number of set timers in the queue.
-    standing: usize,
+    queued_timers: usize,
     heap: Vec<(Time, u32)>,
     position: Vec<Position>,
 }
@@ -41,20 +41,20 @@ impl Timers {
     /// Returns the time of the next timer.
     #[inline]
     pub fn next(&self) -> Option<Time> {
-        self.least().map(|(at, _)| at)
+        self.earliest().map(|(at, _)| at)
     }
 
     #[inline]
-    fn least(&self) -> Option<(Time, u32)> {
-        match (self.line.front(), self.heap.first()) {
-            (Some(&line), Some(&heap)) => Some(if line.0 <= heap.0 { line } else { heap }),
-            (line, heap) => line.or(heap).copied(),
+    fn earliest(&self) -> Option<(Time, u32)> {
+        match (self.queue.front(), self.heap.first()) {
+            (Some(&queue), Some(&heap)) => Some(if queue.0 <= heap.0 { queue } else { heap }),
+            (queue, heap) => queue.or(heap).copied(),
         }
     }
 
     /// Clears and returns one timer that is due at `now`.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
-        let (at, number) = self.least()?;
+        let (at, number) = self.earliest()?;
         (at <= now).then(|| {
             self.clear(number);
             number
@@ -68,24 +68,24 @@ impl Timers {
             self.position.resize(index + 1, ABSENT);
         }
         let position = self.position[index];
-        if position & IN_LINE == 0 {
+        if position & IN_QUEUE == 0 {
             self.heap[position as usize].0 = at;
-            return self.settle(position as usize);
+            return self.restore_order(position as usize);
         }
         if position != ABSENT {
-            if self.line[self.place(position)].0 == at {
+            if self.queue[self.place(position)].0 == at {
                 return;
             }
             self.clear(number);
         }
-        if self.line.back().is_none_or(|last| last.0 <= at) {
-            self.position[index] = self.numbered(self.line.len());
-            self.line.push_back((at, number));
-            self.standing += 1;
+        if self.queue.back().is_none_or(|last| last.0 <= at) {
+            self.position[index] = self.position_of(self.queue.len());
+            self.queue.push_back((at, number));
+            self.queued_timers += 1;
         } else {
             self.heap.push((at, number));
             self.position[index] = self.heap.len() as u32 - 1;
-            self.settle(self.heap.len() - 1);
+            self.restore_order(self.heap.len() - 1);
         }
     }
 
@@ -101,8 +101,8 @@ impl Timers {
     fn at(&self, number: u32) -> Option<Time> {
         match *self.position.get(number as usize)? {
             ABSENT => None,
-            position if position & IN_LINE == 0 => Some(self.heap[position as usize].0),
-            position => Some(self.line[self.place(position)].0),
+            position if position & IN_QUEUE == 0 => Some(self.heap[position as usize].0),
+            position => Some(self.queue[self.place(position)].0),
         }
     }
 
@@ -111,17 +111,17 @@ impl Timers {
         let Some(position) = self.position.get_mut(number as usize) else { return };
         match std::mem::replace(position, ABSENT) {
             ABSENT => {}
-            position if position & IN_LINE == 0 => {
+            position if position & IN_QUEUE == 0 => {
                 let place = position as usize;
                 self.heap.swap_remove(place);
                 if let Some(&(_, moved)) = self.heap.get(place) {
                     self.position[moved as usize] = position;
-                    self.settle(place);
+                    self.restore_order(place);
                 }
             }
             _ => {
-                self.standing -= 1;
-                self.close_up();
+                self.queued_timers -= 1;
+                self.compact();
             }
         }
     }
@@ -129,51 +129,51 @@ impl Timers {
     // The queue.
 
     /// Returns the number of a place in the queue.
-    fn numbered(&self, place: usize) -> Position {
-        IN_LINE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
+    fn position_of(&self, place: usize) -> Position {
+        IN_QUEUE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
     }
 
     fn place(&self, position: Position) -> usize {
         (position.wrapping_sub(self.first) & PLACE_MASK) as usize
     }
 
-    fn stands_at(&self, place: usize) -> bool {
-        self.line
+    fn is_live(&self, place: usize) -> bool {
+        self.queue
             .get(place)
-            .is_some_and(|(_, number)| self.position[*number as usize] == self.numbered(place))
+            .is_some_and(|(_, number)| self.position[*number as usize] == self.position_of(place))
     }
 
     /// Removes stale places from both ends of the queue, and all stale places if there are too many.
-    fn close_up(&mut self) {
-        while !self.line.is_empty() && !self.stands_at(0) {
-            self.line.pop_front();
+    fn compact(&mut self) {
+        while !self.queue.is_empty() && !self.is_live(0) {
+            self.queue.pop_front();
             self.first = self.first.wrapping_add(1);
         }
-        while !self.line.is_empty() && !self.stands_at(self.line.len() - 1) {
-            self.line.pop_back();
+        while !self.queue.is_empty() && !self.is_live(self.queue.len() - 1) {
+            self.queue.pop_back();
         }
-        if self.line.len() > 2 * self.standing + EMPTY_MAX {
+        if self.queue.len() > 2 * self.queued_timers + STALE_MAX {
             let mut kept = 0;
-            for place in 0..self.line.len() {
-                if self.stands_at(place) {
-                    let entry = self.line[place];
-                    self.position[entry.1 as usize] = self.numbered(kept);
-                    self.line[kept] = entry;
+            for place in 0..self.queue.len() {
+                if self.is_live(place) {
+                    let entry = self.queue[place];
+                    self.position[entry.1 as usize] = self.position_of(kept);
+                    self.queue[kept] = entry;
                     kept += 1;
                 }
             }
-            self.line.truncate(kept);
+            self.queue.truncate(kept);
         }
     }
 
     // The heap.
 
-    fn settle(&mut self, place: usize) {
-        let place = self.rise(place);
-        self.sink(place);
+    fn restore_order(&mut self, place: usize) {
+        let place = self.sift_up(place);
+        self.sift_down(place);
     }
 
-    fn rise(&mut self, mut place: usize) -> usize {
+    fn sift_up(&mut self, mut place: usize) -> usize {
         while place > 0 {
             let parent = (place - 1) / 2;
             if self.heap[parent] <= self.heap[place] {
@@ -185,20 +185,20 @@ impl Timers {
         place
     }
 
-    fn sink(&mut self, mut place: usize) {
+    fn sift_down(&mut self, mut place: usize) {
         loop {
             let left = 2 * place + 1;
             if left >= self.heap.len() {
                 return;
             }
             let right = left + 1;
-            let least =
+            let earliest =
                 if right < self.heap.len() && self.heap[right] < self.heap[left] { right } else { left };
-            if self.heap[place] <= self.heap[least] {
+            if self.heap[place] <= self.heap[earliest] {
                 return;
             }
-            self.swap(place, least);
-            place = least;
+            self.swap(place, earliest);
+            place = earliest;
         }
     }
 
@@ -225,7 +225,7 @@ mod tests {
             if n % 3 == 0 {
                 timers.clear(1 + n % 10);
             }
-            assert!(timers.line.len() <= 2 * timers.standing + EMPTY_MAX + 1, "{}", timers.line.len());
+            assert!(timers.queue.len() <= 2 * timers.queued_timers + STALE_MAX + 1, "{}", timers.queue.len());
             assert!(timers.heap.is_empty());
         }
         assert_eq!(timers.pop_due(Time(0)), Some(0));
@@ -235,11 +235,11 @@ mod tests {
             due.push(number);
         }
         assert_eq!(due.len(), 6, "the last ten, without those that were cleared");
-        assert!(timers.line.is_empty() && timers.next().is_none());
+        assert!(timers.queue.is_empty() && timers.next().is_none());
     }
 
     #[test]
-    fn the_numbers_of_places_may_begin_anew() {
+    fn queue_positions_wrap_around() {
         let mut timers = Timers { first: PLACE_MASK - 2, ..Timers::default() };
         for number in 0..5 {
             timers.set(number, Time(u64::from(number)));
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn agrees_with_an_ordered_set_under_random_use() {
+    fn matches_an_ordered_set_under_random_use() {
         let mut timers = Timers::default();
         let mut model: Vec<Option<Time>> = vec![None; 50];
         let mut state = 7_u64;

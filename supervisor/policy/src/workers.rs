@@ -6,25 +6,25 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::limits::{Limits, StartMode};
-use crate::messages::{Claims, KillReason, RecycleReason, RestartCause, WorkerId};
-use crate::restart::History;
+use crate::messages::{JobJournal, KillReason, RecycleReason, RestartCause, WorkerId};
+use crate::restart::FailureHistory;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Maximum time until an ordered process runs. Long, because the keeper starts processes one after the other.
 /// The time of `start.handshake` begins once the process runs.
-const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
+const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time until a process forked from a template runs. The template may ask for more time to initialise,
 /// and the owner of the workers kills a template that takes too long. The start then fails.
-const FORK_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
     /// Last slot that the worker filled. Running jobs and the end of the worker are accounted to this slot.
-    pub(crate) owes: u32,
+    pub(crate) charged_slot: u32,
     /// True if the worker's slot is a reserve slot, for spares.
     pub(crate) is_spare: bool,
     pub(crate) role: Role,
@@ -32,10 +32,10 @@ pub(crate) struct Worker {
     pub(crate) pid: Option<u32>,
     pub(crate) spawned_at: Time,
     pub(crate) ready_at: Option<Time>,
-    pub(crate) last_heard: Time,
-    pub(crate) silence: Silence,
+    pub(crate) last_heard_at: Time,
+    pub(crate) silence: SilenceCheck,
     /// Number of consecutive silences that were blamed on the machine.
-    pub(crate) forgiven: u32,
+    pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Heartbeat interval that the worker was given.
     pub(crate) heartbeat: Duration,
@@ -43,69 +43,69 @@ pub(crate) struct Worker {
     /// True if the worker can change its `max_in_flight`.
     pub(crate) can_resize: bool,
     /// `max_in_flight` that the worker was last sent. `u32::MAX` before the welcome.
-    pub(crate) promised: u32,
+    pub(crate) sent_max_in_flight: u32,
     /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
-    pub(crate) claims: Option<Box<dyn Claims>>,
+    pub(crate) journal: Option<Box<dyn JobJournal>>,
     /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were
     /// recalled.
     pub(crate) sent: u64,
-    pub(crate) begun_last: u64,
-    pub(crate) taken: u64,
+    pub(crate) last_begun: u64,
+    pub(crate) recalled_up_to: u64,
     /// Next time to check for jobs that the worker is late to begin.
-    pub(crate) check_at: Option<Time>,
+    pub(crate) next_begin_check: Option<Time>,
     /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
     pub(crate) is_stalled: bool,
     /// Prefetched jobs, oldest first.
-    pub(crate) ahead: VecDeque<u32>,
-    pub(crate) ahead_bytes: u32,
+    pub(crate) prefetched: VecDeque<u32>,
+    pub(crate) prefetched_bytes: u32,
     /// Level of the worker in the table of workers with free prefetch slots.
-    pub(crate) room: Option<u32>,
+    pub(crate) prefetch_level: Option<u32>,
     /// Last time that the worker was given a job with a permit or answered a job.
-    pub(crate) turned_at: Time,
-    /// Number of checks since `turned_at` that found the worker late to begin a job.
-    pub(crate) lag: u8,
+    pub(crate) last_progress_at: Time,
+    /// Number of checks since `last_progress_at` that found the worker late to begin a job.
+    pub(crate) late_checks: u8,
     /// Tenant of the worker's jobs, if all belong to the same tenant.
     pub(crate) tenant: Option<TenantId>,
     /// Exclusive use of the worker by one suspect job.
-    pub(crate) apart: Apart,
+    pub(crate) exclusivity: Exclusivity,
     /// Indexes of the jobs with a permit.
     pub(crate) jobs: Vec<u32>,
     /// Number of jobs that the dead worker had not begun, according to the worker's own record.
     pub(crate) unbegun: usize,
     /// Number of jobs with a permit that a client still waits for.
-    pub(crate) wanted: u32,
+    pub(crate) awaited_jobs: u32,
     /// Number of jobs with a permit that have passed the bulkhead's own deadline or run limit.
-    pub(crate) overdue: u32,
+    pub(crate) overdue_jobs: u32,
     /// Time at which the worker is killed, unless it replies or exits before.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
     /// Number of jobs given to the worker.
-    pub(crate) begun: u64,
+    pub(crate) jobs_given: u64,
     /// True if the worker has been given all jobs that `recycle.jobs` allows.
-    pub(crate) is_spent: bool,
+    pub(crate) is_at_job_limit: bool,
     /// No replacement of this worker is tried before this time. For a successor on standby, the next time to
     /// check if the slot's worker still gets jobs.
-    pub(crate) succession_after: Time,
+    pub(crate) next_replacement_at: Time,
     /// Next time to check `recycle.age`.
-    pub(crate) age_after: Time,
+    pub(crate) next_age_check: Time,
     /// Level of the worker in the table of workers that may take a job.
-    pub(crate) listed: Option<u32>,
+    pub(crate) load_level: Option<u32>,
     /// True if the worker counts towards the limit.
-    pub(crate) counted: bool,
+    pub(crate) counts_towards_limit: bool,
     /// True if `Bulkhead::stalled` counts the worker.
     pub(crate) counted_as_stalled: bool,
     /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered all
     /// jobs.
-    pub(crate) has_left: bool,
+    pub(crate) has_released_slot: bool,
     /// True if the worker was already sent SIGKILL when its slot was reassigned. The worker's jobs then do
     /// not count towards the limit.
-    pub(crate) is_written_off: bool,
+    pub(crate) killed_before_replacement: bool,
     /// Number of permits that the worker adds to the limit.
     pub(crate) permits: u32,
     /// Number of jobs that the worker adds to the overcommit of its slot.
-    pub(crate) debt: u32,
+    pub(crate) overcommit: u32,
     /// Last status received before the worker became ready.
-    pub(crate) last_words: Option<String>,
+    pub(crate) last_start_status: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -117,7 +117,7 @@ pub(crate) enum Role {
     /// until the current worker was given its last job.
     Successor(RecycleReason),
     /// The worker was replaced.
-    Retired,
+    Replaced,
 }
 
 /// Program and configuration that a worker runs.
@@ -125,34 +125,34 @@ pub(crate) enum Role {
 pub(crate) enum Revision {
     /// Current program and configuration.
     #[default]
-    New,
+    UpToDate,
     /// Outdated program or configuration. If a replacement failed to start, the next attempt is made at
-    /// `again_at`.
-    Old { again_at: Option<Time> },
+    /// `retry_at`.
+    Outdated { retry_at: Option<Time> },
 }
 
 /// State of the check of a worker that missed its heartbeats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Silence {
+pub(crate) enum SilenceCheck {
     /// The worker is not silent.
     #[default]
     None,
     /// Processor time is being observed until this time.
-    Watched { until: Time },
+    Observing { until: Time },
     /// The caller was asked for the result of the observation.
-    Asked,
+    AwaitingResult,
 }
 
 /// Exclusive use of a worker by one suspect job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Apart {
+pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
-    No,
+    Shared,
     /// The worker takes no new jobs, so that it becomes idle for a suspect.
-    Reserved,
+    Draining,
     /// A suspect runs alone in the worker.
-    Taken,
+    Exclusive,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,47 +181,52 @@ impl Default for Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct End {
     /// The worker did not start, or ended without having done a job.
-    pub(crate) is_unfit: bool,
+    pub(crate) is_failure: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
-    pub(crate) is_in_vain: bool,
+    pub(crate) is_early_death: bool,
     /// The worker was killed before it had begun a job, because it was no longer needed.
-    pub(crate) is_unwanted: bool,
+    pub(crate) is_not_needed: bool,
     /// The worker had been given all jobs that `recycle.jobs` allows.
-    pub(crate) is_spent: bool,
+    pub(crate) is_at_job_limit: bool,
 }
 
 impl End {
     /// End of a worker whose process could not be started.
-    pub(crate) const NOT_STARTED: Self =
-        Self { is_unfit: true, is_clean: false, is_in_vain: false, is_unwanted: false, is_spent: false };
+    pub(crate) const NOT_STARTED: Self = Self {
+        is_failure: true,
+        is_clean: false,
+        is_early_death: false,
+        is_not_needed: false,
+        is_at_job_limit: false,
+    };
 }
 
 impl Worker {
     pub(crate) fn new(id: WorkerId, slot: u32, role: Role, now: Time, limits: &Limits) -> Self {
         let patience = match limits.start.mode {
-            StartMode::Spawn => SPAWN_PATIENCE,
-            StartMode::Fork => FORK_PATIENCE,
+            StartMode::Spawn => SPAWN_TIMEOUT,
+            StartMode::Fork => FORK_TIMEOUT,
         };
         Self {
             id,
             slot,
-            owes: slot,
+            charged_slot: slot,
             role,
             phase: Phase::Handshaking { until: now + limits.start.handshake.max(patience) },
             spawned_at: now,
-            last_heard: now,
+            last_heard_at: now,
             heartbeat: limits.health.heartbeat,
-            promised: u32::MAX,
-            turned_at: now,
+            sent_max_in_flight: u32::MAX,
+            last_progress_at: now,
             ..Self::default()
         }
     }
 
     /// Returns true if the worker has neither running nor prefetched jobs.
     pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.ahead.is_empty()
+        self.jobs.is_empty() && self.prefetched.is_empty()
     }
 
     /// Returns true if the process has exited.
@@ -250,7 +255,7 @@ impl Worker {
 
     /// Returns true if the worker is in the reserve, unless it was moved there while being killed or dead.
     pub(crate) fn is_kept_spare(&self) -> bool {
-        self.is_spare && self.role == Role::Current && !self.is_written_off
+        self.is_spare && self.role == Role::Current && !self.killed_before_replacement
     }
 
     /// Returns true if the worker is a spare that is ready for jobs.
@@ -260,7 +265,7 @@ impl Worker {
 
     /// Returns the number of jobs that the worker may still be given.
     pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
-        limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.begun))
+        limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
 
     /// Returns the maximum silence: the time of `missed` heartbeats, plus one that may be in transit.
@@ -269,9 +274,9 @@ impl Worker {
     }
 
     /// Returns the time of the next attempt to replace an outdated worker after a failed attempt.
-    pub(crate) fn replaced_again_at(&self) -> Option<Time> {
+    pub(crate) fn retry_replacement_at(&self) -> Option<Time> {
         match (self.revision, self.role) {
-            (Revision::Old { again_at }, Role::Current) => again_at,
+            (Revision::Outdated { retry_at }, Role::Current) => retry_at,
             _ => None,
         }
     }
@@ -316,20 +321,20 @@ pub const WORKER_STATES: [&str; 9] = [
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
     /// True if the slot belongs to the reserve, for spares.
-    pub(crate) is_reserve: bool,
+    pub(crate) is_spare_slot: bool,
     pub(crate) successor: Option<u32>,
-    /// Number of replaced workers that have neither exited nor [left](Worker::has_left).
-    pub(crate) retired: u32,
+    /// Number of replaced workers that have neither exited nor [left](Worker::has_released_slot).
+    pub(crate) replaced: u32,
     /// Overcommit: number of jobs still running in replaced workers.
-    pub(crate) debt: u32,
+    pub(crate) overcommit: u32,
     /// Number of permits of the limit that the slot's workers use.
     pub(crate) in_use: u32,
     /// Number of permits that the slot's workers hold, whether part of the limit or not.
-    pub(crate) held: u32,
-    pub(crate) history: History,
+    pub(crate) permits_held: u32,
+    pub(crate) history: FailureHistory,
     pub(crate) restarts: u64,
     /// State before the bulkhead rested, if the next worker was not due then.
-    pub(crate) resting: Option<SlotState>,
+    pub(crate) saved_state: Option<SlotState>,
     /// True if the next worker is a restart.
     pub(crate) has_had_worker: bool,
     /// Cause of the last worker's end.

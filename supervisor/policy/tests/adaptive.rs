@@ -3,14 +3,14 @@
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
-mod stage;
+mod fixture;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_policy::{AdaptiveLimits, AdaptiveMode, Event, Limits, Note, Reply, Time};
+use bulkhead_policy::{AdaptiveLimits, AdaptiveMode, Event, Limits, OperatorEvent, Reply, Time};
 use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
-use stage::{MS, SECOND, Stage, limits};
+use fixture::{Fixture, MS, SECOND, limits};
 
 fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
@@ -19,7 +19,7 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
 /// Workers that run jobs of `waiting` clients, each of which submits its jobs one after the other, and a
 /// record of the limit.
 struct Load {
-    stage: Stage,
+    fixture: Fixture,
     /// Running jobs, by the time of their end.
     ends: BTreeMap<(Time, u64), JobId>,
     seen: usize,
@@ -32,8 +32,8 @@ struct Load {
 
 impl Load {
     fn new(limits: Limits, waiting: usize) -> Self {
-        let stage = Stage::ready(limits);
-        Self { stage, ends: BTreeMap::new(), seen: 0, waiting, random: 7, done: 0, limits: Vec::new() }
+        let fixture = Fixture::ready(limits);
+        Self { fixture, ends: BTreeMap::new(), seen: 0, waiting, random: 7, done: 0, limits: Vec::new() }
     }
 
     /// Returns a factor between 0.9 and 1.1.
@@ -43,36 +43,36 @@ impl Load {
     }
 
     fn limit(&self) -> u32 {
-        self.stage.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
+        self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
     }
 
     /// Runs for `time` with jobs that take `service(running)`.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
-        let end = self.stage.now + time;
-        while self.stage.now < end {
-            self.stage.wait(MS);
-            let now = self.stage.now;
+        let end = self.fixture.now + time;
+        while self.fixture.now < end {
+            self.fixture.wait(MS);
+            let now = self.fixture.now;
             while let Some(entry) = self.ends.first_entry().filter(|entry| entry.key().0 <= now) {
                 let job = entry.remove();
-                self.stage.reply(job);
+                self.fixture.reply(job);
                 self.done += 1;
             }
-            let held = self.stage.bulkhead.in_flight() as usize + self.stage.bulkhead.queued();
+            let held = self.fixture.bulkhead.in_flight() as usize + self.fixture.bulkhead.queued();
             for _ in held..self.waiting {
-                self.stage.job();
+                self.fixture.job();
             }
-            for at in self.seen..self.stage.dispatched.len() {
-                let (_, job) = self.stage.dispatched[at];
+            for at in self.seen..self.fixture.dispatched.len() {
+                let (_, job) = self.fixture.dispatched[at];
                 let jitter = self.jitter();
-                let running = self.stage.bulkhead.in_flight() as usize;
+                let running = self.fixture.bulkhead.in_flight() as usize;
                 self.ends.insert((now + service(running).mul_f64(jitter), at as u64), job);
             }
-            self.seen = self.stage.dispatched.len();
+            self.seen = self.fixture.dispatched.len();
             let limit = self.limit();
-            let view = self.stage.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts"));
-            assert!((view.numbers.min..=view.numbers.max).contains(&limit), "{limit}");
-            if view.numbers.mode == AdaptiveMode::Enforce {
-                assert!(self.stage.bulkhead.limit() <= u64::from(limit));
+            let view = self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts"));
+            assert!((view.limits.min..=view.limits.max).contains(&limit), "{limit}");
+            if view.limits.mode == AdaptiveMode::Enforce {
+                assert!(self.fixture.bulkhead.limit() <= u64::from(limit));
             }
             self.limits.push(limit);
         }
@@ -128,13 +128,13 @@ fn limit_settles_at_target_and_follows_service_time() {
 }
 
 #[test]
-fn it_comes_down_within_a_second_and_is_up_again_within_seconds() {
+fn limit_falls_within_a_second_and_recovers_within_seconds() {
     let mut load = Load::new(crowded(1, 64, adaptive(2, 64, 50 * MS)), 200);
     load.run(5 * SECOND, |_| 10 * MS);
     assert_eq!(load.range(4 * SECOND), (64, 64));
     load.run(3 * SECOND, |_| 200 * MS);
     assert_eq!(load.limit(), 2, "whatever the limit, jobs take too long: the least is left");
-    assert!(!load.stage.bulkhead.is_short_of_workers(), "what it took away is not missing");
+    assert!(!load.fixture.bulkhead.is_short_of_workers(), "what it took away is not missing");
     let done = load.done;
     load.run(2 * SECOND, |_| 200 * MS);
     assert!(load.done > done, "the least goes on");
@@ -179,27 +179,27 @@ fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
 /// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for
 /// each tenant. Returns the lowest limit in that time.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
-    let mut stage = Stage::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
+    let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
     let mut jobs: Vec<(JobId, usize, Option<Time>)> = Vec::new();
     for _ in 0..20_000 {
-        stage.wait(MS);
+        fixture.wait(MS);
         for (at, (tenant, clients, _)) in tenants.iter().enumerate() {
             for _ in jobs.iter().filter(|(_, of, _)| *of == at).count()..*clients {
-                let job = stage.submit_as(Priority::Normal, tenant);
+                let job = fixture.submit_as(Priority::Normal, tenant);
                 jobs.push((job.unwrap_or_else(|| panic!("there is room")), at, None));
             }
         }
-        let now = stage.now;
-        for (_, given) in &stage.dispatched[seen..] {
+        let now = fixture.now;
+        for (_, given) in &fixture.dispatched[seen..] {
             let begun = jobs.iter_mut().filter(|(job, ..)| job == given);
             begun.for_each(|(_, tenant, ends_at)| *ends_at = Some(now + tenants[*tenant].2));
         }
-        seen = stage.dispatched.len();
+        seen = fixture.dispatched.len();
         for (job, ..) in jobs.extract_if(.., |(.., ends_at)| ends_at.is_some_and(|at| at <= now)) {
-            stage.reply(job);
+            fixture.reply(job);
         }
-        least = least.min(stage.bulkhead.adaptive().map(|view| view.limit)).or(Some(8));
+        least = least.min(fixture.bulkhead.adaptive().map(|view| view.limit)).or(Some(8));
     }
     least
 }
@@ -223,34 +223,34 @@ fn quick_failures_do_not_count_but_deadline_misses_do() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
     (limits.deadline, limits.grace) = (200 * MS, 3600 * SECOND);
     limits.deadline_max = limits.deadline;
-    let mut stage = Stage::ready(limits);
-    let limit = |stage: &Stage| stage.bulkhead.adaptive().map(|view| view.limit);
+    let mut fixture = Fixture::ready(limits);
+    let limit = |fixture: &Fixture| fixture.bulkhead.adaptive().map(|view| view.limit);
     for _ in 0..100 {
-        let jobs: Vec<JobId> = (0..8).map(|_| stage.job()).collect();
-        stage.wait(5 * MS);
+        let jobs: Vec<JobId> = (0..8).map(|_| fixture.job()).collect();
+        fixture.wait(5 * MS);
         for job in jobs {
-            let (worker, failure) = (stage.holder(job), failure());
-            stage.apply(Event::Replied { worker, job, reply: Reply::Failed(failure) });
+            let (worker, failure) = (fixture.holder(job), failure());
+            fixture.apply(Event::Replied { worker, job, reply: Reply::Failed(failure) });
         }
     }
-    let view = stage.bulkhead.adaptive();
+    let view = fixture.bulkhead.adaptive();
     assert!(view.is_some_and(|view| view.limit == 8 && view.latency.is_none()), "of 800 failures");
     for _ in 0..2 {
-        let jobs: Vec<JobId> = (0..8).map(|_| stage.job()).collect();
+        let jobs: Vec<JobId> = (0..8).map(|_| fixture.job()).collect();
         // The clients are answered at the deadline, and the worker replies just after.
-        stage.wait(200 * MS);
-        let given: Vec<JobId> = jobs.into_iter().filter(|job| stage.was_given_out(*job)).collect();
-        given.into_iter().for_each(|job| stage.reply(job));
+        fixture.wait(200 * MS);
+        let given: Vec<JobId> = jobs.into_iter().filter(|job| fixture.was_dispatched(*job)).collect();
+        given.into_iter().for_each(|job| fixture.reply(job));
     }
-    assert!(limit(&stage) < Some(8), "{:?}", limit(&stage));
+    assert!(limit(&fixture) < Some(8), "{:?}", limit(&fixture));
 }
 
 #[test]
-fn monitoring_bounds_nothing_and_says_what_the_limit_would_be() {
+fn monitor_mode_reports_without_limiting() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
     let mut load = Load::new(crowded(4, 16, numbers), 100);
     load.run(20 * SECOND, cores(4));
-    assert_eq!((load.stage.bulkhead.limit(), load.stage.bulkhead.in_flight()), (64, 64));
+    assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (64, 64));
     let (low, high) = load.range(10 * SECOND);
     assert!(low >= 10 && high <= 40, "{low} to {high}");
     load.run(10 * SECOND, cores(64));
@@ -259,20 +259,21 @@ fn monitoring_bounds_nothing_and_says_what_the_limit_would_be() {
 
 /// Ordinary jobs cannot use permits reserved for critical jobs. The limit must rise without them.
 #[test]
-fn it_grows_again_beside_a_reserve_for_critical_jobs() {
-    for reserve in [0.1, 0.25, 0.5] {
-        let limits = Limits { critical_reserve: reserve, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
+fn limit_grows_with_reserved_permits() {
+    for reserved_permits in [0.1, 0.25, 0.5] {
+        let limits =
+            Limits { critical_reserve: reserved_permits, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
         let mut load = Load::new(limits, 100);
         load.run(20 * SECOND, cores(4));
-        assert!(load.limit() <= 40, "{reserve}: {}", load.limit());
+        assert!(load.limit() <= 40, "{reserved_permits}: {}", load.limit());
         load.run(30 * SECOND, cores(64));
-        assert_eq!(load.limit(), 64, "{reserve}");
+        assert_eq!(load.limit(), 64, "{reserved_permits}");
     }
 }
 
 /// While jobs take too long, the reported limit falls, however many jobs run.
 #[test]
-fn monitoring_never_rises_while_jobs_take_too_long() {
+fn monitored_limit_does_not_rise_while_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
     let mut load = Load::new(crowded(4, 16, numbers), 100);
     let mut before = load.limit();
@@ -290,11 +291,11 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
     load.run(60 * SECOND, cores(4));
     load.run(60 * SECOND, cores(64));
     let told: Vec<(u32, u32)> = load
-        .stage
-        .notes
+        .fixture
+        .events
         .iter()
         .filter_map(|note| match note {
-            Note::LimitAdapted { from, to, .. } => Some((*from, *to)),
+            OperatorEvent::LimitAdapted { from, to, .. } => Some((*from, *to)),
             _ => None,
         })
         .collect();
@@ -305,12 +306,12 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
 
 /// A change that was held back is reported when it is due, not with the next job.
 #[test]
-fn where_it_ended_is_told_though_no_job_comes() {
+fn final_limit_is_reported_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     load.run(3 * SECOND, cores(4));
     let told = |load: &Load| {
-        let last = load.stage.notes.iter().rev().find_map(|note| match note {
-            Note::LimitAdapted { to, .. } => Some(*to),
+        let last = load.fixture.events.iter().rev().find_map(|note| match note {
+            OperatorEvent::LimitAdapted { to, .. } => Some(*to),
             _ => None,
         });
         last.unwrap_or(64)
@@ -318,33 +319,33 @@ fn where_it_ended_is_told_though_no_job_comes() {
     assert_ne!(told(&load), load.limit(), "it moved on since");
     load.waiting = 0;
     for job in std::mem::take(&mut load.ends).into_values() {
-        load.stage.apply(Event::Cancel { job, unless_begun: false });
+        load.fixture.apply(Event::Cancel { job, unless_begun: false });
     }
-    let due = load.stage.bulkhead.next_deadline();
-    assert!(due.is_some_and(|at| at <= load.stage.now + 10 * SECOND), "{due:?}");
-    load.stage.wait(10 * SECOND);
+    let due = load.fixture.bulkhead.next_deadline();
+    assert!(due.is_some_and(|at| at <= load.fixture.now + 10 * SECOND), "{due:?}");
+    load.fixture.wait(10 * SECOND);
     assert_eq!(told(&load), load.limit());
-    load.stage.wait(SECOND);
-    let due = load.stage.bulkhead.next_deadline();
-    assert!(due.is_none_or(|at| at > load.stage.now), "{due:?}");
+    load.fixture.wait(SECOND);
+    let due = load.fixture.bulkhead.next_deadline();
+    assert!(due.is_none_or(|at| at > load.fixture.now), "{due:?}");
 }
 
 #[test]
-fn reloaded_numbers_bound_the_learned_limit_at_once() {
+fn reload_clamps_the_current_limit() {
     let mut load = Load::new(crowded(2, 8, adaptive(1, 16, 50 * MS)), 50);
     load.run(5 * SECOND, |_| 500 * MS);
     assert!(load.limit() <= 2);
     let reload = |load: &mut Load, numbers: Option<AdaptiveLimits>| {
-        let mut limits = load.stage.bulkhead.limits().clone();
+        let mut limits = load.fixture.bulkhead.limits().clone();
         limits.adaptive = numbers;
-        load.stage.apply(Event::Reconfigure(Box::new(limits)));
+        load.fixture.apply(Event::Reconfigure(Box::new(limits)));
     };
     reload(&mut load, Some(adaptive(6, 12, 50 * MS)));
-    assert_eq!((load.limit(), load.stage.bulkhead.in_flight()), (6, 6), "at once");
+    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "at once");
     reload(&mut load, None);
-    assert_eq!((load.stage.bulkhead.limit(), load.stage.bulkhead.in_flight()), (16, 16));
+    assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (16, 16));
     reload(&mut load, Some(adaptive(1, 4, 50 * MS)));
-    assert_eq!((load.stage.bulkhead.limit(), load.stage.bulkhead.available()), (4, 0));
+    assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.available()), (4, 0));
 }
 
 /// The reserve is a share of the current limit, not of the maximum.
@@ -352,13 +353,13 @@ fn reloaded_numbers_bound_the_learned_limit_at_once() {
 fn critical_reserve_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));
     limits.critical_reserve = 0.2;
-    let mut stage = Stage::ready(limits);
+    let mut fixture = Fixture::ready(limits);
     for _ in 0..20 {
-        stage.submit_as(Priority::Normal, "");
+        fixture.submit_as(Priority::Normal, "");
     }
-    assert_eq!(stage.bulkhead.in_flight(), 8);
+    assert_eq!(fixture.bulkhead.in_flight(), 8);
     for _ in 0..20 {
-        stage.submit_as(Priority::Critical, "");
+        fixture.submit_as(Priority::Critical, "");
     }
-    assert_eq!(stage.bulkhead.in_flight(), 10);
+    assert_eq!(fixture.bulkhead.in_flight(), 10);
 }

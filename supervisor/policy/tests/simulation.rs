@@ -13,8 +13,8 @@ use std::time::Duration;
 use bulkhead_policy::{Action, Bulkhead, Event, Time};
 
 use support::Tag;
-use support::claims::Registry;
 use support::coverage::Coverage;
+use support::journal::Registry;
 use support::model::Model;
 use support::random::Random;
 use support::settings;
@@ -29,7 +29,7 @@ const STOP_MARGIN: Duration = Duration::from_secs(20);
 const TRACE_LINES: usize = 60;
 
 #[test]
-fn random_histories_keep_the_rules() {
+fn random_histories_follow_the_rules() {
     let mut coverage = Coverage::default();
     if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
         replay(seed, &mut coverage);
@@ -44,12 +44,12 @@ fn random_histories_keep_the_rules() {
     println!("{done} steps in {seed} histories");
     coverage.print();
     if steps >= STEPS {
-        coverage.demand(&DEMANDED);
+        coverage.demand(&REQUIRED);
     }
 }
 
 /// Situations that every simulation of sufficient length must reach.
-const DEMANDED: [&str; 123] = [
+const REQUIRED: [&str; 123] = [
     "nobody pays for a worker",
     "a tenant pays for a worker",
     "tenants pay for a worker",
@@ -242,7 +242,7 @@ impl History {
             }
             assert!(self.now <= by + STOP_MARGIN, "it does not stop");
         }
-        self.model.judge_end(&self.bulkhead);
+        self.model.check_end(&self.bulkhead);
         self
     }
 
@@ -251,7 +251,7 @@ impl History {
         let tick_at = self.bulkhead.next_deadline();
         let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
         self.now = self.now.max(next);
-        if let Some(held_up_for) = self.world.jump() {
+        if let Some(held_up_for) = self.world.supervisor_delay() {
             self.now = self.now + held_up_for;
         }
         let tick_is_due = tick_at.is_some_and(|at| at <= self.now);
@@ -266,19 +266,19 @@ impl History {
     fn apply(&mut self, mut event: Event<Tag>) {
         self.steps += 1;
         if let Event::Submit(submission) = &mut event {
-            let turn = submission.cargo.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            let turn = submission.record.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
             submission.tenant = self.bulkhead.tenant(TENANTS[turn as usize % self.tenants]);
         }
         self.trace.event(self.now, &event);
-        self.model.happened(self.now, &event);
+        self.model.handle_event(self.now, &event);
         let taken = self.bulkhead.apply(self.now, event, &mut self.actions);
         self.trace.actions(&self.actions);
-        self.model.judge(taken, &self.actions, &mut self.bulkhead);
+        self.model.check_actions(taken, &self.actions, &mut self.bulkhead);
         for action in self.actions.drain(..) {
             self.world.perform(self.now, &action);
         }
         if let Some(job) = taken {
-            self.world.taken(self.now, job);
+            self.world.accepted(self.now, job);
         }
     }
 }

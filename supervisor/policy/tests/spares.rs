@@ -2,10 +2,10 @@
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
-mod stage;
+mod fixture;
 
-use bulkhead_policy::{Death, Event, Limits, Note, RestartCause};
-use stage::{MS, SECOND, Stage, limits};
+use bulkhead_policy::{Death, Event, Limits, OperatorEvent, RestartCause};
+use fixture::{Fixture, MS, SECOND, limits};
 
 fn with_spares(limits: Limits, spares: u32) -> Limits {
     let mut limits = limits;
@@ -13,58 +13,58 @@ fn with_spares(limits: Limits, spares: u32) -> Limits {
     limits
 }
 
-fn takeovers(stage: &Stage) -> usize {
-    stage.notes.iter().filter(|note| matches!(note, Note::SpareTookOver { .. })).count()
+fn takeovers(fixture: &Fixture) -> usize {
+    fixture.events.iter().filter(|note| matches!(note, OperatorEvent::SpareTookOver { .. })).count()
 }
 
 #[test]
-fn a_spare_has_no_permits_until_it_takes_over() {
-    let mut stage = Stage::ready(with_spares(limits(1, 2, 0), 2));
-    assert_eq!((stage.spawned.len(), stage.bulkhead.limit(), stage.bulkhead.available()), (3, 2, 2));
-    let first = stage.spawned[0];
-    stage.apply(Event::Exited { worker: first, death: Death::Signal(9) });
-    assert_eq!((takeovers(&stage), stage.bulkhead.limit(), stage.bulkhead.available()), (1, 2, 2));
-    assert_eq!(stage.spawned.len(), 3, "what died has its place in the reserve until it is swept");
-    stage.apply(Event::Swept { worker: first });
-    assert_eq!(stage.spawned.len(), 4);
-    assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Signal)));
+fn spare_has_no_permits_before_takeover() {
+    let mut fixture = Fixture::ready(with_spares(limits(1, 2, 0), 2));
+    assert_eq!((fixture.spawned.len(), fixture.bulkhead.limit(), fixture.bulkhead.available()), (3, 2, 2));
+    let first = fixture.spawned[0];
+    fixture.apply(Event::Exited { worker: first, death: Death::Signal(9) });
+    assert_eq!((takeovers(&fixture), fixture.bulkhead.limit(), fixture.bulkhead.available()), (1, 2, 2));
+    assert_eq!(fixture.spawned.len(), 3, "what died has its place in the reserve until it is swept");
+    fixture.apply(Event::Reaped { worker: first });
+    assert_eq!(fixture.spawned.len(), 4);
+    assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
 /// Semantics 4: with a spare, the slot is free as soon as the kill is sent. The jobs of the killed worker do
 /// not count against the slot.
 #[test]
-fn a_hung_job_gives_its_slot_to_a_spare_with_the_kill() {
+fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
     limits.deadline = SECOND;
-    let mut stage = Stage::ready(limits);
-    let hung = stage.job();
-    let victim = stage.holder(hung);
-    stage.wait(999 * MS);
-    let waiting = stage.job();
-    stage.wait(200 * MS);
-    assert_eq!(stage.killed.len(), 1);
-    assert!(stage.was_given_out(waiting) && stage.holder(waiting) != victim);
-    assert_eq!(stage.spawned.len(), 2, "no third process while the killed one is there");
-    stage.die(victim, Death::Signal(9));
-    assert_eq!(stage.spawned.len(), 3);
+    let mut fixture = Fixture::ready(limits);
+    let hung = fixture.job();
+    let victim = fixture.holder(hung);
+    fixture.wait(999 * MS);
+    let waiting = fixture.job();
+    fixture.wait(200 * MS);
+    assert_eq!(fixture.killed.len(), 1);
+    assert!(fixture.was_dispatched(waiting) && fixture.holder(waiting) != victim);
+    assert_eq!(fixture.spawned.len(), 2, "no third process while the killed one is there");
+    fixture.exit_worker(victim, Death::Signal(9));
+    assert_eq!(fixture.spawned.len(), 3);
 }
 
 /// Semantics 7: jobs that still run in a worker that was given its last job count against the spare that
 /// follows.
 #[test]
-fn the_bound_holds_when_a_spare_follows_a_spent_worker() {
+fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
     limits.recycle.jobs = Some(1);
-    let mut stage = Stage::ready(limits);
-    let (first, second) = (stage.job(), stage.job());
-    assert_eq!((takeovers(&stage), stage.was_given_out(second)), (1, false), "two at once, of one");
-    stage.reply(first);
-    assert!(stage.was_given_out(second), "at once, without a start");
-    assert_ne!(stage.holder(first), stage.holder(second));
+    let mut fixture = Fixture::ready(limits);
+    let (first, second) = (fixture.job(), fixture.job());
+    assert_eq!((takeovers(&fixture), fixture.was_dispatched(second)), (1, false), "two at once, of one");
+    fixture.reply(first);
+    assert!(fixture.was_dispatched(second), "at once, without a start");
+    assert_ne!(fixture.holder(first), fixture.holder(second));
     // The next spare does not wait for the exit of a worker that has answered its jobs.
-    assert_eq!((stage.spawned.len(), stage.causes[3]), (4, Some(RestartCause::Jobs)));
-    stage.die(stage.holder(first), Death::Exit(0));
-    assert_eq!(stage.spawned.len(), 4);
+    assert_eq!((fixture.spawned.len(), fixture.causes[3]), (4, Some(RestartCause::Jobs)));
+    fixture.exit_worker(fixture.holder(first), Death::Exit(0));
+    assert_eq!(fixture.spawned.len(), 4);
 }
 
 /// A worker that dies without having done a job counts against the slot that it filled, even if a spare has
@@ -73,35 +73,35 @@ fn the_bound_holds_when_a_spare_follows_a_spent_worker() {
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);
     limits.restart.max = 3;
-    let mut stage = Stage::ready(limits);
+    let mut fixture = Fixture::ready(limits);
     let mut next = 0;
-    while let Some(&worker) = stage.spawned.get(next) {
+    while let Some(&worker) = fixture.spawned.get(next) {
         next += 1;
         assert!(next < 100, "workers are started without end");
         if next > 2 {
-            stage.bring_up(worker);
+            fixture.bring_up(worker);
         }
-        stage.die(worker, Death::Exit(1));
-        if !stage.notes.iter().any(|note| matches!(note, Note::BulkheadFailed { .. })) {
-            stage.wait(SECOND);
+        fixture.exit_worker(worker, Death::Exit(1));
+        if !fixture.events.iter().any(|note| matches!(note, OperatorEvent::BulkheadFailed { .. })) {
+            fixture.wait(SECOND);
         }
     }
-    assert!(stage.notes.iter().any(|note| matches!(note, Note::BulkheadFailed { .. })));
+    assert!(fixture.events.iter().any(|note| matches!(note, OperatorEvent::BulkheadFailed { .. })));
 }
 
 #[test]
-fn a_restart_replaces_by_spares_and_starts_no_successors() {
-    let mut stage = Stage::ready(with_spares(limits(2, 1, 0), 1));
-    stage.apply(Event::Restart);
-    assert_eq!((stage.killed.len(), stage.drained.len()), (1, 0), "the spare is begun anew first");
+fn restart_uses_spares_instead_of_successors() {
+    let mut fixture = Fixture::ready(with_spares(limits(2, 1, 0), 1));
+    fixture.apply(Event::Restart);
+    assert_eq!((fixture.killed.len(), fixture.drained.len()), (1, 0), "the spare is begun anew first");
     for _ in 0..3 {
-        let worker = stage.killed[0].0;
-        if let Some(leaving) = stage.drained.last().copied().or(Some(worker)) {
-            stage.die(leaving, Death::Exit(0));
+        let worker = fixture.killed[0].0;
+        if let Some(leaving) = fixture.drained.last().copied().or(Some(worker)) {
+            fixture.exit_worker(leaving, Death::Exit(0));
         }
-        stage.bring_up(stage.newest_worker());
+        fixture.bring_up(fixture.newest_worker());
     }
-    assert_eq!(stage.drained, stage.spawned[..2], "one after the other");
-    assert_eq!(stage.bulkhead.limit(), 2);
-    assert_eq!(stage.bulkhead.workers(stage.now).len(), 3);
+    assert_eq!(fixture.drained, fixture.spawned[..2], "one after the other");
+    assert_eq!(fixture.bulkhead.limit(), 2);
+    assert_eq!(fixture.bulkhead.workers(fixture.now).len(), 3);
 }

@@ -2,13 +2,13 @@
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
-mod stage;
+mod fixture;
 
 use bulkhead_policy::{
     Death, Event, KillReason, Limits, Reply, RestartPolicy, RetryLimits, Submission, TenantLimits,
 };
 use bulkhead_shared::{JobId, Priority};
-use stage::{MS, SECOND, Stage, limits};
+use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
@@ -21,245 +21,247 @@ fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     limits
 }
 
-fn submit(stage: &mut Stage, tenant: &str) -> JobId {
-    stage.submit_as(Priority::Normal, tenant).unwrap_or_else(|| panic!("refused: {:?}", stage.answers.last()))
+fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
+    fixture
+        .submit_as(Priority::Normal, tenant)
+        .unwrap_or_else(|| panic!("refused: {:?}", fixture.outcomes.last()))
 }
 
 /// Cancels a job whose worker does not obey, until the worker is killed.
-fn cancel_until_killed(stage: &mut Stage, job: JobId) {
-    let worker = stage.holder(job);
-    stage.apply(Event::Cancel { job, unless_begun: false });
-    stage.wait(stage.bulkhead.limits().grace);
-    assert_eq!(stage.killed.last(), Some(&(worker, KillReason::Deadline)));
-    stage.die(worker, Death::Signal(9));
+fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
+    let worker = fixture.holder(job);
+    fixture.apply(Event::Cancel { job, unless_begun: false });
+    fixture.wait(fixture.bulkhead.limits().grace);
+    assert_eq!(fixture.killed.last(), Some(&(worker, KillReason::Deadline)));
+    fixture.exit_worker(worker, Death::Signal(9));
 }
 
 /// Returns true if the tenant's next job is dispatched at once.
-fn may_go(stage: &mut Stage, tenant: &str) -> bool {
-    let job = submit(stage, tenant);
-    let is_given = stage.was_given_out(job);
-    stage.apply(Event::Cancel { job, unless_begun: false });
+fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
+    let job = submit(fixture, tenant);
+    let is_given = fixture.was_dispatched(job);
+    fixture.apply(Event::Cancel { job, unless_begun: false });
     if is_given {
-        stage.reply(job);
+        fixture.reply(job);
     }
     is_given
 }
 
 #[test]
-fn place_is_withheld_until_the_next_worker_is_ready() {
-    let mut stage = Stage::ready(shared(2, 1, 1));
-    let killer = submit(&mut stage, "greedy");
-    cancel_until_killed(&mut stage, killer);
-    let next = submit(&mut stage, "greedy");
-    assert!(!stage.was_given_out(next), "its one place is withheld, although a worker is idle");
-    assert!(may_go(&mut stage, "other"));
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert!(stage.was_given_out(next));
+fn permit_is_withheld_until_the_next_worker_is_ready() {
+    let mut fixture = Fixture::ready(shared(2, 1, 1));
+    let killer = submit(&mut fixture, "greedy");
+    cancel_until_killed(&mut fixture, killer);
+    let next = submit(&mut fixture, "greedy");
+    assert!(!fixture.was_dispatched(next), "its one place is withheld, although a worker is idle");
+    assert!(may_go(&mut fixture, "other"));
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert!(fixture.was_dispatched(next));
     // A crash has the same effect as a kill.
-    let worker = stage.holder(next);
-    stage.die(worker, SEGFAULT);
-    assert!(!may_go(&mut stage, "greedy"));
-    assert!(may_go(&mut stage, "other"));
+    let worker = fixture.holder(next);
+    fixture.exit_worker(worker, SEGFAULT);
+    assert!(!may_go(&mut fixture, "greedy"));
+    assert!(may_go(&mut fixture, "other"));
 }
 
 #[test]
-fn share_of_two_ends_two_workers_at_most() {
-    let mut stage = Stage::ready(shared(4, 1, 2));
+fn quota_of_two_kills_at_most_two_workers() {
+    let mut fixture = Fixture::ready(shared(4, 1, 2));
     for _ in 0..2 {
-        let job = submit(&mut stage, "greedy");
-        let worker = stage.holder(job);
-        stage.die(worker, SEGFAULT);
+        let job = submit(&mut fixture, "greedy");
+        let worker = fixture.holder(job);
+        fixture.exit_worker(worker, SEGFAULT);
     }
-    assert!(!may_go(&mut stage, "greedy"));
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert!(may_go(&mut stage, "greedy"), "one of the two is ready");
+    assert!(!may_go(&mut fixture, "greedy"));
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert!(may_go(&mut fixture, "greedy"), "one of the two is ready");
 }
 
 #[test]
-fn spare_gives_the_place_back_at_once() {
+fn spare_returns_the_withheld_permit_at_once() {
     let mut limits = shared(2, 1, 1);
     limits.start.spares = 1;
-    let mut stage = Stage::ready(limits);
-    let job = submit(&mut stage, "greedy");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    assert!(may_go(&mut stage, "greedy"), "the spare is ready");
-    let job = submit(&mut stage, "greedy");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    assert!(!may_go(&mut stage, "greedy"), "there was only one");
+    let mut fixture = Fixture::ready(limits);
+    let job = submit(&mut fixture, "greedy");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    assert!(may_go(&mut fixture, "greedy"), "the spare is ready");
+    let job = submit(&mut fixture, "greedy");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    assert!(!may_go(&mut fixture, "greedy"), "there was only one");
 }
 
 #[test]
-fn place_is_given_back_when_start_ready_has_passed() {
+fn withheld_permit_returns_after_start_ready() {
     let mut limits = shared(2, 1, 1);
     limits.start.ready = SECOND;
-    let mut stage = Stage::ready(limits);
-    let job = submit(&mut stage, "greedy");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    let next = submit(&mut stage, "greedy");
-    stage.wait(SECOND - MS);
-    assert!(!stage.was_given_out(next));
-    stage.wait(MS);
-    assert!(stage.was_given_out(next));
+    let mut fixture = Fixture::ready(limits);
+    let job = submit(&mut fixture, "greedy");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    let next = submit(&mut fixture, "greedy");
+    fixture.wait(SECOND - MS);
+    assert!(!fixture.was_dispatched(next));
+    fixture.wait(MS);
+    assert!(fixture.was_dispatched(next));
 }
 
 #[test]
-fn place_is_given_back_with_a_slot_that_is_given_up() {
+fn withheld_permit_returns_when_the_slot_stops() {
     let mut limits = shared(2, 1, 1);
     limits.restart.policy = RestartPolicy::Never;
-    let mut stage = Stage::ready(limits);
-    let job = submit(&mut stage, "greedy");
-    let worker = stage.holder(job);
-    stage.apply(Event::Exited { worker, death: SEGFAULT });
-    assert!(!may_go(&mut stage, "greedy"));
-    stage.apply(Event::Swept { worker });
-    assert!(may_go(&mut stage, "greedy"), "no worker follows");
+    let mut fixture = Fixture::ready(limits);
+    let job = submit(&mut fixture, "greedy");
+    let worker = fixture.holder(job);
+    fixture.apply(Event::Exited { worker, death: SEGFAULT });
+    assert!(!may_go(&mut fixture, "greedy"));
+    fixture.apply(Event::Reaped { worker });
+    assert!(may_go(&mut fixture, "greedy"), "no worker follows");
     // A smaller bulkhead has fewer slots.
-    let mut stage = Stage::ready(shared(2, 1, 1));
-    let (other, job) = (submit(&mut stage, "other"), submit(&mut stage, "greedy"));
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    stage.reply(other);
-    assert!(!may_go(&mut stage, "greedy"));
-    let limits = Limits { processes: 1, ..stage.bulkhead.limits().clone() };
-    stage.apply(Event::Reconfigure(Box::new(limits)));
-    assert!(may_go(&mut stage, "greedy"));
+    let mut fixture = Fixture::ready(shared(2, 1, 1));
+    let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    fixture.reply(other);
+    assert!(!may_go(&mut fixture, "greedy"));
+    let limits = Limits { processes: 1, ..fixture.bulkhead.limits().clone() };
+    fixture.apply(Event::Reconfigure(Box::new(limits)));
+    assert!(may_go(&mut fixture, "greedy"));
 }
 
 #[test]
-fn late_job_pays_for_its_worker_and_its_neighbours_do_not() {
+fn only_the_late_job_costs_a_withheld_permit() {
     let mut limits = shared(2, 2, 2);
     (limits.deadline, limits.deadline_max) = (SECOND, SECOND);
-    let mut stage = Stage::ready(limits);
-    let neighbours: Vec<JobId> = ["late", "b", "c"].map(|tenant| submit(&mut stage, tenant)).into();
-    assert_eq!(stage.holder(neighbours[0]), stage.holder(neighbours[2]));
-    stage.wait(500 * MS);
-    stage.reply(neighbours[2]);
-    let neighbour = submit(&mut stage, "c");
-    stage.reply(neighbours[1]);
-    let worker = stage.holder(neighbours[0]);
-    assert_eq!(stage.holder(neighbour), worker);
-    stage.wait(SECOND);
-    assert_eq!(stage.killed, [(worker, KillReason::Deadline)]);
-    stage.die(worker, Death::Signal(9));
+    let mut fixture = Fixture::ready(limits);
+    let neighbours: Vec<JobId> = ["late", "b", "c"].map(|tenant| submit(&mut fixture, tenant)).into();
+    assert_eq!(fixture.holder(neighbours[0]), fixture.holder(neighbours[2]));
+    fixture.wait(500 * MS);
+    fixture.reply(neighbours[2]);
+    let neighbour = submit(&mut fixture, "c");
+    fixture.reply(neighbours[1]);
+    let worker = fixture.holder(neighbours[0]);
+    assert_eq!(fixture.holder(neighbour), worker);
+    fixture.wait(SECOND);
+    assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
+    fixture.exit_worker(worker, Death::Signal(9));
     let given = ["late", "late", "c", "c"].map(|tenant| {
-        let job = submit(&mut stage, tenant);
-        stage.was_given_out(job)
+        let job = submit(&mut fixture, tenant);
+        fixture.was_dispatched(job)
     });
     // The remaining worker has room for two jobs.
     assert_eq!(given, [true, false, true, false]);
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert_eq!(stage.bulkhead.in_flight(), 4, "each has its two again");
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert_eq!(fixture.bulkhead.in_flight(), 4, "each has its two again");
 }
 
 #[test]
-fn tenants_whose_jobs_shared_a_crashed_worker_all_pay() {
-    let mut stage = Stage::ready(shared(2, 4, 1));
-    let jobs = ["a", "x", "b"].map(|tenant| submit(&mut stage, tenant));
-    let worker = stage.holder(jobs[0]);
-    assert_eq!(worker, stage.holder(jobs[2]));
-    stage.die(worker, SEGFAULT);
-    stage.reply(jobs[1]);
-    assert_eq!(["a", "b", "x"].map(|tenant| may_go(&mut stage, tenant)), [false, false, true]);
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert_eq!(["a", "b", "x"].map(|tenant| may_go(&mut stage, tenant)), [true, true, true]);
+fn shared_crash_withholds_a_permit_of_each_tenant() {
+    let mut fixture = Fixture::ready(shared(2, 4, 1));
+    let jobs = ["a", "x", "b"].map(|tenant| submit(&mut fixture, tenant));
+    let worker = fixture.holder(jobs[0]);
+    assert_eq!(worker, fixture.holder(jobs[2]));
+    fixture.exit_worker(worker, SEGFAULT);
+    fixture.reply(jobs[1]);
+    assert_eq!(["a", "b", "x"].map(|tenant| may_go(&mut fixture, tenant)), [false, false, true]);
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert_eq!(["a", "b", "x"].map(|tenant| may_go(&mut fixture, tenant)), [true, true, true]);
 }
 
 #[test]
-fn job_that_was_never_read_costs_its_tenant_nothing() {
-    let mut stage = Stage::ready(shared(2, 1, 1));
-    let job = submit(&mut stage, "a");
-    let worker = stage.holder(job);
-    stage.apply(Event::Unread { worker, job });
-    stage.die(worker, SEGFAULT);
-    assert_ne!(stage.holder(job), worker, "another worker has it at once");
+fn unread_job_withholds_no_permit() {
+    let mut fixture = Fixture::ready(shared(2, 1, 1));
+    let job = submit(&mut fixture, "a");
+    let worker = fixture.holder(job);
+    fixture.apply(Event::JobUnread { worker, job });
+    fixture.exit_worker(worker, SEGFAULT);
+    assert_ne!(fixture.holder(job), worker, "another worker has it at once");
 }
 
 #[test]
-fn withheld_place_outlasts_strangers_and_other_shares() {
-    let mut stage = Stage::ready(shared(2, 1, 1));
-    let job = submit(&mut stage, "greedy");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
+fn withheld_permit_survives_other_tenants_and_quotas() {
+    let mut fixture = Fixture::ready(shared(2, 1, 1));
+    let job = submit(&mut fixture, "greedy");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
     for stranger in 0..40_000 {
-        stage.bulkhead.tenant(&format!("stranger {stranger}"));
+        fixture.bulkhead.tenant(&format!("stranger {stranger}"));
     }
     assert!(
-        !may_go(&mut stage, "greedy"),
+        !may_go(&mut fixture, "greedy"),
         "a tenant without jobs is not forgotten while its place is withheld"
     );
-    let with_share = |stage: &Stage, share| {
+    let with_share = |fixture: &Fixture, share| {
         let tenants = TenantLimits { max_in_flight: share, ..TenantLimits::default() };
-        Event::Reconfigure(Box::new(Limits { tenants, ..stage.bulkhead.limits().clone() }))
+        Event::Reconfigure(Box::new(Limits { tenants, ..fixture.bulkhead.limits().clone() }))
     };
-    stage.apply(with_share(&stage, None));
-    assert!(may_go(&mut stage, "greedy"));
-    stage.apply(with_share(&stage, Some(2)));
-    let first = submit(&mut stage, "greedy");
-    assert!(stage.was_given_out(first), "one of two is withheld");
-    stage.apply(with_share(&stage, Some(1)));
-    stage.reply(first);
-    assert!(!may_go(&mut stage, "greedy"));
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert!(may_go(&mut stage, "greedy"));
+    fixture.apply(with_share(&fixture, None));
+    assert!(may_go(&mut fixture, "greedy"));
+    fixture.apply(with_share(&fixture, Some(2)));
+    let first = submit(&mut fixture, "greedy");
+    assert!(fixture.was_dispatched(first), "one of two is withheld");
+    fixture.apply(with_share(&fixture, Some(1)));
+    fixture.reply(first);
+    assert!(!may_go(&mut fixture, "greedy"));
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert!(may_go(&mut fixture, "greedy"));
 }
 
 #[test]
-fn suspect_waits_for_a_place_of_its_tenant() {
+fn suspect_waits_for_a_permit_of_its_tenant() {
     let mut limits = shared(3, 1, 1);
     limits.retry = Some(RetryLimits { attempts: 3, budget: 1.0 });
-    let mut stage = Stage::ready(limits);
-    let tenant = stage.bulkhead.tenant("greedy");
+    let mut fixture = Fixture::ready(limits);
+    let tenant = fixture.bulkhead.tenant("greedy");
     let submission = Submission { idempotent: true, tenant, ..Submission::new(1) };
-    let job = stage.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused"));
-    let first = stage.holder(job);
-    stage.die(first, SEGFAULT);
-    assert_eq!(stage.holder(job), first, "it is not tried again in place of other tenants' jobs");
-    assert!(may_go(&mut stage, "other"));
-    let worker = stage.newest_worker();
-    stage.bring_up(worker);
-    assert_ne!(stage.holder(job), first);
-    stage.reply(job);
-    stage.expect(job, "ok", None);
+    let job = fixture.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused"));
+    let first = fixture.holder(job);
+    fixture.exit_worker(first, SEGFAULT);
+    assert_eq!(fixture.holder(job), first, "it is not tried again in place of other tenants' jobs");
+    assert!(may_go(&mut fixture, "other"));
+    let worker = fixture.newest_worker();
+    fixture.bring_up(worker);
+    assert_ne!(fixture.holder(job), first);
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
 }
 
 #[test]
-fn tenants_without_a_share_and_quiet_deaths_cost_nothing() {
-    let mut stage = Stage::ready(limits(2, 1, 100));
-    let job = submit(&mut stage, "a");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    assert!(may_go(&mut stage, "a"));
+fn no_permit_is_withheld_without_quota_or_culprit() {
+    let mut fixture = Fixture::ready(limits(2, 1, 100));
+    let job = submit(&mut fixture, "a");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    assert!(may_go(&mut fixture, "a"));
     // A worker's exit without a job, or together with the keeper, was caused by no job.
-    let mut stage = Stage::ready(shared(2, 1, 1));
-    let job = submit(&mut stage, "a");
-    let worker = stage.holder(job);
-    stage.apply(Event::Replied { worker, job, reply: Reply::Ok });
-    stage.die(worker, SEGFAULT);
-    let job = submit(&mut stage, "a");
-    let worker = stage.holder(job);
-    stage.apply(Event::Lost { worker });
-    let first = stage.spawned[2];
-    stage.bring_up(first);
-    assert!(may_go(&mut stage, "a"));
+    let mut fixture = Fixture::ready(shared(2, 1, 1));
+    let job = submit(&mut fixture, "a");
+    let worker = fixture.holder(job);
+    fixture.apply(Event::Replied { worker, job, reply: Reply::Ok });
+    fixture.exit_worker(worker, SEGFAULT);
+    let job = submit(&mut fixture, "a");
+    let worker = fixture.holder(job);
+    fixture.apply(Event::LostWithKeeper { worker });
+    let first = fixture.spawned[2];
+    fixture.bring_up(first);
+    assert!(may_go(&mut fixture, "a"));
 }
 
 #[test]
-fn withheld_places_do_not_keep_a_stop_waiting() {
-    let mut stage = Stage::ready(shared(1, 1, 1));
-    let job = submit(&mut stage, "a");
-    let worker = stage.holder(job);
-    stage.die(worker, SEGFAULT);
-    stage.apply(Event::Stop { by: stage.now });
-    let worker = stage.newest_worker();
-    stage.die(worker, Death::Signal(9));
-    assert_eq!(stage.bulkhead.next_deadline(), None);
-    assert!(stage.bulkhead.is_stopped());
+fn withheld_permits_do_not_delay_a_stop() {
+    let mut fixture = Fixture::ready(shared(1, 1, 1));
+    let job = submit(&mut fixture, "a");
+    let worker = fixture.holder(job);
+    fixture.exit_worker(worker, SEGFAULT);
+    fixture.apply(Event::Stop { by: fixture.now });
+    let worker = fixture.newest_worker();
+    fixture.exit_worker(worker, Death::Signal(9));
+    assert_eq!(fixture.bulkhead.next_deadline(), None);
+    assert!(fixture.bulkhead.is_stopped());
 }

@@ -488,7 +488,8 @@ impl Raw {
     /// Gets a lease. Returns the name, the file for payloads, and the file for results.
     fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
-        let Told::Leased(1, named) = self.told() else { panic!("no lease") };
+        let told = self.told();
+        let Told::Leased(1, named) = told else { panic!("no lease: {told:?}") };
         self.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
         let mut files = self.files.drain(..).map(File::from);
         (named, files.next().unwrap(), files.next().unwrap())
@@ -775,7 +776,8 @@ fn client_disconnecting_during_leases_harms_no_other() {
         let (mut raw, mut after) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
         raw.ask(1, "", MIB);
         raw.ask(2, "", MIB);
-        let Told::Leased(1, named) = raw.told() else { panic!("no lease") };
+        let told = raw.told();
+        let Told::Leased(1, named) = told else { panic!("no lease: {told:?}") };
         // Files are made one after another, so the second lease of `raw` is ready too.
         after.lease("");
         raw.socket.shutdown(std::net::Shutdown::Read).unwrap();

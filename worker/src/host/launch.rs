@@ -43,10 +43,8 @@ impl Environment {
         let is_set = |own: &&&str| all().any(|(name, value)| name == **own && !is_own(&name, &value));
         let folder_variables =
             FOLDER_VARIABLES.iter().filter(|own| temporary.is_some() && !is_set(own)).copied().collect();
-        Self {
-            common: common.filter_map(|(name, value)| variable(name, &value).ok()).collect(),
-            folder_variables,
-        }
+        let common = common.filter_map(|(name, value)| variable(name, &value).ok()).collect();
+        Self { common, folder_variables }
     }
 
     /// Returns the environment for a job whose program has the temporary folder `folder`.

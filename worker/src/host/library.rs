@@ -123,8 +123,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
 }
 
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
-    let text =
-        |name: &str| CString::new(name).map_err(|_| failed("a name contains a NUL byte".into()).caller());
+    let text = |name: &str| CString::new(name).map_err(|_| failed("a name contains NUL".into()).caller());
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
     let call = Call {
         ctx,

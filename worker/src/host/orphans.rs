@@ -140,7 +140,7 @@ impl Orphans {
     /// Protects the orphans of an exited program until [`Orphans::unprotect`]. The program must not have been
     /// waited for, so that its process id is not reused.
     pub(super) fn protect(&self, number: u32) {
-        let has_children = !self.has_no_children();
+        let has_children = self.has_children();
         let starting = has_children.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if has_children {
@@ -155,7 +155,7 @@ impl Orphans {
     pub(super) fn has_orphans(&self, number: u32) -> bool {
         // Reaps dead orphans.
         self.reap();
-        !self.has_no_children() && !self.orphans_of(number).is_empty()
+        self.has_children() && !self.orphans_of(number).is_empty()
     }
 
     /// Lists the orphans of a program. Returns none without `/proc`.
@@ -193,15 +193,13 @@ impl Orphans {
 
     /// Returns true if the first thread has no children. The kernel hands over a program's children before
     /// its exit becomes visible.
-    fn has_no_children(&self) -> bool {
-        self.children
-            .as_ref()
-            .is_some_and(|children| children.read_at(&mut [0], 0).is_ok_and(|count| count == 0))
+    fn has_children(&self) -> bool {
+        self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }
 
     /// Kills and reaps everything that ended programs have left. Returns when it is done.
     pub(super) fn reap(&self) {
-        if self.has_no_children() {
+        if !self.has_children() {
             return;
         }
         let (done, wait) = sync_channel(0);

@@ -341,7 +341,7 @@ fn every_job_runs_once_while_limits_change() {
     let everything: Vec<u64> = (1..=job_count).collect();
     assert_eq!(fixture.next_begun(everything.len()), everything);
     let mut answered: Vec<u64> =
-        everything.iter().map(|_| fixture.answered.recv_timeout(TIMEOUT).expect("an answer")).collect();
+        everything.iter().map(|_| fixture.answered.recv_timeout(TIMEOUT).expect("a reply")).collect();
     answered.sort_unstable();
     assert_eq!(answered, everything);
     fixture.limit(1);

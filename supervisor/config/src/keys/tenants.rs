@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Change, OwnNumbers, RateLimit};
+use bulkhead_policy::{LimitChange, RateLimit, TenantOverrides};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde::Serialize;
 use toml::de::DeValue;
@@ -103,15 +103,15 @@ pub struct TenantConfig {
 
 impl TenantConfig {
     /// Returns the settings for a tenant that shares workers.
-    pub fn of_share(&self) -> OwnNumbers {
+    pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
-        OwnNumbers { max_in_flight, max_queue, rate_limit }
+        TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
     /// Returns the settings for a tenant with separate workers, as a change of the bulkhead's settings.
-    pub fn of_workers(&self) -> Change {
+    pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
-        Change { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
+        LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
     /// Returns these settings, with absent ones taken from `others`.

@@ -126,7 +126,6 @@ enum Failure {
 // Request headers.
 
 /// Parsed headers of a job request.
-#[derive(Default)]
 struct JobHeaders<'h> {
     options: JobOptions<&'h str>,
     traceparent: Option<Traceparent>,
@@ -135,7 +134,8 @@ struct JobHeaders<'h> {
 impl<'h> JobHeaders<'h> {
     /// Parses the headers. The error is a message for the client.
     fn parse(headers: &'h HeaderMap) -> Result<Self, String> {
-        let mut job = Self::default();
+        let options = JobOptions { cost: 1, ..JobOptions::default() };
+        let mut job = Self { options, traceparent: None };
         for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
             let mut values = headers.get_all(name).iter();
             let (Some(value), None) = (values.next(), values.next()) else {

@@ -119,8 +119,7 @@ fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
         if [c".", c".."].contains(&name) {
             continue;
         }
-        if without_workers && depth == 1 && name.to_str().is_ok_and(|name| parse_folder_name(name).is_some())
-        {
+        if without_workers && depth == 1 && name.to_str().ok().and_then(parse_folder_name).is_some() {
             continue;
         }
         entry_count += 1;

@@ -33,7 +33,7 @@ const DESCRIPTOR_MIN: i32 = 3;
 #[derive(Debug)]
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
-    pub abilities: Vec<LayerSupport>,
+    pub layers: Vec<LayerSupport>,
     /// Ids for workers, or the reason why no ids are available.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
@@ -73,7 +73,7 @@ impl DetachedKeeper {
                 Some(namespace) => Ok(Arc::new(SubordinateIds::from_guard(ids, namespace))),
                 None => Err(String::new()),
             });
-            Ok((keeper, ready.keeper, ProbeResult { abilities: ready.abilities, ids }))
+            Ok((keeper, ready.keeper, ProbeResult { layers: ready.layers, ids }))
         });
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),

@@ -60,7 +60,7 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// No honest program makes the call. The worker ends as [`FatalAction`] says.
+    /// Only hostile programs make the call. The worker ends as [`FatalAction`] says.
     Fatal,
 }
 
@@ -180,7 +180,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule for each of these names by a rule made from the present rule.
+    /// Replaces the rule for each of these names by a rule made from the current one.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");

@@ -1,4 +1,4 @@
-//! Tries control groups: whether this process may divide its own group, and which controllers the parts can
+//! Finds out whether this process may divide its own control group, and which controllers the child groups can
 //! have.
 
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
 use crate::protocol::LayerSupport;
 
-/// Prefix of the names of groups made by a trial, followed by a number.
+/// Prefix of the names of groups that a trial creates. A number follows.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -22,7 +22,7 @@ pub(super) fn probe() -> Vec<LayerSupport> {
     let in_leaf = |task: fn(&ProbeLeaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // Without a leaf, nothing is known about actions on leaves.
+    // If no leaf could be created, the actions on leaves could not be tried.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
@@ -71,7 +71,7 @@ impl ProbeLeaf {
     /// Starts a process in the group.
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
-        // SAFETY: the child only exits.
+        // SAFETY: the child does nothing but exit.
         let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(error_text)?;
         if pid == 0 {
             // SAFETY: ends the process without running anything that the parent registered.

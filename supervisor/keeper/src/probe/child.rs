@@ -6,17 +6,16 @@ use rustix::io::Errno;
 
 use super::error_text;
 
-/// Time limit of a trial in seconds, after which the kernel kills the child. A trial takes no time unless it
-/// is stuck.
+/// Time limit of a trial in seconds, after which the kernel kills the child. A trial takes milliseconds unless
+/// it blocks.
 const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
-/// Exit code for a layer that the kernel accepted but does not enforce. No error has this number.
+/// Exit code for a layer that the kernel accepted but does not enforce. No error number has this value.
 const NOT_ENFORCED: i32 = 255;
 
 /// Reason why a trial failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TrialError {
-    /// Error of the kernel.
     Errno(Errno),
     /// The kernel accepted the layer, but does not enforce it.
     NotEnforced,
@@ -29,7 +28,6 @@ impl From<Errno> for TrialError {
 }
 
 impl TrialError {
-    /// Returns the reason as text.
     pub(super) fn error_text(self) -> String {
         match self {
             Self::Errno(errno) => error_text(errno),

@@ -1,5 +1,5 @@
-//! Tries each part of Landlock: a child applies a rule of that kind to itself, and attempts something that
-//! the rule forbids.
+//! Tries each kind of Landlock rule. A child applies a rule to itself, and then attempts something that the
+//! rule forbids.
 
 use std::os::fd::AsFd;
 
@@ -13,7 +13,7 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// A part of Landlock.
+/// A kind of rule.
 struct Feature {
     layer: &'static str,
     /// Version of Landlock that introduced the feature.
@@ -123,7 +123,7 @@ fn signal_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// Stands for an attempt that would need something to harm.
+/// Takes the place of an attempt that could not be made without doing damage.
 fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

@@ -16,15 +16,15 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// Time limit of a step. No step takes nearly this long.
+/// Time limit of a step. A step takes milliseconds.
 const STEP_TIMEOUT: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
 type Step = fn() -> Result<(), Errno>;
 
 const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with CAP_SYS_ADMIN";
 
-/// The child's steps, in this order. `/proc` must be mounted while the old one is still visible, because the
-/// kernel requires this. The change of the root comes last.
+/// The child's steps in order. `/proc` must be mounted while the old one is still visible, because the kernel
+/// requires this. The change of the root comes last.
 const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",

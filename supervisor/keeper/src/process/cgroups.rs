@@ -1,5 +1,5 @@
-//! Control groups of the keeper's workers. The parent group is found when the first worker needs one. Empty
-//! groups are removed. If a group is not empty yet, the removal is retried.
+//! Control groups of the keeper's workers. The parent group is determined when the first worker needs a group.
+//! A group that is not empty yet is removed later.
 
 use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
@@ -9,13 +9,12 @@ use crate::spawn::SpawnError;
 #[derive(Default)]
 pub(super) struct WorkerGroups {
     root: Option<DelegatedGroup>,
-    /// True if groups of previous keepers may be left.
+    /// True if there may be groups of previous keepers.
     may_have_stale: bool,
     to_remove: Vec<Leaf>,
 }
 
 impl WorkerGroups {
-    /// Creates a group for a worker.
     pub(super) fn create(&mut self, worker: u64, limits: &CgroupLimits) -> Result<Leaf, SpawnError> {
         let refused = |failure: Failure| {
             let Failure { attempted, errno, advice } = failure;
@@ -36,7 +35,23 @@ impl WorkerGroups {
         root.create_leaf(worker, &limits).map_err(refused)
     }
 
-    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`] tries again.
+    /// Creates a group for a worker that exists already, and moves the worker there.
+    pub(super) fn create_for(
+        &mut self,
+        worker: u64,
+        limits: &CgroupLimits,
+        pid: u32,
+    ) -> Result<Leaf, SpawnError> {
+        let leaf = self.create(worker, limits)?;
+        if let Err(failure) = leaf.add_process(pid) {
+            self.remove(leaf);
+            return Err(SpawnError::new(&format!("cgroup: {}", failure.attempted), failure.errno));
+        }
+        Ok(leaf)
+    }
+
+    /// Removes a group in which all processes have been killed. If this fails, [`WorkerGroups::retry_removals`]
+    /// tries again.
     pub(super) fn remove(&mut self, leaf: Leaf) {
         if !try_remove(&leaf) {
             self.to_remove.push(leaf);

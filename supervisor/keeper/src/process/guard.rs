@@ -1,10 +1,14 @@
-//! The guard: the process between an application that embeds a supervisor and that supervisor's keeper.
+//! The guard: the process between an application that embeds a supervisor and the keeper of that supervisor.
 //!
-//! A supervisor that is a separate program inherits the processes that a killed keeper leaves behind, and
-//! kills them. An application has other children, and decides itself which orphans it adopts. So the guard
-//! inherits these processes instead. The guard also probes which layers of confinement the machine supports.
-//! The probe requires forks by a process with one thread, and must come before the keeper. While the keeper
-//! lives, the guard sleeps. When the keeper is killed, the guard kills the remaining processes and exits.
+//! A supervisor that is a separate program inherits the processes that a killed keeper leaves behind, and kills
+//! them. An application has other children, and decides itself which orphans it adopts. So the guard inherits
+//! these processes instead.
+//!
+//! The guard also probes which layers of confinement the machine supports. The probe forks, so it must run in a
+//! process with one thread, and before the keeper starts.
+//!
+//! While the keeper lives, the guard sleeps. When the keeper is killed, the guard kills the remaining processes
+//! and exits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,7 +28,7 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Time for the keeper to exit after the application's end, in addition to the keeper's own time limit.
+/// Time that the keeper has to exit after the application's end, in addition to the keeper's own time limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
 /// Becomes the guard and forks the keeper. Returns only in the keeper. Standard input is the socket, and
@@ -42,7 +46,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
     // Fails only for the leader of a process group.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    let abilities = if probe { crate::probe() } else { Vec::new() };
+    let layers = if probe { crate::probe() } else { Vec::new() };
     let ids = match probe {
         true => SubordinateIds::find(),
         false => Err(String::new()),
@@ -60,7 +64,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
         }
         Some(keeper) => {
             drop(reader);
-            let ended = watch_keeper(keeper, abilities, ids, writer);
+            let ended = watch_keeper(keeper, layers, ids, writer);
             if let Err(error) = &ended {
                 eprintln!("bulkhead-keeper: failed to guard the keeper: {error}");
             }
@@ -82,12 +86,12 @@ fn fork() -> io::Result<Option<Pid>> {
 /// of either. Returns true if the keeper exited without an error.
 fn watch_keeper(
     keeper: Pid,
-    abilities: Vec<LayerSupport>,
+    layers: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
     writer: OwnedFd,
 ) -> io::Result<bool> {
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
-    send_ready(keeper, &process, abilities, ids)?;
+    send_ready(keeper, &process, layers, ids)?;
     drop(writer);
     // Closes the guard's copy of the socket, so that the application sees the end of file when the keeper has
     // ended.
@@ -113,7 +117,7 @@ fn watch_keeper(
 fn send_ready(
     keeper: Pid,
     process: &OwnedFd,
-    abilities: Vec<LayerSupport>,
+    layers: Vec<LayerSupport>,
     ids: Result<SubordinateIds, String>,
 ) -> io::Result<()> {
     let mut descriptors = vec![process.try_clone()?];
@@ -121,7 +125,7 @@ fn send_ready(
         descriptors.push(ids.namespace()?);
     }
     let ids = ids.map(|ids| (ids.first, ids.last));
-    let ready = GuardReady { keeper: keeper.as_raw_pid() as u32, abilities, ids };
+    let ready = GuardReady { keeper: keeper.as_raw_pid() as u32, layers, ids };
     let mut message = Vec::new();
     codec::encode(&ready, &[], &mut message).map_err(io::Error::other)?;
     let mut outbox = Outbox::default();

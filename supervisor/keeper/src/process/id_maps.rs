@@ -1,5 +1,5 @@
-//! User and group maps of a child's user namespace. Each map has a single id, which is the same inside and
-//! outside.
+//! The user and group id maps of a child's user namespace. Each map has a single id, which is the same inside
+//! and outside.
 
 use std::fs;
 use std::io;
@@ -10,9 +10,9 @@ use crate::protocol::confinement::Identity;
 
 /// Writes the maps for a waiting child.
 ///
-/// A keeper without the right to change users must first deny `setgroups` to the child. Only then may the
-/// keeper map its own group, because a group can also be used to deny access to its members. Other keepers
-/// leave this to the child, which gives up all groups and then the right to set any.
+/// A keeper that may not change users must first deny `setgroups` to the child. Only then does the kernel
+/// permit the map of the keeper's group, because a file can use a group to deny access to its members. With the
+/// privilege, the child itself gives up its groups and then the right to set any.
 pub(super) fn write(pid: u32, identity: Option<Identity>) -> io::Result<()> {
     let own =
         || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };

@@ -1,5 +1,5 @@
-//! The state of a process as reported by the kernel. The keeper reads `/proc` when a worker is confined, and
-//! again when the worker's program runs. Nothing that the child itself reports is trusted.
+//! The state of a process according to the kernel. The keeper reads `/proc` when a worker is confined, and
+//! again when the worker's program runs. It does not trust what the child reports.
 
 use std::fs;
 use std::io;
@@ -39,7 +39,7 @@ impl KeeperStatus {
     pub(super) fn differing_namespaces(&self, pid: u32) -> io::Result<Namespaces> {
         let mut differs = [false; NAMESPACE_NAMES.len()];
         for ((name, own), differs) in NAMESPACE_NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
-            // A kernel built without this kind of namespace has no such file.
+            // The kernel does not support this kind of namespace.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
         }
@@ -73,7 +73,7 @@ fn parse_status(text: &str, observed: &mut Observed) {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
-    // Missing values count as the worst.
+    // A missing value counts as no confinement.
     let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
     let single_id = |name| {
         let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
@@ -152,7 +152,6 @@ pub(super) struct NamespacePids {
     pub(super) inner: u32,
 }
 
-/// Reads the parent and the inner pid of a process.
 pub(super) fn namespace_pids(pid: u32) -> io::Result<NamespacePids> {
     let text = read_proc_file(&format!("/proc/{pid}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().last());

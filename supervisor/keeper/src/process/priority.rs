@@ -1,15 +1,16 @@
-//! Scheduling priority of the keeper: highest while it kills resisting processes, ordinary otherwise.
+//! Scheduling priority of the keeper: the highest while it kills processes that resist, and the normal one
+//! otherwise.
 //!
-//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper
-//! that starts one worker after another for a crashing bulkhead must not delay other processes. Without the
-//! necessary privileges, the priority is always ordinary.
+//! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper that
+//! starts one worker after another for a crashing bulkhead must not delay other processes. Without the
+//! necessary privileges, the priority never changes.
 
 use std::fs;
 
 /// Nice value with the highest priority.
 const HIGHEST: i32 = -20;
 
-/// File with the nice value of the keeper's session. With autogroups (a kernel setting), each session has a
+/// File with the nice value of the keeper's session. With autogroups (a kernel setting), each session gets a
 /// share of the processor.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 
@@ -23,14 +24,14 @@ pub(super) struct PriorityBoost {
 }
 
 impl PriorityBoost {
-    /// `usual` is the nice value that the thread has now.
+    /// `normal` is the current nice value of the thread.
     pub(super) fn new(normal: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let normal_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
         Self { normal, normal_group, is_raised: false, can_be_raised: true }
     }
 
-    /// Takes the highest priority, if this is permitted.
+    /// Sets the highest priority, if this is permitted.
     pub(super) fn raise(&mut self) {
         if self.can_be_raised && !self.is_raised {
             self.can_be_raised = rustix::process::setpriority_process(None, HIGHEST).is_ok();
@@ -39,7 +40,6 @@ impl PriorityBoost {
         }
     }
 
-    /// Restores the usual priority.
     pub(super) fn restore(&mut self) {
         if self.is_raised {
             self.is_raised = false;

@@ -1,5 +1,5 @@
-//! Handles deaths: reaps dead workers, reports their deaths, and kills the processes left behind, in small
-//! steps between other work.
+//! Handles ended processes: reaps dead workers, reports their exits, and kills the processes that they left
+//! behind. The killing is done in small steps between other work.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -25,13 +25,13 @@ const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 /// audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum numbers of processes that are reaped, and that are scanned, in one iteration of the loop. Each
+/// Maximum number of processes that one iteration of the loop reaps, and maximum number that it scans. Each
 /// takes some hundred microseconds in total.
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
-/// Number of bytes read from templates after which an iteration reaps no more processes, because a template
-/// can send without end.
+/// Number of bytes read from templates after which an iteration reaps no more processes. A template can send
+/// faster than the keeper reads.
 const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
 /// A worker that is dead and reaped, while the processes it left behind are being killed.
@@ -48,22 +48,22 @@ struct DeadWorker {
 
 /// Dead workers, and the killer for the processes that they left behind.
 pub(super) struct DescendantReaper {
-    /// True if the kernel does not distinguish orphans from workers, so that only a scan of all processes
-    /// shows whether something is left.
+    /// True if the kernel does not distinguish orphans from workers. Then only a scan of all processes shows
+    /// whether something is left.
     scans_always: bool,
     dead_workers: Vec<DeadWorker>,
     killer: DescendantKiller,
-    /// Start time of the next hunt.
+    /// Start time of the killer's next run.
     next_run: Option<Instant>,
     run_interval: Duration,
-    /// Number of processes that the last hunt killed.
+    /// Number of processes that the last run killed.
     last_killed: usize,
-    /// Number of processes that were given up. The same number is expected in later hunts.
+    /// Number of processes that could not be killed. Later runs are expected to find the same number.
     unkillable: usize,
     next_audit: Option<Instant>,
-    /// True if there may be ended processes that have not been reaped.
+    /// True if processes may have ended that have not been reaped.
     may_have_unreaped: bool,
-    /// True if the next hunt waits for forks in progress.
+    /// True if the next run waits for forks in progress.
     waits_for_forks: bool,
 }
 
@@ -83,12 +83,12 @@ impl DescendantReaper {
         }
     }
 
-    /// True if no fork must be started, because a hunt is in progress or about to begin.
+    /// True if no fork may be started, because a run is in progress or about to begin.
     pub(super) fn blocks_forks(&self) -> bool {
         self.waits_for_forks || self.killer.is_active()
     }
 
-    /// Returns the time of the next work, which is `now` if there is work already.
+    /// Returns the time at which there is work to do, which is `now` if there is some already.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         if self.may_have_unreaped || self.killer.is_active() {
             return Some(now);
@@ -114,7 +114,7 @@ impl EventLoop {
         }
     }
 
-    /// Reaps ended processes, workers and orphans. Ends of workers also have separate events, and so do not
+    /// Reaps ended processes, workers and orphans. The end of a worker also has its own event, so it does not
     /// wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
@@ -136,7 +136,7 @@ impl EventLoop {
         self.reaper.may_have_unreaped = true;
     }
 
-    /// Returns true if there was a change of state to take.
+    /// Returns true if there was a process to reap or a change of state.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
@@ -154,7 +154,7 @@ impl EventLoop {
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
-        // There is only one message, whatever was read.
+        // There is only one message, so nothing follows even if this one was invalid.
         deregister(&self.poll, &status);
         let Some(status) = spawn::read_status(&status) else { return };
         self.advance_start(pid);
@@ -166,7 +166,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped child. Reports the death at once, and begins to clean up.
+    /// Handles a reaped child. Reports the exit at once, and begins to clean up.
     fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.deregister_all(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
@@ -186,7 +186,7 @@ impl EventLoop {
             }
             Stage::Ended => {}
             Stage::Starting(_) => {
-                // The child has not reported a reason, but the order needs an answer.
+                // The child has not reported a reason, but the supervisor waits for the result of the order.
                 self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
                 return self.clean_up_failed(child);
             }
@@ -194,7 +194,7 @@ impl EventLoop {
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.clean_up_failed(child),
         }
-        // Comes after the report, so that no worker is ordered from a template that has ended.
+        // Comes after the report, so that the supervisor orders no worker from a template that has ended.
         namespace.into_iter().for_each(|namespace| self.namespace_ended(pid, namespace));
         let Child { worker, folder, leaf, .. } = child;
         let scan_number = self.reaper.killer.scan_number();
@@ -215,9 +215,10 @@ impl EventLoop {
         self.remove_resources(child.folder, child.leaf);
     }
 
-    /// Performs a step of killing what the dead left behind, and reports workers of which nothing is left.
+    /// Performs a step of killing the processes that dead workers left behind, and reports workers of which
+    /// nothing is left.
     pub(super) fn reap_descendants(&mut self, now: Instant) {
-        // Any process that the dead left behind would be a child of this thread.
+        // Any process left behind would be a child of this thread.
         let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
         if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
             self.reaper.unkillable = 0;
@@ -233,7 +234,7 @@ impl EventLoop {
         }
     }
 
-    /// Continues the current hunt, or begins the next if it is due.
+    /// Continues the killer's current run, or begins the next if it is due.
     fn step_killer(&mut self, now: Instant) {
         if !self.reaper.killer.is_active() {
             let is_audit = self.reaper.dead_workers.is_empty();
@@ -241,7 +242,7 @@ impl EventLoop {
             if due.is_none_or(|due| now < due) {
                 return;
             }
-            // A process that is being forked could not be distinguished from the hunted processes.
+            // A process that is being forked could not be distinguished from those to be killed.
             self.reaper.waits_for_forks = self.is_forking();
             if self.reaper.waits_for_forks {
                 return;
@@ -261,7 +262,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles the end of a hunt. `found` is `None` if the hunt failed.
+    /// Handles the end of a run. `found` is `None` if the run failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
@@ -313,14 +314,14 @@ impl EventLoop {
         leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
     }
 
-    /// Kills a worker and all its descendants, as far as one call reaches.
+    /// Kills a worker, and as many of its descendants as a single call reaches.
     pub(super) fn kill(&mut self, pid: u32) {
         let Some(child) = self.children.get(&pid) else { return };
-        // A running template's control group also has the first process of the namespace, and killing that
-        // would kill the workers.
+        // A running template's control group also contains the first process of the namespace, and killing that
+        // process would kill the workers.
         let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
-            // The following calls reach what this misses.
+            // The following calls kill what this misses.
             let _ = leaf.kill();
         }
         match child.member {

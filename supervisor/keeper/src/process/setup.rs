@@ -14,11 +14,11 @@ use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 /// Highest `oom_score_adj`. Each point counts like a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Distance of the keeper's score above the supervisor's. This is more memory than the supervisor usually
-/// uses.
+/// Difference between the keeper's score and the supervisor's lower one. This is more memory than the
+/// supervisor usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
-/// Distance of the workers' score above the keeper's.
+/// Difference between the workers' score and the keeper's lower one.
 const OOM_WORKER_STEP: i32 = 500;
 
 /// Processes that the keeper watches in addition to its orders. The keeper exits when either ends.
@@ -43,8 +43,8 @@ impl WatchedProcesses {
     }
 }
 
-/// Prepares the process for the start of the second thread. Returns the order socket, the watched processes, and the
-/// keeper's scheduling and memory settings before it takes precedence.
+/// Prepares the process for the start of the second thread. Returns the order socket, the watched processes,
+/// and the previous scheduling and memory settings of the keeper.
 pub(super) fn set_up(
     guard: Option<Pid>,
 ) -> io::Result<(OwnedFd, Option<WatchedProcesses>, OriginalSettings)> {
@@ -62,7 +62,8 @@ pub(super) fn set_up(
     // Fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // If the supervisor were killed while this process is stopped, the keeper would not see the end of file.
+    // Continues this process if it is stopped when the supervisor is killed. It would not see the end of file
+    // otherwise.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
@@ -73,7 +74,7 @@ pub(super) fn set_up(
 }
 
 /// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
-/// The process that goes first needs the higher score, and every process may raise its own score.
+/// Every process may raise its own score, so the processes to be killed earlier get higher scores.
 fn raise_oom_score() -> OomSettings {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
@@ -126,8 +127,8 @@ pub(super) fn set_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Closes inherited descriptors. A descriptor that the supervisor's program did not mark as close-on-exec
-/// would stay open as long as the keeper lives. But a connection that the supervisor closes must be closed.
+/// Closes inherited descriptors. If the supervisor's program did not mark a connection as close-on-exec, the
+/// connection would otherwise stay open as long as the keeper lives, even after the supervisor has closed it.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
 pub(super) fn close_inherited() -> io::Result<()> {
     // SAFETY: this process has just started, and has opened no descriptors yet.

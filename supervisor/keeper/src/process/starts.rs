@@ -1,5 +1,5 @@
-//! Starts workers, from the order to the running program. This includes the fork, the exchange with the child
-//! on the way, and the read-back of the child's confinement.
+//! Starts workers, from the order to the running program: the fork, the exchange of messages with the child,
+//! and the read-back of its confinement.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,7 +11,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::templates::Template;
 use super::templates::namespaces::TemplateNamespace;
-use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register};
+use super::{Child, EXIT, EventLoop, LISTENER, Stage, deregister, id_maps, observe, register, register_each};
 use crate::confine::cgroup::Leaf;
 use crate::protocol::confinement::{Identity, Layers, Observed, Seccomp, TemporaryFiles};
 use crate::protocol::{ReportMessage, SpawnOrder};
@@ -26,7 +26,7 @@ type Forked = (u32, OwnedFd, ChildConnections, Observed);
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Older kernels do not support this.
+    // Fails on older kernels.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -48,8 +48,8 @@ impl EventLoop {
         let layers = order.confinement.layers;
         let folder = match layers.temporary {
             TemporaryFiles::Folder => Some(self.create_folder(order.worker, layers.identity)?),
-            // The keeper stays the owner of the folder. Only the file system mounted over the folder belongs
-            // to the worker.
+            // The keeper remains the owner of the folder. Only the file system that is mounted over the folder
+            // belongs to the worker.
             TemporaryFiles::MountedTmpfs(_) => Some(self.create_folder(order.worker, None)?),
             TemporaryFiles::None | TemporaryFiles::PrivateTmp(_) => None,
         };
@@ -61,26 +61,18 @@ impl EventLoop {
                 return Err(error);
             }
         };
+        let (worker, rlimits) = (order.worker, order.rlimits.clone());
         let child = Child {
-            worker: order.worker,
-            pidfd,
             status: connections.status.take(),
             namespace: connections.init_socket.take().map(TemplateNamespace::new),
-            stage: Stage::Starting(connections),
-            layers,
-            rlimits: order.rlimits.clone(),
             // A worker without confinement does not wait for permission.
             is_confined: layers == Layers::default(),
-            process: pid,
-            listener: None,
-            violation: None,
             folder,
             leaf,
-            observed,
             template,
-            member: None,
+            ..Child::new(worker, pid, pidfd, Stage::Starting(connections), layers, rlimits, observed)
         };
-        let registered = child.register_reports(&self.poll, pid);
+        let registered = register_each(&self.poll, pid, child.report_descriptors());
         self.insert(pid, child);
         if let Err(error) = registered {
             self.finish_start(pid, Some(SpawnError::from_io("descriptors", &error)));
@@ -126,11 +118,9 @@ impl EventLoop {
             self.subordinate_namespace.clone(),
         )?;
         let observed = Observed { landlock: confinement.landlock(), ..Observed::default() };
-        let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
         let cgroup = cgroup.map_err(|error| SpawnError::from_io("cgroup", &error))?;
-        let (prepared, connections) =
-            Prepared::new(program, descriptors, confinement, cgroup, order.is_template)?;
+        let (prepared, connections) = Prepared::new(order, folder, descriptors, confinement, cgroup)?;
         let step = spawn::fork_step(order.confinement.layers.namespaces);
         let in_fork = |error: io::Error| SpawnError::from_io(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
@@ -192,8 +182,8 @@ impl EventLoop {
             namespace.template = Some(observe::namespace_pids(process).map_err(failed)?.inner);
         }
         child.observed.namespaces = self.own_status.differing_namespaces(process).map_err(failed)?;
-        // Open in addition to the worker's descriptors: the child's end of the progress socket, the listener,
-        // and the descriptors in `extra_descriptors`.
+        // Open in addition to the worker's own descriptors: the child's end of the progress socket, the
+        // listener, and the files counted in `extra_descriptors`.
         let executable = match &child.stage {
             Stage::Starting(connections) => connections.extra_descriptors,
             Stage::Running | Stage::Failed | Stage::Ended => 0,
@@ -205,7 +195,7 @@ impl EventLoop {
             child.leaf.as_ref().is_some_and(|leaf| observe::is_in_cgroup(process, leaf.path()));
         let filters = observe::read_status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
-        // The supervisor can be under a filter itself, which does not count here.
+        // Filters of the supervisor itself do not count.
         let lacks_filter =
             child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = lacks_filter.then_some("Seccomp_filters");
@@ -237,8 +227,8 @@ impl EventLoop {
             return self.report_failure(worker, &failure);
         }
         if !child.is_confined {
-            // The child was killed on the way, because it never got permission to continue. Its end is
-            // reported next.
+            // The child was killed before it could execute its program, because it never got permission to
+            // continue. Its exit is reported next.
             self.kill(pid);
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;

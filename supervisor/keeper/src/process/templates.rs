@@ -1,10 +1,10 @@
-//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the
-//! first process in their namespace.
+//! Templates: workers that fork the other workers of their bulkhead, as children of the keeper or of the first
+//! process in their namespace.
 //!
 //! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
 //! the process itself has said so; the kernel identifies the sender. Until then the process cannot be
-//! distinguished from a sibling that a worker has forked. So no fork is started during a hunt, and no hunt
-//! begins during a fork.
+//! distinguished from a sibling that a worker has forked. So the keeper starts no fork while it kills leftover
+//! processes, and does not begin to kill during a fork.
 
 mod attributes;
 pub(super) mod namespaces;
@@ -33,15 +33,18 @@ use crate::protocol::{ReportMessage, TemplateReport};
 use crate::spawn::SpawnError;
 use crate::wait;
 
-/// Time limit for a fork. A template that takes longer is hung.
+/// Time limit for a fork. A template that takes longer is killed.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name for workers whose template was hung.
+/// Step name for workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or waits in `before_fork`";
 
-/// Maximum time that a hunt waits for forks in progress. A process forked later, during a hunt, counts as
-/// left behind, and its start fails.
+/// Step name for workers that ended before they had identified themselves.
+const EXITED_STEP: &str = "fork: the forked process exited at once";
+
+/// Maximum time that the killer waits for forks in progress. A process that is forked later, while the killer
+/// runs, counts as left behind, and its start fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Maximum number of status messages forwarded from a template in each interval.
@@ -77,7 +80,7 @@ struct Fork {
     is_cancelled: bool,
 }
 
-/// A fork order that waits for the end of a hunt.
+/// A fork order that waits until the killer has finished.
 pub(super) struct DeferredFork {
     pub(super) worker: u64,
     pub(super) template: u64,
@@ -131,7 +134,7 @@ impl EventLoop {
         self.children.get_mut(&pid)?.template.as_mut()
     }
 
-    /// Makes a template fork a worker.
+    /// Orders a template to fork a worker.
     pub(super) fn fork(&mut self, deferred: DeferredFork) -> Result<(), SpawnError> {
         let found = self.by_worker.get(&deferred.template).copied();
         let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
@@ -169,8 +172,8 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Makes a template remove the temporary folder of a worker of which nothing is left. Used if the keeper
-    /// cannot access the folder.
+    /// Orders a template to remove the temporary folder of a worker of which nothing is left. Used if the
+    /// keeper cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
             template.outbox.push(TemplateOrder::Remove { worker, secret }.encode().to_vec(), Vec::new());
@@ -212,7 +215,7 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns templates that are forking children of the keeper.
+    /// Returns templates with forks in progress whose workers become children of the keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
             .filter(|(_, child, _)| child.namespace.is_none())
@@ -220,14 +223,14 @@ impl EventLoop {
             .collect()
     }
 
-    /// True if a hunt has to wait for a fork in progress. Nests do not count, because their processes are not
-    /// hunted.
+    /// True if the killer has to wait for a fork in progress. Forks in namespaces do not count, because the
+    /// killer leaves processes in namespaces alone.
     pub(super) fn is_forking(&self) -> bool {
         self.forking_templates()
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
-    /// Executes fork orders that waited for the end of a hunt.
+    /// Executes fork orders that waited for the killer.
     pub(super) fn run_deferred_forks(&mut self) {
         while !self.reaper.blocks_forks()
             && let Some(deferred) = self.deferred_forks.pop_front()
@@ -239,7 +242,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the next time at which a forking template counts as hung.
+    /// Returns the next time at which a template exceeds the time limit for a fork.
     pub(super) fn next_fork_timeout(&self) -> Option<Instant> {
         let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
         let forking = self.forking_templates().filter(|(_, child, _)| is_awaited(child));
@@ -259,14 +262,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates that are forking, because a worker can have identified itself
+    /// Reads the messages of all templates with forks in progress, because a worker can have identified itself
     /// before it ended. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the waiting messages of a template and its workers, but not many more, because senders can be
-    /// faster than the keeper. Returns the number of bytes that were waiting.
+    /// Reads the messages of a template and its workers that are waiting now. Messages that arrive meanwhile
+    /// are left for the next iteration, because senders can be faster than the keeper. Returns the number of
+    /// bytes that were waiting.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -284,7 +288,7 @@ impl EventLoop {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
-            // More messages may be waiting, for which there is no new event.
+            // There is no new event for messages that are already waiting.
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
@@ -363,24 +367,29 @@ impl EventLoop {
             TemplateMessage::Status(text) => TemplateReport::Status(text.to_owned()),
             TemplateMessage::Extend(more_ms) => TemplateReport::Extend(Duration::from_millis(more_ms.into())),
             TemplateMessage::Forked { worker, pid: forked } => {
-                // If the worker has already identified itself, the fork is no longer in the list.
-                let fork = template.forks.iter_mut().find(|fork| fork.worker == worker);
-                if let Some(fork) = fork {
-                    fork.pid = Some(forked);
-                    let is_gone = match &child.namespace {
-                        Some(namespace) => namespace.has_ended(forked),
-                        None => !bulkhead_linux::wait::is_child(forked),
-                    };
-                    if is_gone {
-                        self.fork_ended(pid, forked);
-                        self.clean_namespace(pid, Instant::now());
-                    }
-                }
+                self.record_fork(pid, worker, forked);
                 return true;
             }
         };
         self.report(&ReportMessage::Template { worker, message }, None);
         true
+    }
+
+    /// Records the pid of a forked process, which can have ended already.
+    fn record_fork(&mut self, template: u32, worker: u64, pid: u32) {
+        let Some(child) = self.children.get_mut(&template) else { return };
+        // If the worker has already identified itself, the fork is no longer in the list.
+        let mut forks = child.template.iter_mut().flat_map(|template| &mut template.forks);
+        let Some(fork) = forks.find(|fork| fork.worker == worker) else { return };
+        fork.pid = Some(pid);
+        let is_gone = match &child.namespace {
+            Some(namespace) => namespace.has_ended(pid),
+            None => !bulkhead_linux::wait::is_child(pid),
+        };
+        if is_gone {
+            self.fork_ended(template, pid);
+            self.clean_namespace(template, Instant::now());
+        }
     }
 
     /// Handles a reaped process that is not a worker. If the template had forked it to become a worker, this
@@ -389,11 +398,7 @@ impl EventLoop {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.forks.iter().position(|fork| fork.pid == Some(pid)) else { return };
         if let Some(fork) = found.forks.remove(at) {
-            self.fork_failed(
-                template,
-                &fork,
-                &SpawnError::new("fork: the forked process exited at once", Errno::CHILD),
-            );
+            self.fork_failed(template, &fork, &SpawnError::new(EXITED_STEP, Errno::CHILD));
         }
     }
 
@@ -420,8 +425,8 @@ impl EventLoop {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// Handles a process's message that it is a worker forked by the template. Returns false if the message
-    /// violates the protocol.
+    /// Handles a message of a process that says it is a worker forked by the template. Returns false if the
+    /// message violates the protocol.
     fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
@@ -434,6 +439,10 @@ impl EventLoop {
         match self.adopt_worker(template, &fork, pid) {
             Ok(is_valid) => is_valid,
             Err(failure) => {
+                // In a namespace, the process is unknown and is killed as such.
+                if self.children.get(&template).is_some_and(|child| child.namespace.is_none()) {
+                    wait::kill_group(pid);
+                }
                 self.fork_failed(template, &fork, &failure);
                 self.clean_namespace(template, Instant::now());
                 true
@@ -447,100 +456,43 @@ impl EventLoop {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
-        let observed = Observed { is_inherited: true, ..parent.observed };
-        let number = Pid::from_raw(pid as i32).ok_or(SpawnError::new("fork", Errno::SRCH))?;
-        let opened = rustix::process::pidfd_open(number, PidfdFlags::empty())
-            .and_then(|pidfd| Ok((rustix::io::fcntl_dupfd_cloexec(&pidfd, 0)?, pidfd)));
-        let (copy, pidfd) = match opened {
-            Ok(opened) => opened,
-            Err(errno) => {
-                self.kill_rejected(template, pid);
-                let step = if errno == Errno::SRCH {
-                    "fork: the forked process exited at once"
-                } else {
-                    "descriptors"
-                };
-                return Err(SpawnError::new(step, errno));
-            }
-        };
-        let member = match &parent.namespace {
-            None => None,
-            Some(namespace) => {
-                let place = observe::namespace_pids(pid);
-                // If the process is reaped during this read, its parent or pid, or both, are missing.
-                let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
-                let place = place.ok().filter(|_| !is_over);
-                let place =
-                    place.ok_or(SpawnError::new("fork: the forked process exited at once", Errno::CHILD))?;
-                if place.parent != template || namespace.contains(place.inner) {
-                    self.report_failure(
-                        worker,
-                        &SpawnError::new(
-                            "fork: another process than the template forked the worker",
-                            Errno::PERM,
-                        ),
-                    );
-                    return Ok(false);
-                }
-                Some(NamespaceMember { namespace: template, inner: place.inner, secret: None })
-            }
-        };
-        let folder = match (layers.temporary, &parent.folder) {
-            (TemporaryFiles::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
-            _ => None,
-        };
+        // Opened first. If the process ends later, its pid can be reused, but the pidfd still refers to this
+        // process.
+        let pidfd = open_pidfd(pid)?;
+        let copy = pidfd.try_clone().map_err(|error| SpawnError::from_io("descriptors", &error))?;
         let is_inside =
             matches!(layers.temporary, TemporaryFiles::PrivateTmp(_) | TemporaryFiles::MountedTmpfs(_));
-        let member = member.map(|member| NamespaceMember { secret: is_inside.then_some(secret), ..member });
-        // Registered before the worker has anything to clean up. Closing the pidfd removes the registration.
-        if member.is_none()
-            && let Err(error) = register(&self.poll, &pidfd, pid as usize | EXIT)
-        {
-            self.kill_rejected(template, pid);
-            return Err(SpawnError::from_io("descriptors", &error));
+        let mut member = None;
+        if let Some(namespace) = &parent.namespace {
+            let pids = namespace_pids_of_live(pid)?;
+            if pids.parent != template || namespace.contains(pids.inner) {
+                let step = "fork: another process than the template forked the worker";
+                self.report_failure(worker, &SpawnError::new(step, Errno::PERM));
+                return Ok(false);
+            }
+            let secret = is_inside.then_some(secret);
+            member = Some(NamespaceMember { namespace: template, inner: pids.inner, secret });
         }
-        let leaf = layers.cgroup.map(|limits| self.groups.create(worker, &limits));
-        let leaf = leaf.map(|made| {
-            let leaf = made?;
-            match leaf.add_process(pid) {
-                Ok(()) => Ok(leaf),
-                Err(failure) => {
-                    self.groups.remove(leaf);
-                    Err(SpawnError::new(&format!("cgroup: {}", failure.attempted), failure.errno))
-                }
-            }
-        });
-        let leaf = match leaf.transpose() {
-            Ok(leaf) => leaf,
-            Err(failure) => {
-                self.kill_rejected(template, pid);
-                return Err(failure);
-            }
-        };
+        let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
+        let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
+        let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
+        // Registered before there is anything to clean up. Closing the pidfd removes the registration.
+        if member.is_none() {
+            register(&self.poll, &pidfd, pid as usize | EXIT)
+                .map_err(|error| SpawnError::from_io("descriptors", &error))?;
+        }
+        let leaf = layers.cgroup.map(|limits| self.groups.create_for(worker, &limits, pid)).transpose()?;
         if let Some(member) = &member
-            && let Some(namespace) =
-                self.children.get_mut(&template).and_then(|child| child.namespace.as_mut())
+            && let Some(parent) = self.children.get_mut(&template)
+            && let Some(namespace) = &mut parent.namespace
         {
             namespace.add_worker(member.inner, pid);
         }
-        let observed = Observed { cgroup: leaf.is_some(), ..observed };
         let child = Child {
-            worker,
-            pidfd,
-            stage: Stage::Running,
-            layers,
-            rlimits,
-            is_confined: true,
-            process: pid,
-            listener: None,
-            violation: None,
             folder,
             leaf,
-            observed,
-            status: None,
-            template: None,
-            namespace: None,
             member,
+            ..Child::new(worker, pid, pidfd, Stage::Running, layers, rlimits, observed)
         };
         self.insert(pid, child);
         self.report(&ReportMessage::Spawned { worker, pid, observed }, Some(copy));
@@ -549,14 +501,6 @@ impl EventLoop {
         }
         self.clean_namespace(template, Instant::now());
         Ok(true)
-    }
-
-    /// Kills a process that must not become a worker.
-    fn kill_rejected(&mut self, template: u32, pid: u32) {
-        // In a namespace, the process is unknown and is killed as such.
-        if self.children.get(&template).is_some_and(|child| child.namespace.is_none()) {
-            wait::kill_group(pid);
-        }
     }
 
     /// Handles the end of a template, whose forks in progress have failed.
@@ -570,6 +514,23 @@ impl EventLoop {
             self.report_failure(fork.worker, &failure);
         }
     }
+}
+
+fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
+    let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH);
+    number.and_then(|number| rustix::process::pidfd_open(number, PidfdFlags::empty())).map_err(|errno| {
+        let step = if errno == Errno::SRCH { EXITED_STEP } else { "descriptors" };
+        SpawnError::new(step, errno)
+    })
+}
+
+/// Returns the pids of a process in its own namespace. If the process is reaped while they are read, some can
+/// be missing, and the result is an error.
+fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
+    let pids = observe::namespace_pids(pid);
+    let number = Pid::from_raw(pid as i32);
+    let is_over = number.is_none_or(|it| rustix::process::test_kill_process(it) == Err(Errno::SRCH));
+    pids.ok().filter(|_| !is_over).ok_or(SpawnError::new(EXITED_STEP, Errno::CHILD))
 }
 
 /// Receives a message. Returns the length before truncation, and the pid of the sender. An empty message has

@@ -1,9 +1,10 @@
 //! Temporary folders of workers that have no separate file system for temporary files.
 //!
-//! All folders are in one base folder. A lock distinguishes this base folder from base folders that an
-//! earlier keeper could not remove. The content of a worker's folder is not trusted. The removal follows no
-//! links and does not recurse, however deep the tree is. The removal runs on a separate thread, however large
-//! the tree is.
+//! All folders are in one base folder. A lock distinguishes this base folder from base folders that earlier
+//! keepers could not remove.
+//!
+//! The content of a worker's folder is not trusted. It is removed on a separate thread, because the tree can be
+//! large. The removal follows no links and does not recurse, because the tree can be deep.
 
 use std::collections::VecDeque;
 use std::io;
@@ -53,7 +54,6 @@ struct Base {
 }
 
 impl TemporaryFolders {
-    /// Creates a folder for a worker.
     pub(super) fn create(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
         if self.base.is_none() {
             self.base = Some(Base::create(&std::env::temp_dir())?);
@@ -73,8 +73,8 @@ impl TemporaryFolders {
     /// keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            // The thread ends with this process. A folder for which there is no time is removed with the base
-            // folder.
+            // The thread ends with this process. A folder that it could not remove in time is removed with the
+            // base folder.
             let _ = base.removals.try_send(folder);
         }
     }
@@ -134,8 +134,8 @@ fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the
-/// folder is gone, is being removed, or another folder has the name.
+/// Locks the folder with this name. Fails with `NOENT` or `WOULDBLOCK` if another keeper was faster: the folder
+/// is gone or is being removed, or another folder has the name.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER_FLAGS, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -175,7 +175,7 @@ fn stale_folders(parent: &Path) -> VecDeque<Removal> {
     stale.take(STALE_FOLDERS_MAX).collect()
 }
 
-/// Removes the folders in `left`, and then folders in the order of arrival. Alternates between folders in steps.
+/// Removes the folders in `left`, and then folders in the order of arrival. Large folders take turns.
 fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     let removal = |folder| Removal { folder, _lock: None };
     loop {
@@ -373,7 +373,7 @@ mod tests {
         std::fs::remove_dir(&top).unwrap();
     }
 
-    /// Another keeper sweeps the same parent folder while folders are created.
+    /// Another keeper cleans up in the same parent folder while folders are created.
     #[test]
     fn concurrent_cleanup_does_not_remove_new_folders() {
         let parent = tempfile::tempdir().unwrap();

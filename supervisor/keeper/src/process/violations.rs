@@ -1,4 +1,4 @@
-//! Forbidden system calls: names the process that made the call, and kills it.
+//! Forbidden system calls: identifies the process that made the call, and kills it.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -19,7 +19,7 @@ impl EventLoop {
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
-        // Other threads can be waiting in forbidden calls. There is no new event for calls made in the
+        // Other threads can be blocked in forbidden calls. There is no new event for calls made in the
         // meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
@@ -37,13 +37,13 @@ impl EventLoop {
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
             Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
-        // The thread is still waiting in the call. So the pids and the pidfd found above belong to this
+        // The thread is still blocked in the call. So the pids and the pidfd found above belong to this
         // thread's process.
         if seccomp::check_pending(listener, notification.id).is_err() {
             return;
         }
-        // If the process cannot be found, the worker itself counts as the violator, and all of its processes
-        // are killed.
+        // If the process cannot be found, the worker itself is treated as the violator, and all of its
+        // processes are killed.
         let (process, inner, owner, pidfd) = match found {
             Ok((process, inner, owner, pidfd)) => (process, inner, owner, Some(pidfd)),
             Err(_) => (child.process, child.process, pid, None),
@@ -79,7 +79,7 @@ impl EventLoop {
     }
 
     /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
-    /// that are killed. If the supervisor cannot keep up, only the worker's end is reported.
+    /// that violate its filter. If the supervisor cannot keep up, only the worker's exit is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < PENDING_REPORTS_MAX {
             self.report(&ReportMessage::Violation { worker, process, call }, None);

@@ -5,7 +5,7 @@
 
 use bincode::{BorrowDecode, Encode};
 
-/// The ordered confinement of a worker. The default confines nothing.
+/// The ordered confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
     /// Layers and limits.
@@ -17,7 +17,7 @@ pub struct Confinement<'a> {
     pub read: Vec<&'a str>,
     /// Writable paths.
     pub write: Vec<&'a str>,
-    /// Paths that no worker gets, even inside a folder that is given: the supervisor's own files.
+    /// Paths that no worker can access, even inside a granted folder: the supervisor's own files.
     pub withheld: Vec<&'a str>,
     /// System calls allowed in addition to the profile.
     pub allow: Vec<&'a str>,
@@ -32,7 +32,7 @@ pub struct Layers {
     pub no_new_privs: bool,
     /// The worker has no capabilities, whatever its user is.
     pub no_capabilities: bool,
-    /// Landlock restricts files, and sockets and processes outside.
+    /// Landlock restricts access to files, and to sockets and processes outside the sandbox.
     pub landlock: bool,
     /// Filter of system calls.
     pub seccomp: Seccomp,
@@ -115,7 +115,7 @@ pub struct Identity {
 /// Place for a worker's temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemporaryFiles {
-    /// None, or wherever the worker's user can write.
+    /// No private place. The worker can use any folder that its user can write.
     #[default]
     None,
     /// A private folder on disk, named by `TMPDIR`.

@@ -1,5 +1,5 @@
-//! Arguments and message of the guard, which is the process between an application that embeds a supervisor and
-//! the keeper.
+//! Arguments and message of the guard, the process between an application that embeds a supervisor and the
+//! keeper.
 
 use bincode::{BorrowDecode, Encode};
 
@@ -19,7 +19,7 @@ pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct GuardReady {
     pub(crate) keeper: u32,
-    pub(crate) abilities: Vec<LayerSupport>,
+    pub(crate) layers: Vec<LayerSupport>,
     /// First and last subordinate id, or the reason why there are none.
     pub(crate) ids: Result<(u32, u32), String>,
 }

@@ -6,7 +6,7 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// The hidden first argument with which a program must call [`run_as_keeper`].
+/// The undocumented first argument with which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
 /// Environment variables of the service manager for the supervisor, which other processes must not inherit.
@@ -93,8 +93,8 @@ impl SpawnOrder<'_> {
     }
 }
 
-/// Encoding of orders. The limit bounds the memory allocated for an order of [`ORDER_BYTES_MAX`] bytes in
-/// which each byte is a text.
+/// Encoding of orders. The limit bounds the memory allocated for the worst order: [`ORDER_BYTES_MAX`] bytes,
+/// each of which is a separate text.
 fn coding() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
 }

@@ -78,13 +78,12 @@ pub(crate) enum Received {
     /// A message of this many bytes, with its descriptors. If this process has reached its limit of
     /// descriptors, some are missing.
     Message(usize, Vec<OwnedFd>),
-    /// No message at present.
+    /// There is no message now.
     Nothing,
     /// The peer is gone.
     Closed,
 }
 
-/// Receives one message.
 pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

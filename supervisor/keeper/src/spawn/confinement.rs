@@ -1,4 +1,4 @@
-//! The confinement of a worker, prepared before the fork: rules, a filter, a root folder.
+//! The confinement of a worker, prepared before the fork: Landlock rules, a seccomp filter, a root folder.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -21,7 +21,6 @@ use crate::confine::seccomp::{self, FatalAction, Filter};
 use crate::protocol::SpawnOrder;
 use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, TemporaryFiles};
 
-/// Name of the step.
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
 /// Maximum number of filters kept for later workers with the same rules. There is one filter for each sandbox
@@ -55,15 +54,16 @@ pub(crate) struct PreparedConfinement {
     may_mount: bool,
 }
 
-/// Compiled filters by input. Compiling a filter takes longer than all other preparations.
+/// Compiled filters, by the settings that determine them. Compiling a filter takes longer than all other
+/// preparations.
 #[derive(Default)]
 pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 
 type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
 
 impl PreparedConfinement {
-    /// Prepares the confinement of a worker. `temporary` is the private folder for [`TemporaryFiles::Folder`] or
-    /// [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
+    /// Prepares the confinement of a worker. `temporary` is the worker's folder for [`TemporaryFiles::Folder`]
+    /// or [`TemporaryFiles::MountedTmpfs`]. `subordinate` is the user namespace of subordinate ids.
     pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
@@ -75,22 +75,6 @@ impl PreparedConfinement {
         let programs = as_paths(&ordered.programs);
         let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
         let withheld = as_paths(&ordered.withheld);
-        let directory = Path::new(directory);
-        let ruleset = layers.landlock.then(|| {
-            let rules = landlock::Rules {
-                programs: &programs,
-                directory: Some(directory),
-                read: &read,
-                write: &write,
-                temporary,
-                withheld: &withheld,
-                has_own_root: layers.namespaces.mount,
-                network: layers.network,
-            };
-            Ruleset::prepare(&rules).map_err(|failure| {
-                SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
-            })
-        });
         let user_namespace = match (layers.subordinate_ids, subordinate) {
             (false, _) => None,
             (true, None) => return Err(SpawnError::new(SUBORDINATE_STEP, Errno::NOENT)),
@@ -101,51 +85,45 @@ impl PreparedConfinement {
         let granted = GrantedPaths {
             program: Path::new(order.program),
             programs: &programs,
-            directory,
+            directory: Path::new(directory),
             read: &read,
             write: &write,
             temporary,
             temporary_is_mounted: matches!(layers.temporary, TemporaryFiles::MountedTmpfs(_)),
         };
         let unreachable = find_unreachable(&granted, &layers)?;
-        let executable = match unreachable.folders.first() {
-            Some(_) if !may_mount && unreachable.hides_only_programs(&granted) => {
-                Some(open(granted.program)?)
+        let (executable, hosted_file) = match unreachable.folders.first() {
+            Some(folder) if !may_mount => {
+                if !unreachable.hides_only_programs(&granted) {
+                    return Err(unreachable_folder(folder, layers.identity));
+                }
+                (
+                    Some(open(granted.program)?),
+                    unreachable.hidden_hosted_file(&granted).map(open).transpose()?,
+                )
             }
-            Some(folder) if !may_mount => return Err(unreachable_folder(folder, layers.identity)),
-            _ => None,
+            _ => (None, None),
         };
-        let hosted_file = executable
-            .as_ref()
-            .and_then(|_| unreachable.hidden_hosted_file(&granted))
-            .map(open)
-            .transpose()?;
-        let root = layers.namespaces.mount.then(|| {
-            proc_entries::prepare();
-            let missing = |path: &Path| {
-                SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
-            };
-            PrivateRoot::prepare(&granted, &withheld, &unreachable, &layers).map(Arc::new).map_err(missing)
-        });
-        let ruleset = ruleset.transpose()?;
+        let ruleset = layers.landlock.then(|| create_ruleset(&granted, &withheld, &layers)).transpose()?;
+        let create_root = || create_root(&granted, &withheld, &unreachable, &layers);
+        let root = layers.namespaces.mount.then(create_root).transpose()?;
+        let covers = if may_mount && root.is_none() {
+            Covers::prepare(&unreachable, &withheld)
+                .map_err(|folder| unreachable_folder(&folder, layers.identity))?
+        } else {
+            None
+        };
         // A template confines the processes that it forks, as a host confines its programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
         let program_rules =
             gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
-        let covers = match root {
-            _ if !may_mount => None,
-            Some(_) => None,
-            None => Covers::prepare(&unreachable, &withheld)
-                .map_err(|folder| unreachable_folder(&folder, layers.identity))?
-                .map(Arc::new),
-        };
         Ok(Self {
             layers,
             program_rules: program_rules.transpose()?,
             ruleset,
             filter: filters.get(ordered, order.is_template)?,
-            root: root.transpose()?,
-            covers,
+            root: root.map(Arc::new),
+            covers: covers.map(Arc::new),
             executable,
             hosted_file,
             private_temporary: private_temporary(&layers, temporary),
@@ -184,14 +162,46 @@ impl PreparedConfinement {
     }
 }
 
-/// Returns the folder to show at `/dev/shm`: the temporary folder on disk. The step that mounts a file system
-/// over the folder shows that file system itself.
+fn create_ruleset(
+    granted: &GrantedPaths<'_>,
+    withheld: &[&Path],
+    layers: &Layers,
+) -> Result<Ruleset, SpawnError> {
+    let rules = landlock::Rules {
+        programs: granted.programs,
+        directory: Some(granted.directory),
+        read: granted.read,
+        write: granted.write,
+        temporary: granted.temporary,
+        withheld,
+        has_own_root: layers.namespaces.mount,
+        network: layers.network,
+    };
+    Ruleset::prepare(&rules).map_err(|failure| {
+        SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
+    })
+}
+
+fn create_root<'p>(
+    granted: &GrantedPaths<'p>,
+    withheld: &'p [&'p Path],
+    unreachable: &Unreachable,
+    layers: &Layers,
+) -> Result<PrivateRoot, SpawnError> {
+    proc_entries::prepare();
+    PrivateRoot::prepare(granted, withheld, unreachable, layers).map_err(|path| {
+        SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
+    })
+}
+
+/// Returns the folder to show at `/dev/shm`: the temporary folder on disk. A file system in memory is shown
+/// there by the step that mounts it.
 fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
     folder.and_then(root::c_string)
 }
 
-/// Finds the given paths that the worker's own user cannot reach.
+/// Finds the granted paths that the worker's own user cannot reach.
 fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unreachable, SpawnError> {
     let Some(identity) = layers.identity else { return Ok(Unreachable::default()) };
     reach::check(granted, identity).map_err(|mut unusable| {
@@ -234,22 +244,20 @@ impl FilterCache {
         if let Some(filter) = self.0.get(&key) {
             return Ok(Some(filter.clone()));
         }
-        let rules = match layers.seccomp {
+        let mut rules = match layers.seccomp {
             Seccomp::Off => return Ok(None),
             Seccomp::DenyList => seccomp::default(layers.network),
             Seccomp::AllowList => seccomp::strict(layers.network),
         };
-        let rules = if layers.network && !hides_unix_sockets(layers) {
-            seccomp::deny_unix_sockets(rules)
-        } else {
-            rules
-        };
-        let rules = if layers.landlock && !landlock_controls_truncation() {
-            seccomp::deny_truncation(rules)
-        } else {
-            rules
-        };
-        let rules = if is_template { seccomp::allow_siblings(rules) } else { rules };
+        if layers.network && !hides_unix_sockets(layers) {
+            rules = seccomp::deny_unix_sockets(rules);
+        }
+        if layers.landlock && !landlock_controls_truncation() {
+            rules = seccomp::deny_truncation(rules);
+        }
+        if is_template {
+            rules = seccomp::allow_siblings(rules);
+        }
         let unknown = |name| {
             SpawnError::new(&format!("{}: unknown system call {name}", steps::SECCOMP_STEP), Errno::INVAL)
         };

@@ -15,9 +15,8 @@ use crate::confine::cgroup;
 use crate::protocol::confinement::{Identity, Namespaces};
 use crate::wait::{self, Waited};
 
-/// A child of the forking thread.
+/// The kind of child that the thread forks.
 pub(crate) enum Job {
-    /// A worker.
     Worker(Box<Prepared>),
     /// Exits immediately.
     Child,
@@ -25,12 +24,12 @@ pub(crate) enum Job {
     Grandchild,
 }
 
-/// Scheduling and memory settings of the keeper before it takes precedence.
+/// Scheduling and memory settings that the keeper was started with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OriginalSettings {
     /// Nice value, which workers get too.
     pub(crate) nice: i32,
-    /// Preference of the kernel when memory runs out.
+    /// How likely the kernel is to kill a process when memory runs out.
     pub(crate) oom: OomSettings,
     /// Soft and hard limit of open files.
     pub(crate) open_files: (u64, u64),
@@ -53,8 +52,8 @@ pub(crate) struct Forker {
 }
 
 impl Forker {
-    /// Starts the thread. `original` has the settings that the keeper was started with, so that workers do
-    /// not get the keeper's raised settings.
+    /// Starts the thread. `original` has the settings that the keeper was started with. Workers get these
+    /// instead of the keeper's raised settings.
     pub(crate) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);

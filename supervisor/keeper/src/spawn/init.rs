@@ -14,8 +14,8 @@ use crate::wait;
 /// Size of a report in bytes: the status of `wait(2)`, and three numbers of the usage.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
-/// Reduces this process to these capabilities, or to none if these are not available, and to these
-/// descriptors.
+/// Gives up all capabilities except these, or all if these cannot be kept, and closes all descriptors except
+/// `kept`.
 fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {

@@ -27,7 +27,6 @@ const HOME_VARIABLE: &str = "HOME=";
 /// Folder for temporary files in a private root folder.
 const PRIVATE_TMP: &str = "/tmp";
 
-/// Everything that a worker's child needs, prepared before the fork.
 pub(crate) struct Prepared {
     pub(super) program: CString,
     pub(super) directory: CString,
@@ -49,51 +48,23 @@ pub(crate) struct Prepared {
     pub(super) confinement: PreparedConfinement,
 }
 
-/// The program of a worker, as ordered.
-pub(crate) struct Program {
-    pub(crate) program: CString,
-    pub(crate) directory: CString,
-    pub(crate) arguments: Vec<CString>,
-    pub(crate) environment: Vec<CString>,
-    pub(crate) rlimits: Vec<Rlimit>,
-}
-
-impl Program {
-    /// Converts an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
-    pub(crate) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, SpawnError> {
-        let texts = |list: &[&str]| list.iter().map(|item| c_string(item)).collect::<Result<Vec<_>, _>>();
-        let mut environment = texts(&order.environment)?;
-        let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
-        let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
-        for (variable, folder) in [(TMPDIR_VARIABLE, temporary), (HOME_VARIABLE, home)] {
-            let has_own = order.environment.iter().any(|one| one.starts_with(variable));
-            if let Some(folder) = folder.filter(|_| !has_own) {
-                environment.push(c_string(&format!("{variable}{}", folder.display()))?);
-            }
-        }
-        Ok(Self {
-            program: c_string(order.program)?,
-            directory: c_string(order.directory)?,
-            arguments: texts(&order.arguments)?,
-            environment,
-            rlimits: order.rlimits.clone(),
-        })
-    }
-}
-
 fn c_string(text: &str) -> Result<CString, SpawnError> {
     CString::new(text).map_err(|_| SpawnError::new("order", Errno::INVAL))
 }
 
+fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
+    texts.iter().map(|text| c_string(text)).collect()
+}
+
 /// The keeper's ends of the connections to a child.
 pub(crate) struct ChildConnections {
-    /// Progress of the child: see `progress`.
+    /// Socket for messages of the starting child: see `progress`.
     pub(crate) progress: OwnedFd,
     /// Status pipe of the first process of a pid namespace.
     pub(crate) status: Option<OwnedFd>,
     /// Socket of the first process of a pid namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
-    /// Describe failed steps.
+    /// Names the paths of a failed mount.
     root: Option<Arc<PrivateRoot>>,
     covers: Option<Arc<Covers>>,
     /// Number of the child's descriptors in addition to those of every worker and the progress socket.
@@ -101,69 +72,81 @@ pub(crate) struct ChildConnections {
 }
 
 impl ChildConnections {
-    /// Describes the failure of a child.
     pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
         let step = steps::describe(failure, self.root.as_deref(), self.covers.as_deref());
         SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
     }
 }
 
+/// Converts the environment of an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
+fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Vec<CString>, SpawnError> {
+    let mut environment = c_strings(&order.environment)?;
+    let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
+    let home = temporary.or(has_private_tmp.then_some(Path::new(PRIVATE_TMP)));
+    for (variable, folder) in [(TMPDIR_VARIABLE, temporary), (HOME_VARIABLE, home)] {
+        let has_own = order.environment.iter().any(|entry| entry.starts_with(variable));
+        if let Some(folder) = folder.filter(|_| !has_own) {
+            environment.push(c_string(&format!("{variable}{}", folder.display()))?);
+        }
+    }
+    Ok(environment)
+}
+
+/// Returns the link, standard output and standard error.
+fn standard_descriptors(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; SPAWN_DESCRIPTORS], SpawnError> {
+    if descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD) {
+        return Err(SpawnError::new("descriptors", Errno::BADF));
+    }
+    descriptors.try_into().map_err(|_| SpawnError::new("descriptors", Errno::MFILE))
+}
+
 impl Prepared {
-    /// Combines everything that the child needs.
+    /// Combines everything that the child needs. `temporary` is the worker's temporary folder.
     pub(crate) fn new(
-        program: Program,
+        order: &SpawnOrder<'_>,
+        temporary: Option<&Path>,
         descriptors: Vec<OwnedFd>,
         confinement: PreparedConfinement,
         cgroup: Option<OwnedFd>,
-        is_template: bool,
     ) -> Result<(Box<Self>, ChildConnections), SpawnError> {
-        let has_low_number = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
-        let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
-            descriptors.try_into().map_err(|_| SpawnError::new("descriptors", Errno::MFILE))?;
-        if has_low_number {
-            return Err(SpawnError::new("descriptors", Errno::BADF));
-        }
-        let [link, stdout, stderr] = descriptors;
-        let (ours, progress) = progress::pair().map_err(|errno| SpawnError::new("fork", errno))?;
-        let has_first = confinement.layers.namespaces.pid;
-        let init_socket = (has_first && is_template).then(socket::pair).transpose();
+        let [link, stdout, stderr] = standard_descriptors(descriptors)?;
+        let fork_error = |errno| SpawnError::new("fork", errno);
+        let (ours, progress) = progress::pair().map_err(fork_error)?;
+        let has_pid_namespace = confinement.layers.namespaces.pid;
+        let sockets = (has_pid_namespace && order.is_template).then(socket::pair).transpose();
         let (init_socket_ours, init_socket) =
-            init_socket.map_err(|error| SpawnError::from_io("fork", &error))?.unzip();
-        let status = (has_first && !is_template).then(|| {
-            rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
-                .map_err(|errno| SpawnError::new("fork", errno))
-        });
-        let (status_ours, status) = status.transpose()?.unzip();
-        let (root, covers) = (confinement.root(), confinement.covers());
-        let expected = [confinement.executable.is_some(), confinement.hosted_file.is_some()];
-        let extra_descriptors = expected.into_iter().map(u32::from).sum();
-        let Program { program, directory, arguments, mut environment, rlimits } = program;
+            sockets.map_err(|error| SpawnError::from_io("fork", &error))?.unzip();
+        let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
+        let status = (has_pid_namespace && !order.is_template).then(pipe).transpose();
+        let (status_ours, status) = status.map_err(fork_error)?.unzip();
+        let mut environment = environment(order, temporary)?;
         if let Some(hosted_file) = &confinement.hosted_file {
             environment.push(c_string(&format!("{PROGRAM_VARIABLE}={}", hosted_file.as_raw_fd()))?);
         }
+        let connections = ChildConnections {
+            status: status_ours,
+            init_socket: init_socket_ours,
+            root: confinement.root(),
+            covers: confinement.covers(),
+            extra_descriptors: u32::from(confinement.executable.is_some())
+                + u32::from(confinement.hosted_file.is_some()),
+            progress: ours,
+        };
         let prepared = Self {
-            program,
-            directory,
-            arguments,
+            program: c_string(order.program)?,
+            directory: c_string(order.directory)?,
+            arguments: c_strings(&order.arguments)?,
             environment,
-            rlimits,
+            rlimits: order.rlimits.clone(),
             link,
             stdout,
             stderr,
             progress,
-            keeper_end: ours.as_raw_fd(),
+            keeper_end: connections.progress.as_raw_fd(),
             cgroup,
             status,
             init_socket,
             confinement,
-        };
-        let connections = ChildConnections {
-            progress: ours,
-            status: status_ours,
-            init_socket: init_socket_ours,
-            root,
-            covers,
-            extra_descriptors,
         };
         Ok((Box::new(prepared), connections))
     }

@@ -12,7 +12,6 @@ use super::SpawnError;
 use crate::confine::landlock::Ruleset;
 use crate::protocol::confinement::{Layers, TemporaryFiles};
 
-/// Name of the step.
 const STEP: &str = "rules for programs";
 
 /// Mount point of [`TemporaryFiles::PrivateTmp`].

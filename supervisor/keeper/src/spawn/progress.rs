@@ -74,10 +74,9 @@ impl StepFailure {
     }
 }
 
-/// Progress of a child.
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// The child is still on the way, or stuck on a file system.
+    /// The child is still starting, or blocked by a file system.
     Pending,
     /// The child has a user namespace without maps, and waits for [`let_continue`].
     WaitsForIdMaps,
@@ -120,14 +119,14 @@ pub(crate) fn read(socket: &OwnedFd) -> Progress {
     }
 }
 
-/// Lets a waiting child continue. A child that is gone does not matter.
+/// Lets a waiting child continue. Ignores a child that has ended.
 pub(crate) fn let_continue(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[CONTINUE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 // The child's side, which makes only system calls.
 
-/// Reports a failed step. If even this fails, the supervisor sees a worker that ends at once.
+/// Reports a failed step. If the report fails, the supervisor sees a worker that exits at once.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }

@@ -38,7 +38,7 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
 /// Steps of the first process in new namespaces.
 ///
 /// The child of a privileged keeper makes the root folder while it is still root, and enters a user namespace
-/// afterwards. So every folder above the given paths is accessible. The child of an unprivileged keeper needs
+/// afterwards. So every folder above the granted paths is accessible. The child of an unprivileged keeper needs
 /// the user namespace first, for the right to mount.
 pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
     ("session", session),
@@ -101,10 +101,9 @@ const LANDLOCK_NOT_ENFORCED: u32 = 1;
 /// Step number of the fork between the tables.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
-/// Step number for the requirements of a nest's first process.
+/// Step number for the requirements of the first process in a template's namespace.
 pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
-/// Describes the failure of a child.
 pub(super) fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&Covers>) -> String {
     let mut steps = NAMESPACE_STEPS.iter().chain(&WORKER_STEPS);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
@@ -169,7 +168,8 @@ fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
     }
-    // Fails if the keeper has no privileges. Then the keeper has no groups whose loss matters.
+    // Fails if the keeper has no privileges. Then the keeper has no supplementary groups that would give
+    // access.
     let _ = rustix::thread::set_thread_groups(&[]);
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
@@ -286,7 +286,6 @@ fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Clears all capability sets.
 fn capabilities(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
@@ -445,10 +444,11 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
 
-/// Second safety net if the keeper is killed. A change of identity clears the signal.
+/// Kills the child when the keeper dies, in addition to other measures. A change of identity clears the signal.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of the namespace has no pid here. Only a living parent lets this process continue.
+    // A parent outside of the namespace has no pid here. In this case, the keeper must have been alive to let
+    // this process continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())

@@ -27,7 +27,7 @@ pub struct DescendantKiller {
     scans: u64,
     /// Descendants that existed in the latest complete scan.
     found: HashMap<u32, Found>,
-    /// Highest `seen` of all processes in `found`.
+    /// Highest `first_seen` of all processes in `found`.
     latest_first_seen: u64,
 }
 
@@ -187,7 +187,8 @@ impl DescendantKiller {
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-        // From here on the descriptor identifies the process, so the following read of `/proc` is decisive.
+        // From here on the descriptor identifies the process, so what the following read of `/proc` finds
+        // cannot change.
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
         let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
             self.found.remove(&pid);

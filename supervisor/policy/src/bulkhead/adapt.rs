@@ -6,8 +6,8 @@ use bulkhead_shared::Verdict;
 
 use super::Bulkhead;
 use crate::adaptive::{Adaptive, AdaptiveView};
-use crate::jobs::Place;
-use crate::messages::{Action, Note};
+use crate::jobs::JobState;
+use crate::messages::{Action, OperatorEvent};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
@@ -36,9 +36,9 @@ impl<T> Bulkhead<T> {
     pub(super) fn reconfigure_adaptive(&mut self, now: Time) {
         self.adaptive = match (self.limits.adaptive.clone(), self.adaptive.take()) {
             (None, _) => None,
-            (Some(numbers), None) => Some(Box::new(Adaptive::new(numbers, now))),
-            (Some(numbers), Some(mut adaptive)) => {
-                adaptive.reconfigure(numbers, now);
+            (Some(limits), None) => Some(Box::new(Adaptive::new(limits, now))),
+            (Some(limits), Some(mut adaptive)) => {
+                adaptive.reconfigure(limits, now);
                 Some(adaptive)
             }
         };
@@ -46,12 +46,12 @@ impl<T> Bulkhead<T> {
 
     /// Counts the run of a job that is being answered. A run that ended in a crash says nothing about run
     /// times and does not count.
-    pub(super) fn time_run(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
-        let taken = (self.in_use_before, self.kept_before);
+    pub(super) fn record_run_time(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
+        let taken = (self.in_use_before_event, self.reserved_before_event);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
             && !matches!(verdict, Verdict::Crashed { .. })
         {
-            adaptive.ended(now, since, tenant.0, *verdict == Verdict::Ok, taken);
+            adaptive.count_ended(now, since, tenant.0, *verdict == Verdict::Ok, taken);
         }
     }
 
@@ -60,21 +60,26 @@ impl<T> Bulkhead<T> {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
                 let job = self.jobs.get(*index);
-                if let (Place::InFlight { since, .. }, true) = (job.place, job.cargo.is_some()) {
-                    adaptive.running(now, since, job.tenant.0);
+                if let (JobState::InFlight { since, .. }, true) = (job.state, job.record.is_some()) {
+                    adaptive.count_running(now, since, job.tenant.0);
                 }
             }
-            let moved = adaptive.close(now);
+            let moved = adaptive.close_window(now);
             self.counters.limit_raised += u64::from(moved == Ordering::Greater);
             self.counters.limit_lowered += u64::from(moved == Ordering::Less);
             self.adaptive = Some(adaptive);
         }
         if let Some(adaptive) = self.adaptive.as_deref_mut()
-            && let Some(told) = adaptive.take_told(now)
+            && let Some(reported) = adaptive.take_report(now)
         {
-            let numbers = adaptive.view().numbers;
-            let note = Note::LimitAdapted { from: told.from, to: told.to, latency: told.latency, numbers };
-            out.push(Action::Note(note));
+            let limits = adaptive.view().limits;
+            let note = OperatorEvent::LimitAdapted {
+                from: reported.from,
+                to: reported.to,
+                latency: reported.latency,
+                limits,
+            };
+            out.push(Action::Report(note));
         }
     }
 }

@@ -9,19 +9,19 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::breaker::Admission;
-use crate::jobs::Place;
+use crate::jobs::JobState;
 use crate::limits::Overflow;
-use crate::messages::{Action, Answer, Note, Submission, rejection};
+use crate::messages::{Action, JobOutcome, OperatorEvent, Submission, rejection};
 use crate::rate::{Excess, RateLimit, RatePer};
 use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::workers::SlotState;
 
 /// Minimum time between two reports about the same tenant, or about evictions.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rejection of a submission.
-struct Refusal {
+struct Rejection {
     verdict: Verdict,
     /// Time after which a retry makes sense.
     wait: Wait,
@@ -30,30 +30,30 @@ struct Refusal {
 #[derive(Clone, Copy)]
 enum Wait {
     ByLoad,
-    For(Duration),
-    ForEver,
+    RetryIn(Duration),
+    Never,
 }
 
-impl From<Verdict> for Refusal {
+impl From<Verdict> for Rejection {
     fn from(verdict: Verdict) -> Self {
         Self { verdict, wait: Wait::ByLoad }
     }
 }
 
-impl From<RejectReason> for Refusal {
+impl From<RejectReason> for Rejection {
     fn from(reason: RejectReason) -> Self {
         rejection(reason).into()
     }
 }
 
-fn refusal(reason: RejectReason, message: String) -> Refusal {
+fn rejected_with(reason: RejectReason, message: String) -> Rejection {
     Verdict::Rejected { reason, message }.into()
 }
 
 impl<T> Bulkhead<T> {
     /// Returns the number of a tenant, for the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
-        self.tenants.find_or_enter(name)
+        self.tenants.find_or_add(name)
     }
 
     /// Returns the index of a tenant in [`crate::TenantLimits::labelled`], or the length of that list.
@@ -67,25 +67,25 @@ impl<T> Bulkhead<T> {
         submission: Submission<T>,
         out: &mut Vec<Action<T>>,
     ) -> Option<JobId> {
-        let most = if submission.is_guest { Duration::MAX } else { self.limits.deadline_max };
+        let most = if submission.is_fallback { Duration::MAX } else { self.limits.deadline_max };
         let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
-        self.counters.submitted += u64::from(!submission.is_guest);
+        self.counters.submitted += u64::from(!submission.is_fallback);
         self.tenants.get(submission.tenant).submitted += 1;
         let worker = match self.admit(now, &submission, limit, out) {
             Ok(worker) => worker,
-            Err(refusal) => {
-                self.refuse(now, submission, refusal, limit, out);
+            Err(rejection) => {
+                self.reject(now, submission, rejection, limit, out);
                 return None;
             }
         };
         let (tenant, priority) = (submission.tenant, submission.priority);
         let index = self.jobs.insert(now, submission, limit, &self.limits);
         self.idle_since = None;
-        self.tenants.begin(tenant);
+        self.tenants.add_job(tenant);
         let id = self.jobs.id(index);
         match worker {
             Some(worker) => {
-                self.give(now, index, worker, out);
+                self.try_dispatch(now, index, worker, out);
                 if self.limits.recycle.jobs.is_some() {
                     // The job may have been the last one for this worker, so that a standby takes over and
                     // has free permits.
@@ -94,7 +94,7 @@ impl<T> Bulkhead<T> {
             }
             None => {
                 self.enqueue(index);
-                self.take_back_lower(now, priority, out);
+                self.recall_lower_priority(now, priority, out);
                 self.pump(now, out);
             }
         }
@@ -108,7 +108,7 @@ impl<T> Bulkhead<T> {
         submission: &Submission<T>,
         limit: Duration,
         out: &mut Vec<Action<T>>,
-    ) -> Result<Option<u32>, Refusal> {
+    ) -> Result<Option<u32>, Rejection> {
         if self.mode != Mode::Open {
             return Err(RejectReason::Draining.into());
         }
@@ -121,30 +121,30 @@ impl<T> Bulkhead<T> {
                  there; `reset` lifts the quarantine",
                 self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
             );
-            return Err(refusal(RejectReason::Quarantined, message));
+            return Err(rejected_with(RejectReason::Quarantined, message));
         }
         self.check_breaker(now)?;
-        if !submission.is_guest {
+        if !submission.is_fallback {
             self.charge(now, submission, out)?;
         }
         if self.limits.max_in_flight == 0 {
             return Err(RejectReason::QueueFull.into());
         }
         if self.live_slots == 0 {
-            return Err(refusal(RejectReason::Unavailable, self.no_worker()));
+            return Err(rejected_with(RejectReason::Unavailable, self.no_worker_message()));
         }
         if self.jobs.is_full() {
             return Err(RejectReason::Overloaded.into());
         }
-        let has_share = !self.is_at_its_share(submission.tenant);
+        let has_share = !self.is_at_quota(submission.tenant);
         if has_share
             && submission.priority >= self.lowest_admitted()
-            && let Some(worker) = self.next_worker_for(submission.prefers)
+            && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
             // No waiting job is overtaken. A waiting job that could use this permit would already have it.
             return Ok(Some(worker));
         }
-        self.check_tenants_queue(submission.tenant, has_share)?;
+        self.check_tenant_queue(submission.tenant, has_share)?;
         self.check_next_start(now, limit)?;
         self.make_room(now, submission.priority, out)?;
         Ok(None)
@@ -152,16 +152,16 @@ impl<T> Bulkhead<T> {
 
     /// Checks the breaker without changing its state. The breaker decides about probes when the job's turn
     /// comes.
-    fn check_breaker(&self, now: Time) -> Result<(), Refusal> {
+    fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
         // While workers are being started for this job, the job may be the probe.
-        let has_worker = self.ready > 0 || self.activity == Activity::Awaiting;
+        let has_worker = self.ready > 0 || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
             // Without a worker there is no probe, and the time of the next start is unknown.
-            Admission::Open { retry_after } if !retry_after.is_zero() => Wait::For(retry_after),
+            Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
-        Err(Refusal { verdict: rejection(RejectReason::CircuitOpen), wait })
+        Err(Rejection { verdict: rejection(RejectReason::CircuitOpen), wait })
     }
 
     /// Charges the job to the rate limit.
@@ -170,23 +170,23 @@ impl<T> Bulkhead<T> {
         now: Time,
         submission: &Submission<T>,
         out: &mut Vec<Action<T>>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
             Ok(()) => Ok(()),
-            Err(Excess::For(wait)) => {
-                self.note_throttled(now, (limit.per, whose), wait, out);
+            Err(Excess::RetryIn(wait)) => {
+                self.report_throttled(now, (limit.per, whose), wait, out);
                 let verdict = rejection(RejectReason::RateLimited);
-                Err(Refusal { verdict, wait: Wait::For(wait) })
+                Err(Rejection { verdict, wait: Wait::RetryIn(wait) })
             }
-            Err(Excess::ForEver) => {
+            Err(Excess::Never) => {
                 let message = format!(
                     "the job costs {}, and rate_limit.burst is {}: waiting does not help; lower the cost, or \
                      raise the burst",
                     submission.cost, limit.burst
                 );
                 let verdict = Verdict::Rejected { reason: RejectReason::RateLimited, message };
-                Err(Refusal { verdict, wait: Wait::ForEver })
+                Err(Rejection { verdict, wait: Wait::Never })
             }
         }
     }
@@ -197,14 +197,14 @@ impl<T> Bulkhead<T> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
             Ok(()) => None,
-            Err(Excess::For(wait)) => Some(wait),
-            Err(Excess::ForEver) => Some(Duration::MAX),
+            Err(Excess::RetryIn(wait)) => Some(wait),
+            Err(Excess::Never) => Some(Duration::MAX),
         }
     }
 
     /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
-        let limit = self.tenants.get(tenant).own.rate_limit.or(self.limits.rate_limit)?;
+        let limit = self.tenants.get(tenant).overrides.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
             RatePer::Bulkhead => TenantId::NONE,
             RatePer::Tenant => tenant,
@@ -213,20 +213,20 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns the maximum number of jobs that a tenant may have in flight, if limited.
-    pub(super) fn share(&self, tenant: TenantId) -> Option<u32> {
-        self.tenants.look_up(tenant).own.max_in_flight.or(self.limits.tenants.max_in_flight)
+    pub(super) fn quota(&self, tenant: TenantId) -> Option<u32> {
+        self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
     /// Returns true if all places of a tenant's share are in use, by jobs in flight or because they are
     /// withheld.
-    pub(super) fn is_at_its_share(&self, id: TenantId) -> bool {
+    pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
-        self.share(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
+        self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
     }
 
-    fn check_tenants_queue(&mut self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
-        let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).ahead as usize;
-        let most = self.tenants.get(tenant).own.max_queue.or(self.limits.tenants.max_queue);
+    fn check_tenant_queue(&mut self, tenant: TenantId, has_share: bool) -> Result<(), Rejection> {
+        let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).prefetched as usize;
+        let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
         // Without a queue, a job cannot wait for other jobs of its tenant.
         if is_over || !has_share && self.waiting_max() == 0 {
@@ -238,34 +238,39 @@ impl<T> Bulkhead<T> {
                      share are withheld until the workers that the tenant's jobs ended are replaced"
                 ),
             };
-            return Err(refusal(RejectReason::TenantQuota, message));
+            return Err(rejected_with(RejectReason::TenantQuota, message));
         }
         Ok(())
     }
 
-    fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Refusal> {
+    fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Rejection> {
         let next_start = if self.ready == 0 { self.next_start() } else { None };
         if next_start.is_some_and(|at| at > now + limit) {
             let message = "no worker runs, and the next start comes after the deadline".to_owned();
-            return Err(refusal(RejectReason::Unavailable, message));
+            return Err(rejected_with(RejectReason::Unavailable, message));
         }
         Ok(())
     }
 
     /// Ensures that the queue has a place for a job of this priority. Rejects another job if necessary.
-    fn make_room(&mut self, now: Time, priority: Priority, out: &mut Vec<Action<T>>) -> Result<(), Refusal> {
-        let (queued, most) = (self.queue.len() + self.ahead, self.waiting_max());
+    fn make_room(
+        &mut self,
+        now: Time,
+        priority: Priority,
+        out: &mut Vec<Action<T>>,
+    ) -> Result<(), Rejection> {
+        let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
-            let is_pressed = queued as f64 > self.limits.pressure.reject * most as f64;
-            if is_pressed && priority != Priority::Critical {
+            let is_over_pressure = queued as f64 > self.limits.pressure.reject * most as f64;
+            if is_over_pressure && priority != Priority::Critical {
                 let message = format!("the queue is {} % full", 100 * queued / most);
-                return Err(refusal(RejectReason::Backpressure, message));
+                return Err(rejected_with(RejectReason::Backpressure, message));
             }
             return Ok(());
         }
         let mut found = self.victim(priority);
-        if found.is_none() && self.ahead > 0 && priority > Priority::BestEffort {
-            self.take_back_lower(now, priority, out);
+        if found.is_none() && self.prefetched > 0 && priority > Priority::BestEffort {
+            self.recall_lower_priority(now, priority, out);
             found = self.victim(priority);
         }
         let Some((victim, reason)) = found else {
@@ -275,12 +280,12 @@ impl<T> Bulkhead<T> {
                     .to_owned(),
                 _ => String::new(),
             };
-            return Err(refusal(RejectReason::QueueFull, message));
+            return Err(rejected_with(RejectReason::QueueFull, message));
         };
         let tenant = self.jobs.get(victim).tenant;
         self.leave_queue(now, victim, rejection(reason), out);
         if reason == RejectReason::Evicted {
-            self.note_eviction(now, tenant, out);
+            self.report_eviction(now, tenant, out);
         }
         Ok(())
     }
@@ -310,7 +315,7 @@ impl<T> Bulkhead<T> {
     /// Returns the time of the next worker start if all slots wait for their backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
-        for slot in self.slots.iter().filter(|slot| !slot.is_reserve) {
+        for slot in self.slots.iter().filter(|slot| !slot.is_spare_slot) {
             match slot.state {
                 SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
                 SlotState::Occupied(_) | SlotState::Awaiting => return None,
@@ -326,45 +331,45 @@ impl<T> Bulkhead<T> {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
         }
-        let is_free = u64::from(self.in_use) + self.reserve() < self.limit();
+        let is_free = u64::from(self.in_use) + self.reserved_permits() < self.limit();
         if is_free { Priority::BestEffort } else { Priority::Critical }
     }
 
     /// Returns the number of permits reserved for critical jobs.
-    pub(super) fn reserve(&self) -> u64 {
+    pub(super) fn reserved_permits(&self) -> u64 {
         if self.limits.critical_reserve == 0.0 {
             return 0;
         }
         let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
         let configured = configured.min(self.adaptive_bound());
-        let reserve = (self.limits.critical_reserve * configured as f64).ceil() as u64;
-        reserve.min(self.limit().saturating_sub(1))
+        let reserved = (self.limits.critical_reserve * configured as f64).ceil() as u64;
+        reserved.min(self.limit().saturating_sub(1))
     }
 
-    fn refuse(
+    fn reject(
         &mut self,
         now: Time,
         submission: Submission<T>,
-        refusal: Refusal,
+        rejection: Rejection,
         limit: Duration,
         out: &mut Vec<Action<T>>,
     ) {
-        let Refusal { verdict, wait } = refusal;
-        if !submission.is_guest {
+        let Rejection { verdict, wait } = rejection;
+        if !submission.is_fallback {
             self.counters.count(&verdict);
         }
         self.tenants.get(submission.tenant).rejected += 1;
         let retry_after = match wait {
-            Wait::For(wait) => Some(wait),
-            Wait::ForEver => None,
+            Wait::RetryIn(wait) => Some(wait),
+            Wait::Never => None,
             Wait::ByLoad => self.retry_after(now, &verdict, submission.priority),
         };
         let run_limit = earlier(submission.run_limit, self.limits.run_limit);
-        let is_in_vain = matches!(wait, Wait::ForEver) || retry_after.is_some_and(|wait| wait > limit);
-        out.push(Action::Answer(Answer {
+        let is_pointless = matches!(wait, Wait::Never) || retry_after.is_some_and(|wait| wait > limit);
+        out.push(Action::SendOutcome(JobOutcome {
             job: None,
-            cargo: submission.cargo,
-            retryable: verdict.is_retryable(submission.idempotent) && !is_in_vain,
+            record: submission.record,
+            retryable: verdict.is_retryable(submission.idempotent) && !is_pointless,
             verdict,
             attempts: 0,
             queued: Duration::ZERO,
@@ -387,17 +392,18 @@ impl<T> Bulkhead<T> {
         priority: Priority,
     ) -> Option<Duration> {
         let Verdict::Rejected { reason, .. } = verdict else { return None };
-        reason.is_retryable().then(|| self.stay_away(now, priority))
+        reason.is_retryable().then(|| self.estimate_retry_after(now, priority))
     }
 
     #[cold]
-    fn stay_away(&mut self, now: Time, priority: Priority) -> Duration {
+    fn estimate_retry_after(&mut self, now: Time, priority: Priority) -> Duration {
         let limit = self.permits.max(u64::from(self.limits.max_in_flight)).min(self.adaptive_bound()).max(1);
-        let ahead = self.queued() as u64 + 1;
-        let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
-        let drops = self.drops[usize::from(priority.code())].get_or_insert_default();
-        let base = estimate.max(drops.record(now));
-        let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
+        let waiting = self.queued() as u64 + 1;
+        let estimate = Duration::from_nanos(waiting.saturating_mul(self.service_ns) / limit);
+        let retry_after_values =
+            self.retry_after_values[usize::from(priority.code())].get_or_insert_default();
+        let base = estimate.max(retry_after_values.record(now));
+        let jitter = (self.next_random() >> 40) as f64 / (1_u64 << 24) as f64;
         base + base.mul_f64(jitter / 5.0)
     }
 
@@ -405,7 +411,7 @@ impl<T> Bulkhead<T> {
 
     fn enqueue(&mut self, index: u32) {
         let job = self.jobs.get(index);
-        job.place = Place::Queued;
+        job.state = JobState::Queued;
         self.queue.push(index, job.priority, job.tenant.0, job.cost);
         self.await_turn(index);
     }
@@ -413,7 +419,7 @@ impl<T> Bulkhead<T> {
     /// Puts a job that already had its turn before all others of its class. The tenant is not charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
-        job.place = Place::Queued;
+        job.state = JobState::Queued;
         self.queue.push_first(index, job.priority, job.tenant.0);
         self.await_turn(index);
     }
@@ -421,7 +427,7 @@ impl<T> Bulkhead<T> {
     fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
         // The queue timeout does not apply to a retry.
-        let patience = job.patience_until.filter(|_| job.before.is_none());
+        let patience = job.queue_timeout_at.filter(|_| job.earlier_attempts.is_none());
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
         self.job_timers.set(index, due);
     }
@@ -429,52 +435,52 @@ impl<T> Bulkhead<T> {
     /// Dispatches waiting jobs while workers have free permits.
     pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if !self.suspects.is_empty() || self.reserved.is_some() {
-            self.place_suspects(now, out);
+            self.dispatch_suspects(now, out);
         }
-        if self.ahead > 0 {
-            self.take_back_noted(now, out);
+        if self.prefetched > 0 {
+            self.recall_pending(now, out);
         }
-        if !self.to_send_again.is_empty() {
-            self.send_again(now, out);
+        if !self.to_resend.is_empty() {
+            self.resend(now, out);
         }
-        if self.queue.len() == 0 && !self.is_pressed && self.lagging.is_empty() {
+        if self.queue.len() == 0 && !self.is_pressure_reported && self.late_workers.is_empty() {
             return;
         }
         loop {
             // Jobs of lagging workers arrived before the jobs in the queue.
-            let has_taken = !self.lagging.is_empty() && self.take_from_lagging(now, out);
+            let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now, out);
             if has_taken && !self.suspects.is_empty() {
-                self.place_suspects(now, out);
+                self.dispatch_suspects(now, out);
             }
             while let Some(worker) = self.next_worker()
                 && let Some(index) = self.queue.pop(self.lowest_admitted())
             {
-                self.jobs.get(index).place = Place::Entered;
+                self.jobs.get(index).state = JobState::Unplaced;
                 self.job_timers.clear(index);
                 if self.jobs.get(index).deadline_at <= now {
-                    self.answer(now, index, Verdict::DeadlineQueued, out);
+                    self.send_outcome(now, index, Verdict::DeadlineQueued, out);
                     self.forget(index);
                     continue;
                 }
-                self.give(now, index, worker, out);
+                self.try_dispatch(now, index, worker, out);
             }
             if !has_taken {
                 break;
             }
         }
-        self.look_ahead(now, out);
-        self.note_pressure(out);
+        self.prefetch(now, out);
+        self.report_pressure(out);
     }
 
     /// Removes a job from the queue and answers its client.
     pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
-        match self.jobs.get(index).place {
-            Place::Apart => self.suspects.retain(|&suspect| suspect != index),
+        match self.jobs.get(index).state {
+            JobState::WaitingSuspect => self.suspects.retain(|&suspect| suspect != index),
             _ => self.queue.remove(index),
         }
-        self.jobs.get(index).place = Place::Entered;
+        self.jobs.get(index).state = JobState::Unplaced;
         self.job_timers.clear(index);
-        self.answer(now, index, verdict, out);
+        self.send_outcome(now, index, verdict, out);
         self.forget(index);
     }
 
@@ -485,8 +491,8 @@ impl<T> Bulkhead<T> {
         message: &str,
         out: &mut Vec<Action<T>>,
     ) {
-        self.take_back_all(now, out);
-        self.send_again(now, out);
+        self.recall_all(now, out);
+        self.resend(now, out);
         for index in self.jobs.queued() {
             let verdict = Verdict::Rejected { reason, message: message.to_owned() };
             self.leave_queue(now, index, verdict, out);
@@ -497,21 +503,21 @@ impl<T> Bulkhead<T> {
     pub(super) fn forget(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.jobs.remove(index);
-        self.tenants.end(tenant);
+        self.tenants.remove_job(tenant);
     }
 
     /// Updates the number of a tenant's jobs in flight when a job is dispatched or leaves its worker.
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
-        if self.share(tenant).is_some() {
-            self.block_by_share(tenant);
+        if self.quota(tenant).is_some() {
+            self.update_tenant_block(tenant);
         }
     }
 
     /// Blocks a tenant in the queue while the whole share is in use, and unblocks the tenant otherwise.
-    pub(super) fn block_by_share(&mut self, tenant: TenantId) {
-        match self.is_at_its_share(tenant) {
+    pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
+        match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
             false => self.queue.unblock(tenant.0),
         }
@@ -521,20 +527,20 @@ impl<T> Bulkhead<T> {
 
     /// Reports queue pressure once. Reports it again only after the queue has fallen below 90 % of the
     /// threshold.
-    fn note_pressure(&mut self, out: &mut Vec<Action<T>>) {
+    fn report_pressure(&mut self, out: &mut Vec<Action<T>>) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
-            ((self.queue.len() + self.ahead) as f64, self.limits.pressure.warn * capacity as f64);
-        if capacity > 0 && queued >= warn && !self.is_pressed {
-            self.is_pressed = true;
-            let queued = self.queue.len() + self.ahead;
-            out.push(Action::Note(Note::QueuePressure { queued, capacity }));
+            ((self.queue.len() + self.prefetched) as f64, self.limits.pressure.warn * capacity as f64);
+        if capacity > 0 && queued >= warn && !self.is_pressure_reported {
+            self.is_pressure_reported = true;
+            let queued = self.queue.len() + self.prefetched;
+            out.push(Action::Report(OperatorEvent::QueuePressure { queued, capacity }));
         } else if queued < warn * 0.9 {
-            self.is_pressed = false;
+            self.is_pressure_reported = false;
         }
     }
 
-    fn note_throttled(
+    fn report_throttled(
         &mut self,
         now: Time,
         (per, id): (RatePer, TenantId),
@@ -542,17 +548,17 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         let tenant = self.tenants.get(id);
-        if tenant.throttled_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
+        if tenant.throttled_at.is_some_and(|at| now < at + REPORT_INTERVAL) {
             return;
         }
         tenant.throttled_at = Some(now);
         let tenant = (per == RatePer::Tenant).then(|| self.tenants.name(id).clone());
-        out.push(Action::Note(Note::TenantThrottled { tenant, retry_after: wait }));
+        out.push(Action::Report(OperatorEvent::TenantThrottled { tenant, retry_after: wait }));
     }
 
-    fn note_eviction(&mut self, now: Time, id: TenantId, out: &mut Vec<Action<T>>) {
+    fn report_eviction(&mut self, now: Time, id: TenantId, out: &mut Vec<Action<T>>) {
         let Some((tenant, share)) = self.evictions.record(now, self.tenants.name(id)) else { return };
-        out.push(Action::Note(Note::TenantEvictions { tenant, share }));
+        out.push(Action::Report(OperatorEvent::TenantEvictions { tenant, share }));
     }
 }
 
@@ -560,7 +566,7 @@ impl<T> Bulkhead<T> {
 #[derive(Default)]
 pub(super) struct Evictions {
     recent: std::collections::VecDeque<Arc<str>>,
-    told_at: Option<Time>,
+    reported_at: Option<Time>,
 }
 
 impl Evictions {
@@ -575,11 +581,11 @@ impl Evictions {
         }
         self.recent.push_back(tenant.clone());
         let own = self.recent.iter().filter(|name| *name == tenant).count();
-        let is_told = self.told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER);
-        if is_told || self.recent.len() < Self::RECENT / 2 || 2 * own <= self.recent.len() {
+        let is_reported = self.reported_at.is_some_and(|at| now < at + REPORT_INTERVAL);
+        if is_reported || self.recent.len() < Self::RECENT / 2 || 2 * own <= self.recent.len() {
             return None;
         }
-        self.told_at = Some(now);
+        self.reported_at = Some(now);
         Some((tenant.clone(), own as f64 / self.recent.len() as f64))
     }
 }

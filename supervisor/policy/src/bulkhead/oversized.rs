@@ -6,22 +6,22 @@ use std::time::Duration;
 use bulkhead_shared::{HandlerFailure, JobId, Verdict};
 
 use super::Bulkhead;
-use crate::jobs::Place;
+use crate::jobs::JobState;
 use crate::messages::{Action, WorkerId};
 use crate::time::Time;
 use crate::workers::Phase;
 
 /// Minimum time that a worker sending such a result has for its next bytes, however short `grace` is.
-const STALL_PATIENCE: Duration = Duration::from_secs(1);
+const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Minimum time that a worker that ends each job itself has to do so while a client waits for another of its
 /// jobs. A process with gigabytes of memory, or a large number of processes, dies slowly.
-const SLOW_END_PATIENCE: Duration = Duration::from_secs(5);
+const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
     /// Handles the beginning of a result that is too large. Answers the client with `failure`. The job stays
     /// in its worker, like a cancelled job, until the worker has replied.
-    pub(super) fn oversized(
+    pub(super) fn result_too_large(
         &mut self,
         now: Time,
         worker: WorkerId,
@@ -29,34 +29,34 @@ impl<T> Bulkhead<T> {
         failure: HandlerFailure,
         out: &mut Vec<Action<T>>,
     ) {
-        self.heard(now, worker);
-        let Some((index, Place::InFlight { since, .. })) = self.find_at(worker, job) else { return };
-        if self.jobs.get(index).cargo.is_none() {
+        self.record_sign_of_life(now, worker);
+        let Some((index, JobState::InFlight { since, .. })) = self.find_at(worker, job) else { return };
+        if self.jobs.get(index).record.is_none() {
             return;
         }
-        self.answer(now, index, Verdict::Failed(failure), out);
+        self.send_outcome(now, index, Verdict::Failed(failure), out);
         let entry = self.jobs.get(index);
-        let end_by = entry.end_by(since);
-        if let Place::InFlight { is_oversized, .. } = &mut entry.place {
+        let kill_by = entry.kill_by(since);
+        if let JobState::InFlight { is_oversized, .. } = &mut entry.state {
             *is_oversized = true;
         }
-        self.job_timers.set(index, end_by);
+        self.job_timers.set(index, kill_by);
         if let Some(worker) = self.worker_mut(worker) {
-            worker.wanted -= 1;
+            worker.awaited_jobs -= 1;
         }
-        self.review(now, worker.place);
+        self.update_kill_time(now, worker.place);
     }
 
     /// Extends the time of a worker that sends a result that is too large, because data has arrived. The
     /// worker is then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline
     /// or run limit.
-    pub(super) fn sends_on(&mut self, now: Time, id: WorkerId) {
+    pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
         let Some(worker) = self.worker(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
         if !is_awaited || !self.is_sending(id.place) {
             return;
         }
-        let kill_at = now + self.patience(id.place);
+        let kill_at = now + self.kill_delay(id.place);
         if let Some(worker) = self.worker_mut(id) {
             worker.kill_at = Some(kill_at);
         }
@@ -65,13 +65,13 @@ impl<T> Bulkhead<T> {
 
     /// Returns the time before a worker is killed because no client waits for its jobs, or because a job has
     /// run too long.
-    pub(super) fn patience(&self, place: u32) -> Duration {
+    pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
-        let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.wanted > 0);
-        if self.limits.jobs_end_alone && is_wanted {
-            grace.max(SLOW_END_PATIENCE)
+        let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.awaited_jobs > 0);
+        if self.limits.worker_ends_jobs && is_wanted {
+            grace.max(SLOW_END_TIMEOUT)
         } else if self.is_sending(place) {
-            grace.max(STALL_PATIENCE)
+            grace.max(STALL_TIMEOUT)
         } else {
             grace
         }
@@ -79,7 +79,7 @@ impl<T> Bulkhead<T> {
 
     fn is_sending(&self, place: u32) -> bool {
         self.workers[place as usize].as_ref().is_some_and(|worker| {
-            worker.overdue == 0 && worker.jobs.iter().any(|&job| self.jobs.is_oversized(job))
+            worker.overdue_jobs == 0 && worker.jobs.iter().any(|&job| self.jobs.is_oversized(job))
         })
     }
 }

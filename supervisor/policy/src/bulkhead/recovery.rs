@@ -7,23 +7,23 @@
 use bulkhead_shared::{JobId, Verdict};
 
 use super::{Bulkhead, Mode};
-use crate::jobs::{Before, Place};
-use crate::messages::{Action, Note, WorkerId};
+use crate::jobs::{EarlierAttempts, JobState};
+use crate::messages::{Action, OperatorEvent, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::Apart;
+use crate::workers::Exclusivity;
 
 /// Circumstances in which a job was lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Loss {
+pub(super) enum Suspicion {
     /// The worker died while this was its only job.
-    Alone,
+    OnlyJob,
     /// The job's own program died, which ran no other job.
     Program,
     /// The worker died while it had several jobs, each of which may be the cause.
-    AmongOthers,
+    OneOfSeveral,
     /// The job cannot be the cause.
-    Innocent,
+    Cleared,
 }
 
 impl<T> Bulkhead<T> {
@@ -33,20 +33,20 @@ impl<T> Bulkhead<T> {
         now: Time,
         index: u32,
         verdict: &Verdict,
-        loss: Loss,
+        loss: Suspicion,
         out: &mut Vec<Action<T>>,
     ) {
         self.job_timers.clear(index);
-        let is_tried_again = self.judge_loss(now, index, verdict, loss, out);
-        if !is_tried_again {
-            self.answer(now, index, verdict.clone(), out);
+        let is_retried = self.decide_retry(now, index, verdict, loss, out);
+        if !is_retried {
+            self.send_outcome(now, index, verdict.clone(), out);
         }
         let job = self.jobs.get(index);
-        job.place = Place::Entered;
+        job.state = JobState::Unplaced;
         let tenant = job.tenant;
         self.count_in_flight(tenant, false);
-        if is_tried_again {
-            self.wait_again(index);
+        if is_retried {
+            self.requeue(index);
         } else {
             self.forget(index);
         }
@@ -54,7 +54,7 @@ impl<T> Bulkhead<T> {
 
     /// Handles a job whose program died while the worker lives on. Returns true if the job will be retried
     /// and has left the worker.
-    pub(super) fn recover_program(
+    pub(super) fn retry_after_program_crash(
         &mut self,
         now: Time,
         index: u32,
@@ -65,52 +65,53 @@ impl<T> Bulkhead<T> {
         if !matches!(verdict, Verdict::Crashed { .. }) {
             return false;
         }
-        let is_tried_again = self.judge_loss(now, index, verdict, Loss::Program, out);
-        if is_tried_again {
+        let is_retried = self.decide_retry(now, index, verdict, Suspicion::Program, out);
+        if is_retried {
             self.withdraw(index);
-            self.wait_again(index);
+            self.requeue(index);
             self.refresh(worker.place);
         }
-        is_tried_again
+        is_retried
     }
 
     /// Records the loss against the payload, and decides if the job is retried. If so, records the attempt
     /// and reports the retry.
-    fn judge_loss(
+    fn decide_retry(
         &mut self,
         now: Time,
         index: u32,
         verdict: &Verdict,
-        loss: Loss,
+        loss: Suspicion,
         out: &mut Vec<Action<T>>,
     ) -> bool {
-        if matches!(loss, Loss::Alone | Loss::Program) {
-            self.suspect_payload(now, index);
+        if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
+            self.record_payload_crash(now, index);
         }
-        if !self.may_be_tried_again(now, index) {
+        if !self.may_retry(now, index) {
             return false;
         }
-        self.tell_breaker(now, index, verdict, out);
+        self.record_call(now, index, verdict, out);
         let job = self.jobs.get(index);
-        let Place::InFlight { worker, since, .. } = job.place else { return false };
-        let ran = job.before.as_ref().map(|before| before.ran).unwrap_or_default() + now.since(since);
+        let JobState::InFlight { worker, since, .. } = job.state else { return false };
+        let ran =
+            job.earlier_attempts.as_ref().map(|earlier| earlier.ran).unwrap_or_default() + now.since(since);
         let worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
-        job.before = Some(Box::new(Before { crash: verdict.clone(), ran, worker_pid }));
-        job.is_suspect |= matches!(loss, Loss::Alone | Loss::AmongOthers);
+        job.earlier_attempts = Some(Box::new(EarlierAttempts { crash: verdict.clone(), ran, worker_pid }));
+        job.is_suspect |= matches!(loss, Suspicion::OnlyJob | Suspicion::OneOfSeveral);
         let attempts = job.attempts;
         self.counters.retries += 1;
         let (job, crash) = (self.jobs.id(index), verdict.clone());
-        out.push(Action::Note(Note::JobRetried { job, attempts, crash, worker_pid }));
+        out.push(Action::Report(OperatorEvent::JobRetried { job, attempts, crash, worker_pid }));
         true
     }
 
-    fn suspect_payload(&mut self, now: Time, index: u32) {
+    fn record_payload_crash(&mut self, now: Time, index: u32) {
         let Some(digest) = self.jobs.get(index).digest else { return };
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
-            self.late_notes.push(Note::JobQuarantined { job: self.jobs.id(index), digest });
+            self.deferred_events.push(OperatorEvent::JobQuarantined { job: self.jobs.id(index), digest });
             // Other copies of the payload may be prefetched.
-            self.takes_all_back = self.ahead > 0;
+            self.must_recall_all = self.prefetched > 0;
         }
     }
 
@@ -119,37 +120,37 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns true if the job may be retried. If so, charges the retry budget.
-    fn may_be_tried_again(&mut self, now: Time, index: u32) -> bool {
+    fn may_retry(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.live_slots > 0;
         let job = self.jobs.get(index);
         let (digest, attempts) = (job.digest, job.attempts);
-        let is_fit = job.idempotent && job.is_repeatable && job.cargo.is_some() && job.deadline_at > now;
+        let is_fit = job.idempotent && job.is_resendable && job.record.is_some() && job.deadline_at > now;
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
     /// Marks a job as unread by its dead worker.
-    pub(super) fn unread(&mut self, worker: WorkerId, job: JobId) {
+    pub(super) fn job_unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
-            && let Place::InFlight { is_unread, .. } = &mut self.jobs.get(index).place
+            && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
             // The exit event follows and decides about the worker's jobs.
             if let Some(worker) = self.worker_mut(worker) {
-                worker.claims = None;
+                worker.journal = None;
             }
-            self.mind_room(worker.place);
+            self.update_prefetch_level(worker.place);
         }
     }
 
     /// Marks a job as unbegun according to its dead worker. Such a job still counts when the culprit is
     /// determined, so a worker cannot leave a single other job as the culprit.
-    pub(super) fn unbegun(&mut self, id: WorkerId, job: JobId) {
+    pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
         // The worker's record is believed once per job. Otherwise, a job that manipulates the record each
         // time would be dispatched again and again.
-        if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).taken_back > 0) {
+        if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
-        self.unread(id, job);
+        self.job_unread(id, job);
         if self.holds(id, job)
             && let Some(worker) = self.worker_mut(id)
         {
@@ -159,45 +160,45 @@ impl<T> Bulkhead<T> {
 
     /// Requeues the jobs of a dead worker that it had not read, in their original order. Returns the unread
     /// jobs that cannot be requeued, and the jobs that the worker may have begun.
-    pub(super) fn take_back_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
+    pub(super) fn requeue_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
-            matches!(self.jobs.get(index).place, Place::InFlight { is_unread: true, .. })
+            matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
         });
         if self.mode == Mode::Open && self.live_slots > 0 {
             unread.sort_unstable_by_key(|&index| std::cmp::Reverse(self.jobs.id(index)));
-            unread.retain(|&index| !self.give_again(index));
+            unread.retain(|&index| !self.requeue_unread_job(index));
         }
         (unread, begun)
     }
 
     /// Requeues an unread job. Returns false if the client was already answered, the payload is gone, or too
     /// many workers have died with the job unread.
-    fn give_again(&mut self, index: u32) -> bool {
+    fn requeue_unread_job(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
-        if job.cargo.is_none() || !job.is_repeatable || job.taken_back >= UNREAD_ATTEMPTS_MAX {
+        if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
         // The job never began, so this was no attempt.
         job.attempts -= 1;
-        job.taken_back += 1;
-        job.place = Place::Entered;
+        job.unread_returns += 1;
+        job.state = JobState::Unplaced;
         let (tenant, claim) = (job.tenant, job.claim.take());
         if let Some(claim) = claim {
-            self.breaker.give_back(claim);
+            self.breaker.return_claim(claim);
         }
         self.count_in_flight(tenant, false);
-        self.wait_again(index);
+        self.requeue(index);
         true
     }
 
     /// Puts a job that already had its turn before the jobs that had none, without charging its tenant.
     /// Suspects wait separately.
-    pub(super) fn wait_again(&mut self, index: u32) {
+    pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
             return self.enqueue_first(index);
         }
-        job.place = Place::Apart;
+        job.state = JobState::WaitingSuspect;
         let deadline_at = job.deadline_at;
         self.suspects.push_back(index);
         self.job_timers.set(index, deadline_at);
@@ -205,14 +206,14 @@ impl<T> Bulkhead<T> {
 
     /// Returns the outcome of a job over all attempts. If an earlier attempt crashed, the crash determines
     /// the outcome of a job that does not run again.
-    pub(super) fn verdict_in_all(&mut self, index: u32, verdict: Verdict) -> Verdict {
+    pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
-        match (&job.place, &job.before, verdict) {
-            (Place::InFlight { .. }, _, verdict) | (_, None, verdict) => verdict,
+        match (&job.state, &job.earlier_attempts, verdict) {
+            (JobState::InFlight { .. }, _, verdict) | (_, None, verdict) => verdict,
             (_, Some(_), Verdict::Cancelled { .. }) => {
                 Verdict::Cancelled { executed: bulkhead_shared::Executed::Yes }
             }
-            (_, Some(before), _) => before.crash.clone(),
+            (_, Some(earlier), _) => earlier.crash.clone(),
         }
     }
 
@@ -220,28 +221,28 @@ impl<T> Bulkhead<T> {
 
     /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded one, which then
     /// takes no new jobs until it is idle.
-    pub(super) fn place_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn dispatch_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
             && let Some(index) = self.suspects.remove(at)
         {
-            self.unreserve();
-            self.jobs.get(index).place = Place::Entered;
+            self.release_reserved_worker();
+            self.jobs.get(index).state = JobState::Unplaced;
             self.job_timers.clear(index);
             if self.jobs.get(index).deadline_at <= now {
-                self.answer(now, index, Verdict::DeadlineQueued, out);
+                self.send_outcome(now, index, Verdict::DeadlineQueued, out);
                 self.forget(index);
             } else {
-                self.give(now, index, place, out);
+                self.try_dispatch(now, index, place, out);
             }
         }
         if self.next_suspect().is_none() {
-            self.unreserve();
+            self.release_reserved_worker();
         } else if self.reserved.is_none()
-            && let Some(place) = self.load.least()
+            && let Some(place) = self.load.least_loaded()
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
-            worker.apart = Apart::Reserved;
+            worker.exclusivity = Exclusivity::Draining;
             self.reserved = Some(place);
             self.refresh(place);
         }
@@ -249,13 +250,13 @@ impl<T> Bulkhead<T> {
 
     /// Returns the position of the oldest suspect whose tenant is below its share.
     pub(super) fn next_suspect(&self) -> Option<usize> {
-        self.suspects.iter().position(|&index| !self.is_at_its_share(self.jobs.tenant(index)))
+        self.suspects.iter().position(|&index| !self.is_at_quota(self.jobs.tenant(index)))
     }
 
-    fn unreserve(&mut self) {
+    fn release_reserved_worker(&mut self) {
         let Some(place) = self.reserved.take() else { return };
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.apart = Apart::No;
+            worker.exclusivity = Exclusivity::Shared;
         }
         self.refresh(place);
     }

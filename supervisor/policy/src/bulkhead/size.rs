@@ -2,10 +2,10 @@
 //! without workers. Growth takes effect at once. Surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
-use crate::limits::{Limits, OwnNumbers, RestartPolicy};
-use crate::messages::{Action, Change, KillReason, RecycleReason};
+use crate::limits::{Limits, RestartPolicy, TenantOverrides};
+use crate::messages::{Action, KillReason, LimitChange, RecycleReason};
 use crate::time::Time;
-use crate::workers::{Phase, Role, Silence, SlotState};
+use crate::workers::{Phase, Role, SilenceCheck, SlotState};
 
 /// Maximum number of replaced workers that may still be exiting while their slots have new workers. One more
 /// causes the oldest to be killed.
@@ -14,11 +14,11 @@ const EXITING_MAX: usize = 16;
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::Rest`], or after `idle`
+    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`], or after `idle`
     /// without a job.
-    Resting,
+    ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::Start`] was announced.
-    Awaiting,
+    StartAnnounced,
     /// Workers are needed.
     Started,
 }
@@ -45,13 +45,13 @@ impl<T> Bulkhead<T> {
         self.idle_since
     }
 
-    pub(super) fn slots_wanted(&self) -> usize {
+    pub(super) fn slot_count(&self) -> usize {
         if self.limits.max_in_flight == 0 { 0 } else { self.limits.processes as usize }
     }
 
     // New limits.
 
-    pub(super) fn change(&mut self, now: Time, change: Change, out: &mut Vec<Action<T>>) {
+    pub(super) fn change(&mut self, now: Time, change: LimitChange, out: &mut Vec<Action<T>>) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
         if let Some(limit) = change.rate_limit {
             let before = std::mem::replace(&mut self.limits.rate_limit, limit);
@@ -62,11 +62,11 @@ impl<T> Bulkhead<T> {
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
             // Workers must not get another maximum before their unbegun jobs are recalled.
-            self.take_back_all(now, out);
+            self.recall_all(now, out);
             self.limits.max_in_flight = most;
-            self.tell_workers(out);
+            self.send_max_in_flight(out);
         }
-        self.fit_slots(now, out);
+        self.resize_slots(now, out);
         self.replace_unresizable(now, out);
     }
 
@@ -80,30 +80,30 @@ impl<T> Bulkhead<T> {
         self.idle_since = self.idle_since.filter(|_| self.limits.idle.is_some());
         if before.breaker != self.limits.breaker {
             let transition = self.breaker.reconfigure(now, self.limits.breaker.clone());
-            self.note_transition(transition, out);
+            self.report_transition(transition, out);
         }
         self.retries.reconfigure(self.limits.retry.clone());
         self.poison.reconfigure(now, self.limits.poison.clone());
         self.reconfigure_adaptive(now);
-        self.take_back_all(now, out);
-        self.tell_workers(out);
-        self.fit_slots(now, out);
+        self.recall_all(now, out);
+        self.send_max_in_flight(out);
+        self.resize_slots(now, out);
         if before.restart.policy != self.limits.restart.policy {
             self.start_stopped(now, out);
         }
         self.replace_unresizable(now, out);
-        self.is_reserve_concerned = true;
-        if self.limits.jobs_end_alone {
-            (0..self.workers.len() as u32).for_each(|place| self.review(now, place));
+        self.spares_changed = true;
+        if self.limits.worker_ends_jobs {
+            (0..self.workers.len() as u32).for_each(|place| self.update_kill_time(now, place));
         }
         if before.recycle.jobs != self.limits.recycle.jobs {
-            self.recount_jobs_left(now, out);
+            self.check_all_job_limits(now, out);
             self.dismiss_standbys(|_| true, out);
         }
         let is_judged_anew = before.health.missed != self.limits.health.missed;
         for place in 0..self.workers.len() as u32 {
             if let Some(worker) = self.workers[place as usize].as_mut().filter(|_| is_judged_anew) {
-                worker.silence = Silence::None;
+                worker.silence = SilenceCheck::None;
             }
             // The timer depends on limits for heartbeats and age.
             self.arm(place);
@@ -119,8 +119,8 @@ impl<T> Bulkhead<T> {
         }
         for slot in 0..self.slots.len() as u32 {
             let entry = &mut self.slots[slot as usize];
-            entry.resting =
-                entry.resting.filter(|state| !matches!(state, SlotState::Stopped { probe_at: None }));
+            entry.saved_state =
+                entry.saved_state.filter(|state| !matches!(state, SlotState::Stopped { probe_at: None }));
             if matches!(entry.state, SlotState::Stopped { probe_at: None }) {
                 self.open_slot(now, slot, out);
             }
@@ -129,14 +129,14 @@ impl<T> Bulkhead<T> {
 
     /// Tells workers their new maximum number of jobs. A worker that has not been welcomed yet gets the
     /// number with its welcome.
-    fn tell_workers(&mut self, out: &mut Vec<Action<T>>) {
+    fn send_max_in_flight(&mut self, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
         for place in 0..self.workers.len() as u32 {
             let Some(worker) = self.workers[place as usize].as_mut() else { continue };
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
-            if is_told && worker.can_resize && worker.promised != most {
-                worker.promised = most;
-                out.push(Action::Limit { worker: worker.id, max_in_flight: most });
+            if is_told && worker.can_resize && worker.sent_max_in_flight != most {
+                worker.sent_max_in_flight = most;
+                out.push(Action::SetMaxInFlight { worker: worker.id, max_in_flight: most });
             }
             self.refresh(place);
         }
@@ -145,25 +145,25 @@ impl<T> Bulkhead<T> {
     /// Replaces workers that cannot increase their maximum number of jobs, one after the other.
     fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
-        self.dismiss_standbys(|worker| worker.promised < most, out);
-        self.dismiss_spares(|worker| worker.promised < most, out);
+        self.dismiss_standbys(|worker| worker.sent_max_in_flight < most, out);
+        self.dismiss_spares(|worker| worker.sent_max_in_flight < most, out);
         for worker in self.workers.iter_mut().flatten() {
             // A worker that reached `recycle.jobs` is being replaced anyway.
-            let is_at_work = worker.role == Role::Current && !worker.is_spare && !worker.is_spent;
-            if !is_at_work || worker.promised >= most {
+            let is_at_work = worker.role == Role::Current && !worker.is_spare && !worker.is_at_job_limit;
+            if !is_at_work || worker.sent_max_in_flight >= most {
                 continue;
             }
-            worker.succession_after = now;
+            worker.next_replacement_at = now;
             if !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
                 self.rolling.push_back((worker.slot, RecycleReason::Resize));
             }
         }
-        self.roll_on(now, out);
+        self.continue_rolling_restart(now, out);
     }
 
     /// Opens and closes slots to match the configured number.
-    fn fit_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let (wanted, in_all) = (self.slots_wanted(), self.slots_wanted() + self.spares_wanted());
+    fn resize_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let (wanted, in_all) = (self.slot_count(), self.slot_count() + self.spare_count());
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
@@ -173,47 +173,47 @@ impl<T> Bulkhead<T> {
         for slot in 0..self.slots.len() as u32 {
             let entry = &self.slots[slot as usize];
             let is_closed = matches!(entry.state, SlotState::Closed);
-            let (is_wanted, is_to_be_reserve) = ((slot as usize) < in_all, slot as usize >= wanted);
+            let (is_wanted, becomes_spare_slot) = ((slot as usize) < in_all, slot as usize >= wanted);
             match (is_wanted, is_closed) {
                 (true, true) => {
-                    self.slots[slot as usize].is_reserve = is_to_be_reserve;
+                    self.slots[slot as usize].is_spare_slot = becomes_spare_slot;
                     self.open_slot(now, slot, out);
                 }
-                (true, false) if entry.is_reserve && !is_to_be_reserve => self.take_from_reserve(slot),
-                (true, false) if !entry.is_reserve && is_to_be_reserve => {
+                (true, false) if entry.is_spare_slot && !becomes_spare_slot => self.convert_spare_slot(slot),
+                (true, false) if !entry.is_spare_slot && becomes_spare_slot => {
                     self.clear_slot(now, slot, SlotState::Closed, out);
-                    self.slots[slot as usize].is_reserve = true;
+                    self.slots[slot as usize].is_spare_slot = true;
                     self.open_slot(now, slot, out);
                 }
                 (false, false) => self.clear_slot(now, slot, SlotState::Closed, out),
                 (true, false) | (false, true) => {}
             }
         }
-        self.reject_if_none_is_left(now, out);
+        self.reject_without_workers(now, out);
     }
 
     /// Fills a slot as soon as possible.
     fn open_slot(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
-        if self.activity != Activity::Resting && self.take_up(now, slot) {
+        if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
         }
-        let has_room = self.slots[slot as usize].retired == 0;
+        let has_room = self.slots[slot as usize].replaced == 0;
         match self.activity {
-            Activity::Resting => self.set_slot(slot, SlotState::Empty),
+            Activity::ScaledToZero => self.set_slot(slot, SlotState::Empty),
             Activity::Started if has_room => self.spawn(now, slot, Role::Current, out),
-            Activity::Started | Activity::Awaiting => self.set_slot(slot, SlotState::Awaiting),
+            Activity::Started | Activity::StartAnnounced => self.set_slot(slot, SlotState::Awaiting),
         }
     }
 
     /// Restores the backoff or stop that a slot had before the bulkhead rested, so that a rest does not hide
     /// that workers fail. Returns true if the slot has to wait.
-    fn take_up(&mut self, now: Time, slot: u32) -> bool {
+    fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
             SlotState::Stopped { probe_at: None } => true,
             _ => false,
         };
-        match self.slots[slot as usize].resting.take().filter(waits) {
+        match self.slots[slot as usize].saved_state.take().filter(waits) {
             Some(state) => {
                 self.set_slot(slot, state);
                 true
@@ -228,7 +228,7 @@ impl<T> Bulkhead<T> {
         let successor = entry.successor.take();
         let is_waiting = matches!(entry.state, SlotState::Backoff { .. } | SlotState::Stopped { .. });
         if is_waiting && matches!(state, SlotState::Empty) {
-            entry.resting = Some(entry.state);
+            entry.saved_state = Some(entry.state);
         }
         let current = entry.state.worker();
         entry.has_had_worker = false;
@@ -237,8 +237,8 @@ impl<T> Bulkhead<T> {
         self.set_slot(slot, state);
         for place in current.into_iter().chain(successor) {
             if let Some(worker) = self.workers[place as usize].as_mut() {
-                worker.role = Role::Retired;
-                self.slots[slot as usize].retired += 1;
+                worker.role = Role::Replaced;
+                self.slots[slot as usize].replaced += 1;
             }
             self.drain_worker(now, place, out);
             self.refresh(place);
@@ -246,35 +246,35 @@ impl<T> Bulkhead<T> {
     }
 
     /// Handles that a replaced or surplus worker has exited or left its slot. The slot may wait for that.
-    pub(super) fn retired_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
-        self.slots[slot as usize].retired -= 1;
+    pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+        self.slots[slot as usize].replaced -= 1;
         if matches!(self.slots[slot as usize].state, SlotState::Awaiting) {
             self.open_slot(now, slot, out);
         }
-        self.roll_on(now, out);
-        self.follow_spent(now, slot, out);
+        self.continue_rolling_restart(now, out);
+        self.start_successor_at_job_limit(now, slot, out);
     }
 
     /// Takes one replaced worker without jobs out of its slot. The slot then does not wait for the exit,
     /// which a destructor may delay. Returns false if there is no such worker.
-    pub(super) fn leave_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
-        let Some(place) = self.to_leave.pop() else { return false };
+    pub(super) fn release_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
+        let Some(place) = self.finished_replaced.pop() else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut()
-            && worker.role == Role::Retired
+            && worker.role == Role::Replaced
             && worker.phase == Phase::Draining
-            && !worker.has_left
+            && !worker.has_released_slot
             && worker.is_idle()
         {
-            worker.has_left = true;
+            worker.has_released_slot = true;
             let slot = worker.slot;
             self.exiting.push_back(place);
             if self.exiting.len() > EXITING_MAX
                 && let Some(oldest) = self.exiting.pop_front()
             {
-                self.kill(oldest, KillReason::Overdue, out);
+                self.kill(oldest, KillReason::ExitTimeout, out);
             }
-            self.is_reserve_concerned = true;
-            self.retired_gone(now, slot, out);
+            self.spares_changed = true;
+            self.replaced_worker_gone(now, slot, out);
         }
         true
     }
@@ -294,38 +294,39 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn wait_for_start(&mut self, now: Time) {
-        if self.activity != Activity::Resting || matches!(self.mode, Mode::Stopping { .. }) {
+    pub(super) fn announce_start(&mut self, now: Time) {
+        if self.activity != Activity::ScaledToZero || matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
-        self.activity = Activity::Awaiting;
+        self.activity = Activity::StartAnnounced;
         for slot in 0..self.slots.len() as u32 {
-            if matches!(self.slots[slot as usize].state, SlotState::Empty) && !self.take_up(now, slot) {
+            if matches!(self.slots[slot as usize].state, SlotState::Empty) && !self.restore_backoff(now, slot)
+            {
                 self.set_slot(slot, SlotState::Awaiting);
             }
         }
     }
 
-    pub(super) fn rest(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if self.activity == Activity::Resting || matches!(self.mode, Mode::Stopping { .. }) {
+    pub(super) fn scale_to_zero(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.activity == Activity::ScaledToZero || matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
-        self.activity = Activity::Resting;
+        self.activity = Activity::ScaledToZero;
         self.idle_since = None;
         for slot in 0..self.slots.len() as u32 {
             if !matches!(self.slots[slot as usize].state, SlotState::Closed) {
                 self.clear_slot(now, slot, SlotState::Empty, out);
             }
         }
-        self.reject_if_none_is_left(now, out);
+        self.reject_without_workers(now, out);
     }
 
     /// Returns the time at which the bulkhead rests if no job arrives.
-    pub(super) fn rests_at(&self) -> Option<Time> {
+    pub(super) fn scale_to_zero_at(&self) -> Option<Time> {
         Some(self.idle_since? + self.limits.idle?)
     }
 
-    pub(super) fn mind_idleness(&mut self, now: Time) {
+    pub(super) fn update_idle_since(&mut self, now: Time) {
         if self.limits.idle.is_none() {
             return;
         }
@@ -339,23 +340,23 @@ impl<T> Bulkhead<T> {
     /// Applies new limits of tenants. This may block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
-        self.tenants.reconfigure(now, &self.limits.tenants.own, general.as_ref());
+        self.tenants.reconfigure(now, &self.limits.tenants.overrides, general.as_ref());
         for id in self.tenants.ids() {
-            self.block_by_share(id);
+            self.update_tenant_block(id);
         }
     }
 
-    pub(super) fn change_tenant(
+    pub(super) fn change_tenant_limits(
         &mut self,
         now: Time,
         name: &str,
-        numbers: OwnNumbers,
+        overrides: TenantOverrides,
         out: &mut Vec<Action<T>>,
     ) {
-        self.take_back_all(now, out);
+        self.recall_all(now, out);
         let general = self.limits.rate_limit;
-        if let Some(id) = self.tenants.set_own(now, name, numbers, general.as_ref()) {
-            self.block_by_share(id);
+        if let Some(id) = self.tenants.set_overrides(now, name, overrides, general.as_ref()) {
+            self.update_tenant_block(id);
         }
     }
 }

@@ -8,62 +8,62 @@
 
 use super::Bulkhead;
 use crate::limits::RestartPolicy;
-use crate::messages::{Action, KillReason, Note, RecycleReason};
+use crate::messages::{Action, KillReason, OperatorEvent, RecycleReason};
 use crate::time::Time;
-use crate::workers::{End, Phase, Role, Silence, Slot, SlotState, Worker};
+use crate::workers::{End, Phase, Role, SilenceCheck, Slot, SlotState, Worker};
 
 impl<T> Bulkhead<T> {
-    pub(super) fn spares_wanted(&self) -> usize {
+    pub(super) fn spare_count(&self) -> usize {
         if self.limits.max_in_flight == 0 { 0 } else { self.limits.start.spares as usize }
     }
 
-    pub(super) fn has_reserve(&self) -> bool {
-        self.spares_wanted() > 0
+    pub(super) fn has_spares(&self) -> bool {
+        self.spare_count() > 0
     }
 
     /// Lets ready spares take over slots without a working worker. Does nothing unless a worker or slot has
     /// changed.
-    pub(super) fn fill_from_reserve(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let is_concerned = std::mem::take(&mut self.is_reserve_concerned);
-        if !is_concerned || !self.has_reserve() || self.is_stopping() {
+    pub(super) fn fill_from_spares(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let is_concerned = std::mem::take(&mut self.spares_changed);
+        if !is_concerned || !self.has_spares() || self.is_stopping() {
             return;
         }
         for slot in 0..self.slots.len() as u32 {
-            if self.wants_spare(slot) {
+            if self.needs_spare(slot) {
                 let Some(spare) = self.ready_spare() else { break };
                 self.take_over(now, slot, spare, None, out);
             }
         }
-        self.roll_on(now, out);
+        self.continue_rolling_restart(now, out);
     }
 
     /// Returns a spare that can take over now.
     pub(super) fn ready_spare(&self) -> Option<u32> {
-        let is_free = |slot: &&Slot| slot.is_reserve && slot.successor.is_none() && slot.retired == 0;
+        let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
         let mut places = self.slots.iter().filter(is_free).filter_map(|slot| slot.state.worker());
         // A silent spare may hang.
         places.find(|&place| {
             let worker = self.workers[place as usize].as_ref();
-            worker.is_some_and(|worker| worker.phase == Phase::Ready && worker.silence == Silence::None)
+            worker.is_some_and(|worker| worker.phase == Phase::Ready && worker.silence == SilenceCheck::None)
         })
     }
 
     /// Returns true if a spare is ready, or will be unless its start fails.
-    fn has_live_reserve(&self) -> bool {
-        self.has_reserve() && self.slots.iter().any(|slot| slot.is_reserve && slot.state.is_occupied())
+    fn has_live_spare(&self) -> bool {
+        self.has_spares() && self.slots.iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
     }
 
     /// Returns true if the replacement of a slot's worker must wait until a spare is ready.
-    pub(super) fn awaits_spare(&self, slot: u32) -> bool {
+    pub(super) fn must_wait_for_spare(&self, slot: u32) -> bool {
         let is_at_work = self.slots[slot as usize].state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
-        is_at_work && is_free && self.has_live_reserve()
+        is_at_work && is_free && self.has_live_spare()
     }
 
     /// Returns true if the slot should have a working worker, lacks one, and may get a spare.
-    fn wants_spare(&self, slot: u32) -> bool {
+    fn needs_spare(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
-        if entry.is_reserve || entry.successor.is_some() {
+        if entry.is_spare_slot || entry.successor.is_some() {
             return false;
         }
         let place = match entry.state {
@@ -77,10 +77,10 @@ impl<T> Bulkhead<T> {
         match worker.phase {
             Phase::Ready => false,
             Phase::Handshaking { .. } | Phase::Initializing { .. } => true,
-            Phase::Draining => worker.is_spent || policy == RestartPolicy::Always,
-            Phase::Killing(KillReason::Unwanted) => true,
+            Phase::Draining => worker.is_at_job_limit || policy == RestartPolicy::Always,
+            Phase::Killing(KillReason::NotNeeded) => true,
             Phase::Killing(_) => policy != RestartPolicy::Never,
-            Phase::Dead(end) => end.is_unwanted || self.may_restart(end),
+            Phase::Dead(end) => end.is_not_needed || self.may_restart(end),
         }
     }
 
@@ -90,7 +90,7 @@ impl<T> Bulkhead<T> {
             RestartPolicy::Always => true,
             // A worker that reached `recycle.jobs` is always followed by another, as it would be by a
             // replacement in time.
-            _ if end.is_clean && end.is_spent => true,
+            _ if end.is_clean && end.is_at_job_limit => true,
             RestartPolicy::OnFailure => !end.is_clean,
             RestartPolicy::Never => false,
         }
@@ -107,53 +107,53 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         let Some(worker) = self.workers[spare as usize].as_mut() else { return };
-        let reserve = worker.slot;
-        (worker.slot, worker.owes, worker.is_spare) = (slot, slot, false);
-        worker.succession_after = now;
-        let note = Note::SpareTookOver { worker: worker.id, slot, pid: worker.pid.unwrap_or(0) };
+        let spare_slot = worker.slot;
+        (worker.slot, worker.charged_slot, worker.is_spare) = (slot, slot, false);
+        worker.next_replacement_at = now;
+        let note = OperatorEvent::SpareTookOver { worker: worker.id, slot, pid: worker.pid.unwrap_or(0) };
         let before = self.slots[slot as usize].state;
         self.slots[slot as usize].has_settled = true;
         self.set_slot(slot, SlotState::Occupied(spare));
-        out.push(Action::Note(note));
+        out.push(Action::Report(note));
         match before {
-            SlotState::Occupied(place) => self.put_away(now, place, reserve, reason, out),
-            state => self.set_slot(reserve, state),
+            SlotState::Occupied(place) => self.move_to_spare_slot(now, place, spare_slot, reason, out),
+            state => self.set_slot(spare_slot, state),
         }
         self.refresh(spare);
         self.arm(spare);
     }
 
     /// Moves a worker whose slot was taken over to the reserve.
-    fn put_away(
+    fn move_to_spare_slot(
         &mut self,
         now: Time,
         place: u32,
-        reserve: u32,
+        spare_slot: u32,
         reason: Option<RecycleReason>,
         out: &mut Vec<Action<T>>,
     ) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        (worker.slot, worker.is_spare) = (reserve, true);
+        (worker.slot, worker.is_spare) = (spare_slot, true);
         match worker.phase {
             Phase::Ready | Phase::Draining => {
-                worker.role = Role::Retired;
-                let entry = &mut self.slots[reserve as usize];
-                entry.retired += 1;
-                let reason = reason.or(worker.is_spent.then_some(RecycleReason::Jobs));
+                worker.role = Role::Replaced;
+                let entry = &mut self.slots[spare_slot as usize];
+                entry.replaced += 1;
+                let reason = reason.or(worker.is_at_job_limit.then_some(RecycleReason::Jobs));
                 entry.last_end = reason.map(Into::into).or(entry.last_end);
-                self.set_slot(reserve, SlotState::Awaiting);
+                self.set_slot(spare_slot, SlotState::Awaiting);
                 self.drain_worker(now, place, out);
             }
             Phase::Handshaking { .. } | Phase::Initializing { .. } => {
-                worker.owes = reserve;
-                self.set_slot(reserve, SlotState::Occupied(place));
+                worker.charged_slot = spare_slot;
+                self.set_slot(spare_slot, SlotState::Occupied(place));
             }
             Phase::Killing(_) | Phase::Dead(_) => {
                 // A worker that was already sent SIGKILL does not delay the next worker.
-                worker.is_written_off = true;
-                let last_end = self.slots[worker.owes as usize].last_end;
-                self.slots[reserve as usize].last_end = last_end;
-                self.set_slot(reserve, SlotState::Occupied(place));
+                worker.killed_before_replacement = true;
+                let last_end = self.slots[worker.charged_slot as usize].last_end;
+                self.slots[spare_slot as usize].last_end = last_end;
+                self.set_slot(spare_slot, SlotState::Occupied(place));
             }
         }
         self.refresh(place);
@@ -161,19 +161,23 @@ impl<T> Bulkhead<T> {
     }
 
     /// Kills ready spares that are no longer useful. They run no jobs.
-    pub(super) fn dismiss_spares(&mut self, is_unwanted: impl Fn(&Worker) -> bool, out: &mut Vec<Action<T>>) {
+    pub(super) fn dismiss_spares(
+        &mut self,
+        is_not_needed: impl Fn(&Worker) -> bool,
+        out: &mut Vec<Action<T>>,
+    ) {
         for place in 0..self.workers.len() as u32 {
             let worker = self.workers[place as usize].as_ref();
-            if worker.is_some_and(|worker| worker.is_ready_spare() && is_unwanted(worker)) {
-                self.kill(place, KillReason::Unwanted, out);
+            if worker.is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker)) {
+                self.kill(place, KillReason::NotNeeded, out);
             }
         }
     }
 
     /// Turns a place of the reserve into a slot for jobs, with the worker in it.
-    pub(super) fn take_from_reserve(&mut self, slot: u32) {
+    pub(super) fn convert_spare_slot(&mut self, slot: u32) {
         let entry = &mut self.slots[slot as usize];
-        entry.is_reserve = false;
+        entry.is_spare_slot = false;
         self.live_slots += u32::from(entry.state.is_live());
         for place in 0..self.workers.len() as u32 {
             if let Some(worker) = self.workers[place as usize].as_mut().filter(|worker| worker.slot == slot) {
@@ -183,6 +187,6 @@ impl<T> Bulkhead<T> {
             }
         }
         self.count_in_use(slot);
-        self.is_reserve_concerned = true;
+        self.spares_changed = true;
     }
 }

@@ -7,11 +7,11 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict, vocabulary};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
-use crate::jobs::Place;
+use crate::jobs::JobState;
 use crate::messages::{KillReason, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Role, Silence, Slot, Worker};
+use crate::workers::{Exclusivity, Role, SilenceCheck, Slot, Worker};
 
 // Codes start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -58,7 +58,7 @@ impl Counters {
     }
 
     /// Counts a job that was rejected before it reached the state machine.
-    pub fn count_refused(&mut self, reason: RejectReason) {
+    pub fn count_rejected(&mut self, reason: RejectReason) {
         self.submitted += 1;
         self.rejected[reason.code() as usize] += 1;
     }
@@ -127,7 +127,7 @@ pub struct WorkerView {
     /// replaced.
     pub is_current: bool,
     /// True if the worker runs a suspect alone, or becomes idle for one.
-    pub is_apart: bool,
+    pub is_exclusive: bool,
     /// True if the worker was late to begin a job and gets no more jobs before its next sign of life.
     pub is_stalled: bool,
     /// True if the worker is a spare, ready or starting.
@@ -137,7 +137,7 @@ pub struct WorkerView {
 /// Brief state of one worker.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
-pub struct StaffView {
+pub struct WorkerSummary {
     pub slot: u32,
     pub pid: Option<u32>,
     /// State, from [`crate::WORKER_STATES`].
@@ -208,7 +208,7 @@ impl<T> Bulkhead<T> {
             .map(|(id, tenant)| TenantView {
                 name: self.tenants.name(id).clone(),
                 in_flight: tenant.in_flight,
-                queued: self.queue.len_of_tenant(id.0) + tenant.ahead as usize,
+                queued: self.queue.len_of_tenant(id.0) + tenant.prefetched as usize,
                 submitted: tenant.submitted,
                 rejected: tenant.rejected,
             })
@@ -231,7 +231,7 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of waiting jobs: queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
-        self.queue.len() + self.suspects.len() + self.ahead
+        self.queue.len() + self.suspects.len() + self.prefetched
     }
 
     /// Returns the number of quarantined payloads.
@@ -242,7 +242,13 @@ impl<T> Bulkhead<T> {
     /// Charges the rate limit for a job that was rejected before it was charged and is about to be passed on.
     /// Otherwise, jobs could avoid the rate limit through a fallback. If the job exceeds the limit, changes
     /// the counted reason to `rate_limited` and returns the required wait.
-    pub fn charge_late(&mut self, now: Time, tenant: &str, cost: u32, refused: &Verdict) -> Option<Duration> {
+    pub fn charge_fallback(
+        &mut self,
+        now: Time,
+        tenant: &str,
+        cost: u32,
+        refused: &Verdict,
+    ) -> Option<Duration> {
         let tenant = self.tenant(tenant);
         let wait = self.take_rate(now, tenant, cost)?;
         let count = self.counters.of(refused);
@@ -252,26 +258,26 @@ impl<T> Bulkhead<T> {
     }
 
     /// Counts a job as passed on instead of by its outcome, because another bulkhead now has the job.
-    pub fn passed_on(&mut self, verdict: &Verdict) {
+    pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
         self.counters.elsewhere += 1;
     }
 
     /// Counts the outcome of a job that was passed on.
-    pub fn came_back(&mut self, verdict: &Verdict) {
+    pub fn count_fallback_outcome(&mut self, verdict: &Verdict) {
         self.counters.elsewhere = self.counters.elsewhere.saturating_sub(1);
         self.counters.count(verdict);
     }
 
     /// Returns the number of jobs that a worker has and a client waits for.
     pub fn in_flight(&self) -> u64 {
-        self.workers.iter().flatten().map(|w| u64::from(w.wanted)).sum()
+        self.workers.iter().flatten().map(|w| u64::from(w.awaited_jobs)).sum()
     }
 
     /// Returns the number of permits held, including those of workers that take no more jobs.
-    pub fn permits_taken(&self) -> u32 {
-        self.held
+    pub fn permits_held(&self) -> u32 {
+        self.permits_held
     }
 
     /// Returns true if an ordinary job that arrives now would find no free permit.
@@ -281,7 +287,7 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of free permits.
     pub fn available(&self) -> u64 {
-        let able = self.workers.iter().flatten().filter(|worker| worker.listed.is_some());
+        let able = self.workers.iter().flatten().filter(|worker| worker.load_level.is_some());
         let free: u64 =
             able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum();
         free.min(self.limit().saturating_sub(self.in_use.into()))
@@ -299,16 +305,16 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the first start of every slot has succeeded or failed.
     pub fn has_settled(&self) -> bool {
-        self.activity == Activity::Resting || self.slots_at_work().all(|slot| slot.has_settled)
+        self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.has_settled)
     }
 
     fn slots_at_work(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_reserve)
+        self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
     }
 
     /// Returns a description of the last failure of a worker. Empty if there was none.
-    pub fn last_trouble(&self) -> &str {
-        &self.last_trouble
+    pub fn last_failure(&self) -> &str {
+        &self.last_failure
     }
 
     /// Returns the state of the bulkhead.
@@ -319,7 +325,7 @@ impl<T> Bulkhead<T> {
         let slots = self.slots_at_work().count() as u32;
         let has_worker = |slot: &&Slot| {
             let worker = slot.state.worker().and_then(|place| self.workers[place as usize].as_ref());
-            worker.is_some_and(|worker| worker.counted || worker.is_spent)
+            worker.is_some_and(|worker| worker.counts_towards_limit || worker.is_at_job_limit)
         };
         let ready_slots = self.slots_at_work().filter(has_worker).count() as u32;
         match (ready_slots, self.live_slots) {
@@ -339,7 +345,8 @@ impl<T> Bulkhead<T> {
         let unbegun = worker.unbegun as u32;
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
-        let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
+        let mut jobs: Vec<HeldJob> =
+            indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
         // By its own record, a worker could make one other job look like the only suspect. Jobs that are
         // unbegun only by this record therefore count as begun.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
@@ -350,7 +357,7 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the worker has been silent for so long that it may be hung.
     pub fn is_silent(&self, worker: WorkerId) -> bool {
-        self.worker(worker).is_some_and(|worker| worker.silence != Silence::None)
+        self.worker(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
     }
 
     /// Returns true if the worker is a spare that is ready to take over a slot.
@@ -365,24 +372,27 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns a job that a worker has, for a report about its program.
-    pub fn held(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
+    pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
-        Some(self.held_job(now, index))
+        Some(self.describe_held_job(now, index))
     }
 
-    fn held_job(&mut self, now: Time, index: u32) -> HeldJob {
+    fn describe_held_job(&mut self, now: Time, index: u32) -> HeldJob {
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
-        let (ran, is_unread) = match job.place {
-            Place::InFlight { since, is_unread, .. } => (now.since(since), is_unread),
-            Place::Entered | Place::Queued | Place::Apart | Place::Ahead { .. } => (Duration::ZERO, false),
+        let (ran, is_unread) = match job.state {
+            JobState::InFlight { since, is_unread, .. } => (now.since(since), is_unread),
+            JobState::Unplaced
+            | JobState::Queued
+            | JobState::WaitingSuspect
+            | JobState::Prefetched { .. } => (Duration::ZERO, false),
         };
         HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }
 
     /// Returns the brief state of all workers, unordered and without copying.
-    pub fn staff(&self) -> impl Iterator<Item = StaffView> {
-        self.workers.iter().flatten().map(|worker| StaffView {
+    pub fn worker_summaries(&self) -> impl Iterator<Item = WorkerSummary> {
+        self.workers.iter().flatten().map(|worker| WorkerSummary {
             slot: worker.slot,
             pid: worker.living_pid(),
             state: worker.state_name(),
@@ -410,7 +420,7 @@ impl<T> Bulkhead<T> {
                     restarts: slot.restarts,
                     last_exit: slot.last_exit.clone(),
                     is_current: worker.role == Role::Current,
-                    is_apart: worker.apart != Apart::No,
+                    is_exclusive: worker.exclusivity != Exclusivity::Shared,
                     is_stalled: worker.is_stalled,
                     is_spare: worker.is_kept_spare(),
                 }

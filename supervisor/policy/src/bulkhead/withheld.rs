@@ -3,7 +3,7 @@
 //! tenant would then use far more of the bulkhead than its share.
 
 use super::Bulkhead;
-use crate::jobs::Place;
+use crate::jobs::JobState;
 use crate::messages::KillReason;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -22,12 +22,12 @@ impl<T> Bulkhead<T> {
     /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all
     /// jobs of the worker, and `killed` is the reason if the supervisor killed the worker.
     pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
-        let is_late = |place| matches!(place, Some(Place::InFlight { is_overdue: true, .. }));
-        let has_late = jobs.iter().any(|&index| is_late(self.jobs.place(index)));
+        let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
+        let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));
         let before = self.withheld.len();
         for &index in jobs {
             let job = self.jobs.get(index);
-            let Place::InFlight { is_overdue, is_unread, .. } = job.place else { continue };
+            let JobState::InFlight { is_overdue, is_unread, .. } = job.state else { continue };
             let is_suspect = match killed {
                 // Without a late job, the worker was killed because no client waited for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
@@ -36,26 +36,26 @@ impl<T> Bulkhead<T> {
             };
             let tenant = job.tenant;
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
-            if is_suspect && !has_paid && self.share(tenant).is_some() {
+            if is_suspect && !has_paid && self.quota(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
                 // The tenant keeps its number while the place is withheld.
-                self.tenants.begin(tenant);
+                self.tenants.add_job(tenant);
                 self.tenants.get(tenant).withheld += 1;
-                self.block_by_share(tenant);
+                self.update_tenant_block(tenant);
             }
         }
     }
 
     /// Ends the withholding of each place whose slot has a ready worker or will get none, or whose time is
     /// up.
-    pub(super) fn give_back_withheld(&mut self, now: Time) {
+    pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
             let stays = place.until > now && self.awaits_worker(place.slot);
             if !stays {
                 self.tenants.get(place.tenant).withheld -= 1;
-                self.block_by_share(place.tenant);
-                self.tenants.end(place.tenant);
+                self.update_tenant_block(place.tenant);
+                self.tenants.remove_job(place.tenant);
             }
             stays
         });
@@ -65,11 +65,11 @@ impl<T> Bulkhead<T> {
     fn awaits_worker(&self, slot: u32) -> bool {
         let entry = &self.slots[slot as usize];
         let is_ready = self.worker_of(slot).is_some_and(|worker| worker.phase == Phase::Ready);
-        entry.state.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
+        entry.state.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
     /// Returns the next time at which the withholding of a place ends because its time is up.
-    pub(super) fn next_given_back(&self) -> Option<Time> {
+    pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }
 }

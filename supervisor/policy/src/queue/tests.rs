@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use bulkhead_shared::Priority::{self, BestEffort, Critical, Normal};
 
-use super::{COST_MAX, KEPT_MAX, Queue};
+use super::{COST_MAX, Queue, RETAINED_LEN_MAX};
 
 thread_local! {
     static STEPS: Cell<u64> = const { Cell::new(0) };
@@ -60,7 +60,7 @@ fn drain(queue: &mut Queue) -> Vec<u32> {
 }
 
 #[test]
-fn one_tenant_alone_is_served_in_order_whatever_its_jobs_cost() {
+fn single_tenant_is_served_in_order() {
     let mut queue = Queue::default();
     for (job, cost) in [(0, 7), (1, 1), (2, u32::MAX), (3, 0), (4, 30)] {
         queue.push(job, Normal, 3, cost);
@@ -70,7 +70,7 @@ fn one_tenant_alone_is_served_in_order_whatever_its_jobs_cost() {
 }
 
 #[test]
-fn classes_are_strict_and_those_below_the_lowest_allowed_wait() {
+fn higher_classes_are_served_first() {
     let mut queue = Queue::default();
     for (job, class) in [(0, BestEffort), (1, Normal), (2, Critical), (3, Normal), (4, Critical)] {
         queue.push(job, class, job, 1 + 100 * job);
@@ -143,7 +143,7 @@ fn tenant_stays_blocked_without_jobs() {
 }
 
 #[test]
-fn what_a_cancelled_job_earned_makes_no_burst_of_small_ones() {
+fn cancelled_job_does_not_save_up_turns() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 1000);
     (1..50).for_each(|job| queue.push(job, Normal, 0, 1));
@@ -317,7 +317,7 @@ fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
 }
 
 #[test]
-fn each_round_serves_what_the_papers_loop_serves_in_it() {
+fn rounds_match_the_algorithm_of_the_paper() {
     let mut random = Random(11);
     for _ in 0..200 {
         let cost_max = random.pick(&[1, 2, 10, 300]);
@@ -576,7 +576,7 @@ fn history(seed: u64, steps: usize) -> usize {
 }
 
 #[test]
-fn agrees_with_the_model_under_random_use() {
+fn matches_the_model_under_random_use() {
     let mut steps = 0;
     for seed in 0..60 {
         steps += history(seed, 4000);
@@ -614,7 +614,7 @@ fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
 }
 
 #[test]
-fn no_operation_takes_more_steps_when_more_waits() {
+fn operations_take_constant_steps() {
     let few = steps_with(2, 10, 10);
     for (tenants, jobs, cost_max) in [(10_000, 20_000, 1), (10_000, 20_000, u32::MAX), (3, 20_000, 5000)] {
         let many = steps_with(tenants, jobs, cost_max);
@@ -638,7 +638,7 @@ fn job_of_huge_cost_is_served_in_bounded_time() {
 }
 
 #[test]
-fn slots_grow_seldom_and_keep_every_turn() {
+fn growing_slots_keeps_all_turns() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
     let costs = [1, 63, 64, 65, 500, 127, 128, 4095, 2048];
     for (job, &cost) in costs.iter().enumerate() {
@@ -670,7 +670,7 @@ fn places(queue: &Queue) -> usize {
 
 /// Cancels 9,000 of 10,000 jobs, most of them in the middle of the queue.
 #[test]
-fn many_cancelled_jobs_leave_nothing_behind() {
+fn cancelled_jobs_release_memory() {
     for tenants in [1, 100, 10_000] {
         let (mut queue, mut steps) = (Queue::default(), Steps::default());
         (0..10_000).for_each(|job| queue.push(job, Normal, job % tenants, 1));
@@ -693,11 +693,11 @@ fn many_cancelled_jobs_leave_nothing_behind() {
 #[test]
 fn keeps_small_tables_and_delays_shrinking_large_ones() {
     let mut queue = Queue::default();
-    for job in 0..KEPT_MAX as u32 {
+    for job in 0..RETAINED_LEN_MAX as u32 {
         queue.push(job, Normal, 0, 1);
     }
     drain(&mut queue);
-    assert!(places(&queue) >= KEPT_MAX);
+    assert!(places(&queue) >= RETAINED_LEN_MAX);
     for _ in 0..100 {
         queue.push(90_000, Normal, 0, 1);
         queue.remove(90_000);
@@ -712,7 +712,7 @@ fn keeps_small_tables_and_delays_shrinking_large_ones() {
 }
 
 #[test]
-fn what_does_not_wait_is_not_there() {
+fn removed_jobs_are_not_found() {
     let mut queue = Queue::default();
     queue.remove(5);
     queue.unblock(5);

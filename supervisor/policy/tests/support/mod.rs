@@ -1,8 +1,8 @@
 //! Parts of the simulation: random numbers from a seed, a world that acts like the data plane, workers and
 //! clients, and a model of the rules that checks every step.
 
-pub(crate) mod claims;
 pub(crate) mod coverage;
+pub(crate) mod journal;
 pub(crate) mod model;
 pub(crate) mod random;
 pub(crate) mod settings;

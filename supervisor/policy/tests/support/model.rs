@@ -4,8 +4,8 @@
 
 mod actions;
 mod adaptive;
-mod ahead;
 mod events;
+mod prefetch;
 mod recovery;
 mod recycle;
 mod slots;
@@ -21,22 +21,22 @@ use bulkhead_policy::{
 use bulkhead_shared::{JobId, Priority, Verdict};
 
 use super::Tag;
-use super::claims::Registry;
 use super::coverage::Coverage;
+use super::journal::Registry;
 use slots::{Slot, SlotState};
 
 /// Minimum time that a worker has for the next part of a result that is too large.
-const STALL_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
+const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 /// Minimum time that a worker that ends each job itself has while clients wait for other jobs.
-const SLOW_END_PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
+const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
     limits: Limits,
     registry: Registry,
     adaptive: Option<adaptive::Adaptive>,
     /// Permits in use before the current event.
-    in_use_before: usize,
-    reserve_before: usize,
+    in_use_before_event: usize,
+    reserved_before_event: usize,
     /// Longest queue and largest number of permits ever configured. Waiting jobs stay when the limits shrink.
     max_queue_ever: u32,
     permits_ever: u32,
@@ -56,15 +56,15 @@ pub(crate) struct Model {
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
     /// Number of consecutive workers that answered no job.
-    in_vain: u32,
+    early_deaths: u32,
     /// Time of the last start that was, or could have been, delayed for spacing.
-    last_spaced: Option<Time>,
+    last_spaced_start: Option<Time>,
     /// Slots that a rolling restart may still reach.
     rolling: BTreeSet<u32>,
     counters: Counters,
     newest_generation: u32,
     /// Number of times that workers have left their slots.
-    lefts: u64,
+    release_count: u64,
     newest_job: JobId,
     step: Step,
     /// True if the breaker rejected jobs before this event or does after it.
@@ -92,7 +92,7 @@ struct Job {
     /// Time of the dispatch.
     since: Time,
     idempotent: bool,
-    is_repeatable: bool,
+    is_resendable: bool,
     digest: Option<Digest>,
     /// Outcome of the previous attempt.
     before: Option<Verdict>,
@@ -100,40 +100,40 @@ struct Job {
     /// True if the worker is about to exit and cannot have begun the job.
     is_unread: bool,
     /// True if `is_unread` is based only on the worker's own record.
-    is_by_word: bool,
+    is_by_journal: bool,
     attempts: u32,
     /// Number of times that a worker died without having read the job. Not counted in `attempts`.
-    taken_back: u32,
+    unread_returns: u32,
     is_answered: bool,
     is_overdue: bool,
     /// True if the result is too large and the worker still sends it.
     is_oversized: bool,
     /// End of the queue timeout.
-    patience_until: Option<Time>,
+    queue_timeout_at: Option<Time>,
     worker: Option<u32>,
     /// Worker to which the job was prefetched.
-    ahead: Option<u32>,
+    prefetched: Option<u32>,
     /// The job's number in the order in which its worker's jobs were sent.
-    arrival: u64,
-    taken_from: Option<WorkerId>,
+    send_number: u64,
+    recalled_from: Option<WorkerId>,
 }
 
 struct Worker {
     id: WorkerId,
     slot: u32,
     /// Last slot that the worker filled.
-    owes: u32,
+    charged_slot: u32,
     phase: Phase,
     spawned_at: Time,
     ready_at: Option<Time>,
-    heard_at: Time,
+    last_heard_at: Time,
     has_dispatch_thread: bool,
     can_resize: bool,
-    has_claims: bool,
+    has_journal: bool,
     /// Number of jobs sent.
     sent: u64,
     /// Prefetched jobs, oldest first.
-    ahead: Vec<JobId>,
+    prefetched: Vec<JobId>,
     /// True if the worker gets no jobs because it was late to begin one, according to policy.
     is_stalled: bool,
     /// Value of `is_stalled` at the end of this step.
@@ -142,48 +142,48 @@ struct Worker {
     heartbeat: Duration,
     /// Time by which the hello is due.
     hello_by: Time,
-    /// True if the worker runs an outdated program. After a failed replacement, `replaced_again_at` is the
+    /// True if the worker runs an outdated program. After a failed replacement, `retry_replacement_at` is the
     /// time of the next attempt.
-    is_old: bool,
-    replaced_again_at: Option<Time>,
+    is_outdated: bool,
+    retry_replacement_at: Option<Time>,
     /// Maximum number of concurrent jobs that the worker was told.
-    promised: u32,
+    sent_max_in_flight: u32,
     /// Taken from policy, and checked by the consequences.
-    is_apart: bool,
+    is_exclusive: bool,
     /// True if the worker had already been killed when its slot was reassigned.
-    is_written_off: bool,
+    killed_before_replacement: bool,
     /// Time since when the silence is being observed, and true if the caller was asked for the result.
-    watched_at: Option<Time>,
-    was_looked_at: bool,
-    forgiven: u32,
+    observed_since: Option<Time>,
+    was_checked: bool,
+    excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
     /// Number of jobs given to the worker, and true if `recycle.jobs` allows no more.
     begun: u64,
-    is_spent: bool,
+    is_at_job_limit: bool,
     pid: Option<u32>,
     /// True if the worker is the successor of a worker that reaches `recycle.jobs`.
-    waits_its_turn: bool,
+    stands_by: bool,
     killed: Option<KillReason>,
     /// Consequences of the exit, until the descendants are gone.
     dead: Option<Dead>,
-    /// Set once the slot no longer waits for this worker's exit: the value of `lefts` at that time.
+    /// Set once the slot no longer waits for this worker's exit: the value of `release_count` at that time.
     left: Option<u64>,
     /// Time from which the worker may be killed for its jobs, if it is stuck since an earlier step.
     killed_at: Option<Time>,
-    no_successor_before: Time,
+    next_replacement_at: Time,
 }
 
 #[derive(Clone, Copy)]
 struct Dead {
-    is_unfit: bool,
+    is_failure: bool,
     is_clean: bool,
-    is_in_vain: bool,
+    is_early_death: bool,
 }
 
 impl Worker {
     /// Returns true if the worker is neither dead nor being killed.
-    fn lives_on(&self) -> bool {
+    fn is_alive(&self) -> bool {
         self.killed.is_none() && self.dead.is_none()
     }
 }
@@ -200,11 +200,11 @@ enum Phase {
 #[derive(Default)]
 struct Step {
     cause: Cause,
-    submission: Option<Submitted>,
+    submission: Option<PendingSubmission>,
     /// Job that was accepted, and its preferred worker.
     preferred: Option<(JobId, WorkerId)>,
     /// Answers that are required in this step.
-    owed: BTreeMap<JobId, Verdict>,
+    required: BTreeMap<JobId, Verdict>,
     /// True if all workers must be replaced by a new program. Workers that are still starting must be killed.
     is_replaced: bool,
     /// True if all workers must be replaced.
@@ -214,19 +214,19 @@ struct Step {
     /// True if `max_in_flight` may have changed.
     is_resized: bool,
     /// True if a silence was blamed on the machine.
-    is_forgiven: bool,
-    /// Jobs in `owed` that may be retried instead. The value is true if the job becomes a suspect.
+    is_excused: bool,
+    /// Jobs in `required` that may be retried instead. The value is true if the job becomes a suspect.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
     /// Worker that answered a job that it cannot have begun.
-    lied: Option<WorkerId>,
+    sent_invalid_reply: Option<WorkerId>,
     /// Job that its worker returns.
     returned: Option<(WorkerId, JobId)>,
     /// Jobs whose answer depends on the order in which policy handles several jobs.
-    either: BTreeSet<JobId>,
+    ambiguous: BTreeSet<JobId>,
     /// Workers that must be told their new maximum number of jobs.
-    to_limit: BTreeMap<WorkerId, u32>,
+    to_resize: BTreeMap<WorkerId, u32>,
     /// Workers that must be asked to cancel a job.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
@@ -235,7 +235,7 @@ struct Step {
     /// True if the submission may be rejected instead, because some of the equally large tenants' oldest jobs
     /// have a higher priority.
     may_be_full: bool,
-    /// Job in `owed` that leaves for the submission.
+    /// Job in `required` that leaves for the submission.
     shed: Option<JobId>,
 }
 
@@ -246,9 +246,9 @@ enum Cause {
     Start,
     Tick,
     Replied(WorkerId),
-    Looked(WorkerId),
+    CpuTimeChecked(WorkerId),
     Memory(WorkerId),
-    Broke(WorkerId),
+    ProtocolViolated(WorkerId),
     Stopping(WorkerId),
     Reset,
     Stop,
@@ -257,17 +257,17 @@ enum Cause {
     Replace,
 }
 
-struct Submitted {
+struct PendingSubmission {
     tag: u64,
     priority: Priority,
     tenant: TenantId,
     idempotent: bool,
-    is_repeatable: bool,
+    is_resendable: bool,
     digest: Option<Digest>,
     limit: Duration,
     run_limits: [Option<Duration>; 2],
-    refusal: Option<Verdict>,
-    prefers: Option<WorkerId>,
+    rejection: Option<Verdict>,
+    preferred_worker: Option<WorkerId>,
 }
 
 impl Model {
@@ -277,14 +277,14 @@ impl Model {
         let adaptive = limits.adaptive.clone().map(|numbers| adaptive::Adaptive::new(numbers, Time::ZERO));
         Self {
             adaptive,
-            in_use_before: 0,
-            reserve_before: 0,
+            in_use_before_event: 0,
+            reserved_before_event: 0,
             max_queue_ever: limits.max_queue,
             permits_ever: limits.processes * limits.max_in_flight,
             limits,
             registry,
             mode: Mode::Open,
-            activity: Activity::Resting,
+            activity: Activity::ScaledToZero,
             idle_since: None,
             now: Time::ZERO,
             jobs: HashMap::new(),
@@ -294,12 +294,12 @@ impl Model {
             poison: recovery::Poison::default(),
             workers: BTreeMap::new(),
             slots,
-            in_vain: 0,
-            last_spaced: None,
+            early_deaths: 0,
+            last_spaced_start: None,
             rolling: BTreeSet::new(),
             counters: Counters::default(),
             newest_generation: 0,
-            lefts: 0,
+            release_count: 0,
             newest_job: JobId(0),
             step: Step::default(),
             is_breaking: false,
@@ -308,8 +308,8 @@ impl Model {
         }
     }
 
-    /// Checks the actions of policy for the event that was passed to [`Model::happened`].
-    pub(crate) fn judge(
+    /// Checks the actions of policy for the event that was passed to [`Model::handle_event`].
+    pub(crate) fn check_actions(
         &mut self,
         taken: Option<JobId>,
         actions: &[Action<Tag>],
@@ -319,19 +319,19 @@ impl Model {
         self.is_breaking = is_breaking || std::mem::replace(&mut self.was_breaking, is_breaking);
         self.coverage.see(&format!("breaker {}", bulkhead.breaker().name()));
         self.submitted(taken);
-        self.note_who_is_apart(bulkhead, actions);
+        self.record_exclusive_workers(bulkhead, actions);
         self.adapt(actions);
         for action in actions {
             self.action(action);
         }
-        self.leave_slots();
-        self.settle_slots();
-        self.settle_workers();
+        self.release_slots();
+        self.update_slots();
+        self.update_workers();
         let is_tick = self.step.cause == Cause::Tick;
-        self.check_ahead(bulkhead.breaker(), is_tick);
-        self.settle_idleness(bulkhead);
-        self.give_back_withheld();
-        self.check_promises();
+        self.check_prefetched(bulkhead.breaker(), is_tick);
+        self.check_idle_since(bulkhead);
+        self.release_withheld();
+        self.check_requirements();
         self.check_sums(bulkhead);
         self.check_workers(bulkhead);
         self.check_adaptive(bulkhead);
@@ -343,7 +343,7 @@ impl Model {
     }
 
     /// Checks that no jobs, workers or timers are left after a stop.
-    pub(crate) fn judge_end(&self, bulkhead: &Bulkhead<Tag>) {
+    pub(crate) fn check_end(&self, bulkhead: &Bulkhead<Tag>) {
         assert!(bulkhead.is_stopped());
         assert!(self.workers.is_empty(), "it says that it has stopped, and workers are left");
         assert!(self.jobs.is_empty(), "jobs without an answer: {:?}", self.jobs.keys());
@@ -353,21 +353,21 @@ impl Model {
 
     // Invariants between two events.
 
-    fn check_promises(&mut self) {
-        let either = std::mem::take(&mut self.step.either);
-        self.step.owed.retain(|id, _| !either.contains(id));
+    fn check_requirements(&mut self) {
+        let ambiguous = std::mem::take(&mut self.step.ambiguous);
+        self.step.required.retain(|id, _| !ambiguous.contains(id));
         let step = &self.step;
-        assert!(step.lied.is_none(), "{:?} lied and lives", step.lied);
+        assert!(step.sent_invalid_reply.is_none(), "{:?} lied and lives", step.sent_invalid_reply);
         assert!(step.submission.is_none(), "a submission was neither taken nor refused");
         assert!(step.evictable.is_empty(), "no job made room for the one that was taken");
-        assert!(step.owed.is_empty(), "answers are missing: {:?}", step.owed);
+        assert!(step.required.is_empty(), "answers are missing: {:?}", step.required);
         assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
-        assert!(step.to_limit.is_empty(), "not told of the limit: {:?}", step.to_limit);
+        assert!(step.to_resize.is_empty(), "not told of the limit: {:?}", step.to_resize);
         assert!(step.to_quarantine.is_empty(), "quarantined and not told: {:?}", step.to_quarantine);
         self.check_suspects();
         self.check_spares();
         let has_room = self.least_loaded().is_some();
-        assert!(self.next_ones().is_empty() || !has_room, "a job waits though a worker could take it");
+        assert!(self.next_candidates().is_empty() || !has_room, "a job waits though a worker could take it");
         assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
         assert!(self.queue.is_empty() || self.mode == Mode::Open, "a job waits while draining");
         self.check_queue_bound();
@@ -386,26 +386,27 @@ impl Model {
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or answered twice");
-        assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.ahead_waiting());
+        assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.prefetched_waiting());
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
-        let able = available.iter().filter(|w| !w.is_apart && !w.is_stalled);
+        let able = available.iter().filter(|w| !w.is_exclusive && !w.is_stalled);
         let free: usize = able.map(|w| self.capacity(w).saturating_sub(w.jobs.len())).sum();
-        assert_eq!(bulkhead.limit(), self.adapted(limit) as u64);
+        assert_eq!(bulkhead.limit(), self.adaptive_limit(limit) as u64);
         let (in_use, limit_in_all) = self.permits();
         assert_eq!(bulkhead.available(), free.min(limit_in_all.saturating_sub(in_use)) as u64);
         let most = self.limits.processes * self.limits.max_in_flight;
         assert!(limit <= most as usize, "more permits than there are");
         assert_eq!(bulkhead.activity(), self.activity);
         assert_eq!(bulkhead.quarantined(self.now), self.poison.len(self.now, &self.limits));
-        let is_replaced = |w: &&Worker| !self.is_current(w) && !w.is_written_off && !w.jobs.is_empty();
-        if self.workers.values().any(|w| is_replaced(&w)) && !self.next_ones().is_empty() {
+        let is_replaced =
+            |w: &&Worker| !self.is_current(w) && !w.killed_before_replacement && !w.jobs.is_empty();
+        if self.workers.values().any(|w| is_replaced(&w)) && !self.next_candidates().is_empty() {
             self.coverage.see("debt of a replaced worker");
         }
         for (worker, job) in self.step.dispatched.drain(..) {
             assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
-            assert_eq!(bulkhead.cargo_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
+            assert_eq!(bulkhead.record_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
         }
     }
 
@@ -441,13 +442,13 @@ impl Model {
     /// Returns the maximum number of jobs that the worker may have now, which never exceeds the number that
     /// the worker was told.
     fn capacity(&self, worker: &Worker) -> usize {
-        let most = self.limits.max_in_flight.min(worker.promised) as usize;
+        let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
     }
 
     fn is_current(&self, worker: &Worker) -> bool {
         matches!(self.slots[worker.slot as usize].state,
-            SlotState::Held { current, .. } if current == worker.id.place)
+            SlotState::Occupied { current, .. } if current == worker.id.place)
     }
 
     /// Returns true if no client waits for any of the worker's jobs, or one of them has passed the bulkhead's
@@ -465,37 +466,37 @@ impl Model {
 
     /// Returns the time at which a stuck worker is killed.
     fn killed_at(&self, worker: &Worker) -> Time {
-        let at = self.now + self.patience(worker);
+        let at = self.now + self.kill_delay(worker);
         match worker.killed_at {
-            Some(known) if self.limits.jobs_end_alone => known.min(at),
+            Some(known) if self.limits.worker_ends_jobs => known.min(at),
             known => known.unwrap_or(at),
         }
     }
 
     /// Returns the time that a stuck worker has. While it sends a result that is too large, the time counts
     /// from the last data received.
-    fn patience(&self, worker: &Worker) -> std::time::Duration {
+    fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
-        if self.limits.jobs_end_alone && is_wanted {
-            grace.max(SLOW_END_PATIENCE)
+        if self.limits.worker_ends_jobs && is_wanted {
+            grace.max(SLOW_END_TIMEOUT)
         } else if self.is_sending(worker) {
-            grace.max(STALL_PATIENCE)
+            grace.max(STALL_TIMEOUT)
         } else {
             grace
         }
     }
 
     fn is_available(&self, worker: &Worker) -> bool {
-        let is_ready = worker.phase == Phase::Ready && worker.lives_on();
-        let is_at_work = self.is_current(worker) && !self.slots[worker.slot as usize].is_reserve;
+        let is_ready = worker.phase == Phase::Ready && worker.is_alive();
+        let is_at_work = self.is_current(worker) && !self.slots[worker.slot as usize].is_spare_slot;
         is_ready && !self.is_stuck(worker) && is_at_work
     }
 
     /// Returns the workers that may get another job.
     fn able(&self) -> impl Iterator<Item = &Worker> {
         let has_room = |w: &&Worker| {
-            !w.is_apart && !w.is_stalled && w.jobs.len() < self.capacity(w) && self.is_available(w)
+            !w.is_exclusive && !w.is_stalled && w.jobs.len() < self.capacity(w) && self.is_available(w)
         };
         let (in_use, limit) = self.permits();
         self.workers.values().filter(has_room).filter(move |_| in_use < limit)
@@ -508,10 +509,10 @@ impl Model {
 
     /// Returns the jobs of which one must be next. These are the oldest jobs of all tenants below their
     /// share, in the highest class that waits and may use a permit.
-    fn next_ones(&self) -> Vec<JobId> {
+    fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
-            job.priority >= self.lowest_admitted() && !self.is_at_its_share(job.tenant)
+            job.priority >= self.lowest_admitted() && !self.is_at_quota(job.tenant)
         };
         let able: Vec<JobId> = self.queue.iter().filter(may_go).copied().collect();
         let class = able.iter().map(|id| self.jobs[id].priority).max();
@@ -520,7 +521,7 @@ impl Model {
         in_class.filter(|id| tenants.insert(self.jobs[id].tenant)).collect()
     }
 
-    fn is_at_its_share(&self, tenant: TenantId) -> bool {
+    fn is_at_quota(&self, tenant: TenantId) -> bool {
         let of_tenant = |job: &&Job| job.tenant == tenant && job.worker.is_some();
         let in_flight = self.jobs.values().filter(of_tenant).count();
         let taken = in_flight + self.withheld_from(tenant);
@@ -530,7 +531,7 @@ impl Model {
     /// Returns the number of permits in use, and the limit.
     fn permits(&self) -> (usize, usize) {
         let available = self.workers.values().filter(|w| self.is_available(w));
-        let limit = self.adapted(available.map(|w| self.capacity(w)).sum());
+        let limit = self.adaptive_limit(available.map(|w| self.capacity(w)).sum());
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
@@ -538,15 +539,17 @@ impl Model {
     /// charged to the slot's own unused permits first, and then to the slot's worker. A job that runs alone
     /// uses all permits of its worker.
     fn taken(&self, slot: usize) -> usize {
-        let of_slot = || self.workers.values().filter(|w| w.owes as usize == slot && !w.is_written_off);
+        let of_slot = || {
+            self.workers.values().filter(|w| w.charged_slot as usize == slot && !w.killed_before_replacement)
+        };
         let running: usize = of_slot().map(|w| w.jobs.len()).sum();
-        let is_closed = self.slots[slot].state == SlotState::Closed || self.slots[slot].is_reserve;
+        let is_closed = self.slots[slot].state == SlotState::Closed || self.slots[slot].is_spare_slot;
         let own = if is_closed { 0 } else { self.limits.max_in_flight as usize };
         let Some(worker) = of_slot().find(|w| self.is_available(w)) else {
             return running.saturating_sub(own);
         };
         let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
-        let taken = if worker.is_apart { jobs.max(capacity) } else { jobs };
+        let taken = if worker.is_exclusive { jobs.max(capacity) } else { jobs };
         // Permits of the slot that are not part of the limit bear the jobs of replaced workers first.
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
@@ -554,26 +557,26 @@ impl Model {
     /// Returns the number of running jobs, except in workers that had been killed when their slot was
     /// reassigned.
     fn running(&self) -> usize {
-        self.workers.values().filter(|w| !w.is_written_off).map(|w| w.jobs.len()).sum()
+        self.workers.values().filter(|w| !w.killed_before_replacement).map(|w| w.jobs.len()).sum()
     }
 
     /// Returns true if there is a permit for a worker without jobs.
     fn has_permit(&self, worker: &Worker) -> bool {
         let (in_use, limit) = self.permits();
-        let own = if worker.is_apart { self.capacity(worker) } else { 0 };
+        let own = if worker.is_exclusive { self.capacity(worker) } else { 0 };
         in_use - own < limit
     }
 
     fn lowest_admitted(&self) -> Priority {
         let (in_use, limit) = self.permits();
-        if in_use + self.reserve() < limit { Priority::BestEffort } else { Priority::Critical }
+        if in_use + self.reserved_permits() < limit { Priority::BestEffort } else { Priority::Critical }
     }
 
     /// Returns the number of permits reserved for critical jobs.
-    fn reserve(&self) -> usize {
-        let configured = self.adapted((self.limits.processes * self.limits.max_in_flight) as usize);
-        let reserve = (self.limits.critical_reserve * configured as f64).ceil() as usize;
-        reserve.min(self.permits().1.saturating_sub(1))
+    fn reserved_permits(&self) -> usize {
+        let configured = self.adaptive_limit((self.limits.processes * self.limits.max_in_flight) as usize);
+        let reserved_permits = (self.limits.critical_reserve * configured as f64).ceil() as usize;
+        reserved_permits.min(self.permits().1.saturating_sub(1))
     }
 
     fn queue_capacity(&self) -> usize {

@@ -56,7 +56,7 @@ fn any_limits(random: &mut Random) -> Limits {
         deadline_max: if random.percent(50) { deadline } else { deadline + random.millis(0, 5000) },
         lookahead: Duration::from_millis(random.pick(&[0, 5, 50, 200, 400])),
         grace: if random.percent(20) { Duration::ZERO } else { random.millis(0, 300) },
-        jobs_end_alone: random.percent(30),
+        worker_ends_jobs: random.percent(30),
         restart: restart(random),
         start: Start {
             handshake: random.millis(20, 2000),
@@ -135,7 +135,7 @@ pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
 /// Behaviour of the workers and clients of one history. Chances are percentages.
 #[derive(Debug)]
-pub(crate) struct Temper {
+pub(crate) struct Behaviour {
     pub(crate) spawn_fails: u64,
     pub(crate) never_says_hello: u64,
     pub(crate) never_ready: u64,
@@ -162,10 +162,10 @@ pub(crate) struct Temper {
     pub(crate) own_run_limit: u64,
     pub(crate) cancels: u64,
     pub(crate) operator_ms: u64,
-    pub(crate) jump: u64,
+    pub(crate) supervisor_delay: u64,
 }
 
-impl Temper {
+impl Behaviour {
     pub(crate) fn draw(random: &mut Random) -> Self {
         // Something fails in most histories, but everything fails only in few. Without any worker there is
         // little to test.
@@ -199,7 +199,7 @@ impl Temper {
             own_run_limit: random.pick(&[0, 0, 50]),
             cancels: random.pick(&[0, 5, 40]),
             operator_ms: random.pick(&[500, 5000, 100_000]),
-            jump: random.pick(&[0, 0, 1]),
+            supervisor_delay: random.pick(&[0, 0, 1]),
         }
     }
 }

@@ -312,7 +312,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
 
 #[test]
 fn removes_only_leaves_of_dead_keepers() {
-    let Some(group) = TestGroup::new("sweep") else { return };
+    let Some(group) = TestGroup::new("stale") else { return };
     let root = group.root(0);
     let living = Owner::this_process().unwrap();
     let mut keeper = Command::new("sleep").arg("1000").spawn().unwrap();
@@ -329,10 +329,10 @@ fn removes_only_leaves_of_dead_keepers() {
     keeper.kill().unwrap();
     keeper.wait().unwrap();
     let mut removed = 0;
-    wait_until("the dead keeper's are swept", || {
-        let swept = root.remove_stale_leaves().unwrap();
-        removed += swept.removed;
-        swept.left == 0
+    wait_until("the groups of the dead keeper are removed", || {
+        let stale = root.remove_stale_leaves().unwrap();
+        removed += stale.removed;
+        stale.left == 0
     });
     assert_eq!(removed, 2);
     let [first, second, third, fourth] = shells;

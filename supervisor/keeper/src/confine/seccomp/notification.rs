@@ -1,6 +1,5 @@
-//! The keeper's end of a listener: receives and answers notifications of forbidden calls.
-//!
-//! Never waits, because the caller has polled the listener. Decides nothing.
+//! The keeper's end of a listener: receives and answers notifications of forbidden calls. Never blocks, because
+//! the caller has polled the listener. The caller decides what to answer.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe wrapper")]
 
 use std::ffi::c_void;
@@ -13,7 +12,7 @@ use rustix::io::Errno;
 
 use bulkhead_linux::errno;
 
-/// A call that waits for an answer.
+/// A system call that is blocked until it is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
     /// Identifies the call in the answer.
@@ -68,7 +67,7 @@ pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     Ok(Some(Notification { id, thread: pid, number: data.nr as u32, arguments: data.args }))
 }
 
-/// Makes a call fail with this error. It is not an error if the call is no longer waiting.
+/// Makes a call fail with this error. It is not an error if the call no longer waits for an answer.
 pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
@@ -81,7 +80,7 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still waiting for an answer. If so, the reported thread id is still valid.
+/// Checks that a call is still blocked. If so, the reported thread id is still valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }

@@ -1,9 +1,9 @@
 //! Predefined rules.
 //!
-//! A denied call that honest programs try fails with an error that makes these programs fall back. Calls that
-//! no honest program makes are fatal. Under `strict`, all calls that are not listed are fatal.
+//! A denied call that ordinary programs try fails with an error that makes these programs fall back. Calls that
+//! only hostile programs make are fatal. Under `strict`, all calls that are not listed are fatal.
 //!
-//! Nothing here concerns access to files or processes of other users, which Landlock and the identity
+//! The rules do not concern access to files or processes of other users, which Landlock and the identity
 //! restrict.
 
 use rustix::io::Errno;
@@ -29,7 +29,7 @@ const REFUSED_CALLS: &[&str] = &[
     "fanotify_init name_to_handle_at open_by_handle_at",
     // Accesses other processes.
     "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
-    // Has repeatedly been used to attack the kernel.
+    // Has repeatedly been used for attacks on the kernel.
     "add_key keyctl perf_event_open request_key userfaultfd",
     // Administers the machine.
     "acct adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
@@ -96,7 +96,6 @@ pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n 
     rules.with_overrides(allow, &[])
 }
 
-/// Returns rules that refuse nothing.
 pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
@@ -111,7 +110,7 @@ pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Applies to the processes that a template forks. Takes back the right from [`allow_siblings`].
+/// Denies to the processes that a template forks what [`allow_siblings`] allows.
 pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules
@@ -271,8 +270,8 @@ fn socketpair() -> Rule {
     check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
 }
 
-/// Denies typing into a terminal, pasting into a console, and loading a line discipline. Each of these has
-/// been used to leave sandboxes.
+/// Denies inserting input into a terminal, pasting into a console, and loading a line discipline. Programs have
+/// escaped from sandboxes with each of these.
 fn deny_terminal_requests() -> Rule {
     let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
     check(
@@ -340,7 +339,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
 /// Like [`libc::TCGETS`], in newer C libraries.
 const TCGETS2: u32 = 0x802c_542a;
 
-/// Calls needed for computing: memory, files, threads, time, and given sockets.
+/// Calls needed for computing: memory, files, threads, time, and existing sockets.
 const STRICT_ALLOWED_CALLS: &[&str] = &[
     // Memory.
     "brk cachestat get_mempolicy madvise map_shadow_stack mbind membarrier memfd_create mincore \
@@ -386,7 +385,7 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
 /// pair could still get a name by `bind`.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
-/// Calls that honest programs try and can do without. Refused in addition to the calls that both profiles
+/// Calls that ordinary programs try and can do without. Refused in addition to the calls that both profiles
 /// refuse.
 const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \

@@ -12,7 +12,7 @@ pub struct Seal<'a> {
     pub is_strict: bool,
     /// True if the worker has the network, and so can create sockets.
     pub network: bool,
-    /// Names of system calls that stay allowed.
+    /// Names of system calls that remain allowed.
     pub allow: &'a [&'a str],
     /// True if a template forked the worker. The seal then forbids to fork siblings, which the template may
     /// do.

@@ -17,7 +17,7 @@ const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
 const IOPRIO_WHO_PROCESS: usize = 1;
 
-/// Name, getter and setter of an attribute. The getter returns `false` if the kernel does not support or report the
+/// Name, getter and setter of an attribute. The getter returns `false` if the kernel does not provide the
 /// attribute.
 type Attribute = (&'static str, fn(usize, &mut Value) -> bool, fn(usize, &Value));
 
@@ -29,7 +29,7 @@ const ATTRIBUTES: [Attribute; 6] = [
             syscall(libc::SYS_sched_setaffinity, [pid, VALUE_BYTES, mask.as_ptr() as usize, 0]);
         },
     ),
-    // Policy, priority and slice.
+    // Policy, priority and time slice.
     (
         "scheduling",
         |pid, to| {
@@ -84,8 +84,9 @@ impl RecordedAttributes {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
-    /// Restores each attribute that has changed. Calls `is_template` before setting anything, because the number of an
-    /// ended process can belong to another process by now. Errors: the name of an attribute that could not be restored.
+    /// Restores each attribute that has changed. Calls `is_template` before setting anything, because the pid
+    /// of an ended process can belong to another process by now. Errors: the name of an attribute that could
+    /// not be restored.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };
@@ -107,7 +108,7 @@ fn value((_, get, _): Attribute, pid: u32) -> Option<Box<Value>> {
 }
 
 fn syscall(number: libc::c_long, [a, b, c, d]: [usize; 4]) -> libc::c_long {
-    // SAFETY: the calls above access no memory but a value borrowed for the call, and get its true size.
+    // SAFETY: the calls above access only a value that is borrowed for the call, and pass its true size.
     unsafe { libc::syscall(number, a, b, c, d) }
 }
 

@@ -1,11 +1,11 @@
 //! Pid namespaces of templates, each with one template and the workers that the template forks.
 //!
-//! The processes are children of the namespace's first process (`spawn/nest.rs`), which reports each exit and
-//! the remaining children. All children except the template, the workers and possible workers being forked
-//! were left behind by a worker. The keeper orders the first process to kill these. Children that survive
-//! this are killed while the whole namespace is stopped. If some survive this as well, the keeper retries at
-//! longer intervals and the worker counts as reaped. So the keeper never searches `/proc`, and nests do not
-//! affect each other.
+//! The processes are children of the namespace's first process (`spawn/init/template.rs`), which reports each
+//! exit and the remaining children. All children except the template, the workers and possible workers being
+//! forked were left behind by a worker. The keeper orders the first process to kill these. Children that
+//! survive this are killed while the whole namespace is stopped. If some survive this as well, the keeper
+//! retries at longer intervals and the worker counts as reaped. So the keeper never searches `/proc`, and
+//! namespaces do not affect each other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -22,8 +22,8 @@ use crate::wait;
 /// Maximum number of exits read at a time.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unknown processes. The template may be about to name some of these
-/// processes.
+/// Maximum number of remembered exits of unknown processes. The template may report some of these processes as
+/// forked workers later.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
 /// Pause between two orders to kill.
@@ -34,7 +34,7 @@ const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
 /// stopped.
 const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 
-/// Time after which a worker is reported as swept even if processes are left, and interval between later
+/// Time after which a worker is reported as reaped even if processes are left, and interval between later
 /// attempts to kill these.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
@@ -55,7 +55,7 @@ pub(in crate::process) struct TemplateNamespace {
     has_more: bool,
     /// Unknown processes that have ended.
     recent_exits: VecDeque<u32>,
-    /// Workers that have ended. All are reported as swept when no unknown process is left.
+    /// Workers that have ended. All are reported as reaped when no unknown process is left.
     exited: Vec<ExitedWorker>,
     /// Set while there are processes to kill: start, time of the next order, and pause after that order.
     kills: Option<(Instant, Instant, Duration)>,
@@ -114,8 +114,8 @@ impl TemplateNamespace {
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
 
-    /// Sends an order to kill leftover processes, unless an earlier order is pending. The keeper repeats the
-    /// order anyway, so that orders must not pile up for a first process that is stopped.
+    /// Sends an order to kill leftover processes, unless an earlier order is pending. The keeper repeats such
+    /// orders, and they would pile up if the first process is stopped.
     fn order_unless_pending(&mut self, order: InitOrder<'_>) {
         if self.outbox.len() == 0 {
             self.outbox.push(order.encode(), Vec::new());
@@ -143,7 +143,7 @@ impl EventLoop {
         self.send_namespace_orders(pid, has_more);
     }
 
-    /// Sends waiting orders. `has_more` means that messages may be waiting for which there is no new event.
+    /// Sends waiting orders. If `has_more` is true, messages may be waiting for which there is no new event.
     fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         // If the first process has ended, it is reaped next.
@@ -255,7 +255,7 @@ impl EventLoop {
             namespace.unidentified.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
             if let Some((since, due, pause)) = namespace.kills {
-                // Waits for the forks in progress. The due time moves, so that the loop does not spin
+                // Waits for the forks in progress. The next order is put off, so that the loop does not spin
                 // meanwhile.
                 namespace.kills = Some((since, due.max(now + KILL_INTERVAL_MIN), pause));
             }

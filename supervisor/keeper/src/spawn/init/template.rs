@@ -1,14 +1,13 @@
-//! The first process of a pid namespace that has a template and the workers forked by the template: the
-//! *nest*.
+//! The first process of a pid namespace that contains a template and the workers forked by the template.
 //!
 //! Template and workers are children of this process, because a template forks siblings of itself. Processes
-//! that a worker leaves behind become children as well. This process reports each exit to the keeper, and
-//! lists the remaining children with the last exit of an iteration. The keeper names the children to kill.
-//! This process decides nothing, and knows only the template. When this process exits, the kernel kills
-//! everything in the namespace.
+//! that a worker leaves behind become children as well. This process reports each exit to the keeper, and lists
+//! the remaining children with the last exit of an iteration. The keeper names the children to kill. This
+//! process decides nothing, and knows only the template. When this process exits, the kernel kills everything
+//! in the namespace.
 //!
-//! This process is a copy of the keeper, with only the right to signal the others. The code makes only system
-//! calls.
+//! This process is a copy of the keeper that keeps only the right to signal the others. The code makes only
+//! system calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -25,7 +24,7 @@ use super::{STATUS_BYTES, become_init, decode, encode};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// File in which the kernel lists the children of a thread, on most machines.
+/// File in which the kernel lists the children of a thread. Some kernels are built without it.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
 /// Maximum number of children listed in an exit report. The report says if there are more.
@@ -42,16 +41,16 @@ pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum numbers of orders and of exits in one iteration. A job can cause exits faster than this process
-/// reports them, so each iteration serves orders first.
+/// Maximum number of orders, and maximum number of exits, in one iteration. A job can cause exits faster than
+/// this process reports them, so each iteration handles orders first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
 /// Maximum time for which one order stops everything in the namespace.
 const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits before
-/// the namespace continues. A process that waits for a disk does not die at once.
+/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits after
+/// which the namespace continues. A process that waits for a disk does not exit at once.
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
@@ -62,8 +61,8 @@ pub(crate) enum Order<'a> {
     Kill(&'a [u32]),
     /// Kills the template.
     KillTemplate,
-    /// Stops all processes, kills each child except the template and these, and also the children that these
-    /// deaths bring here. Then continues the others.
+    /// Stops all processes, and kills each child except the template and these. Also kills the descendants that
+    /// become children of this process meanwhile. Then continues the remaining processes.
     KillAllExcept(&'a [u32]),
 }
 
@@ -94,8 +93,8 @@ pub(crate) struct ChildExit {
     pub(crate) has_more: bool,
 }
 
-/// Last byte of the fixed part: kind of list that follows (complete, incomplete, or none because another exit
-/// follows).
+/// Last byte of the fixed part: the kind of list that follows (complete, incomplete, or none because another
+/// exit follows).
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
 const ANOTHER_EXIT: u8 = 2;
@@ -180,7 +179,8 @@ impl TemplateInit<'_> {
         let has_no_child = loop {
             match wait4(-1, libc::WNOHANG) {
                 Ok((0, ..)) => break false,
-                // The child asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
+                // The child has asked to be traced by this process (`PTRACE_TRACEME`), which only hostile
+                // programs do.
                 Ok((pid, status, _)) if libc::WIFSTOPPED(status) => kill(pid as i32),
                 Ok((pid, status, rusage)) => {
                     let before = last.replace((pid, status, wait::usage(&rusage)));
@@ -237,7 +237,7 @@ impl TemplateInit<'_> {
         loop {
             let read = rustix::io::retry_on_intr(|| rustix::io::pread(&self.children, &mut text, offset));
             let read = match read {
-                // A read error counts like too many children.
+                // A read error is handled like too many children.
                 Err(_) => return (count, true),
                 Ok(0) => return (count, false),
                 Ok(read) => read,
@@ -287,9 +287,8 @@ impl TemplateInit<'_> {
         let end = Instant::now() + STOP_TIME_MAX;
         let mut failed_waits = 0;
         while failed_waits < FAILED_WAITS_MAX && Instant::now() < end {
-            // Stops all again in each round, because a process that was not stopped yet can have continued
-            // another.
-            // SAFETY: signals all processes in the namespace except this one.
+            // Stops all processes again in each round, because a process that was not stopped yet can have
+            // continued another. SAFETY: signals all processes in the namespace except this one.
             unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];
             let (count, _) = self.list_children(&mut numbers);

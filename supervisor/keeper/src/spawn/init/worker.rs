@@ -1,9 +1,10 @@
-//! The first process of a pid namespace, from the fork of the worker on.
+//! The first process of a worker's pid namespace.
 //!
 //! The first process reaps every process that ends in the namespace. When the worker has ended, the first
-//! process reports how, and exits. The kernel then kills everything else in the namespace. The first process
-//! is a copy of the keeper without rights. Signals from the namespace do not reach it. The code makes only
-//! system calls.
+//! process reports how, and exits. The kernel then kills everything else in the namespace.
+//!
+//! The first process is a copy of the keeper without rights. Signals from the namespace do not reach it. The
+//! code makes only system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -20,7 +21,8 @@ pub(in crate::spawn) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
-            // The process has asked to be traced by this process (`PTRACE_TRACEME`), which no honest worker does.
+            // The process has asked to be traced by this process (`PTRACE_TRACEME`), which only hostile
+            // programs do.
             Ok((pid, status, _)) if libc::WIFSTOPPED(status) => wait::kill_child(pid),
             Ok((pid, end, rusage)) if pid == worker => {
                 let bytes = encode(end, &wait::usage(&rusage));

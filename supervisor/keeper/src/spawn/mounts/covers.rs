@@ -1,7 +1,7 @@
-//! Shows paths that a worker is given but its user cannot reach, at their usual place.
+//! Shows granted paths that the worker's user cannot reach, at their usual place.
 //!
 //! Each folder that denies access to the user is covered with an empty folder, in a private mount namespace.
-//! The empty folder contains only the given paths. The keeper decides the layout before the fork. The child
+//! The empty folder contains only the granted paths. The keeper decides the layout before the fork. The child
 //! makes the mounts while it is still root, with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -68,7 +68,7 @@ pub(in crate::spawn) enum LayoutStep {
 /// All steps that make a root folder, decided in advance.
 pub(in crate::spawn) struct PrivateRoot {
     steps: Vec<LayoutStep>,
-    /// Folders that are replaced by their entries.
+    /// Folders whose entries are shown individually.
     expanded: Vec<CString>,
     has_pid_namespace: bool,
     tmp_options: Option<CString>,
@@ -101,23 +101,7 @@ impl PrivateRoot {
         for path in paths::DEVICES.iter().chain(&paths::RANDOM_DEVICES) {
             layout.bind(Path::new(path), Access::Device);
         }
-        let mut inner_links = Vec::new();
-        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
-            inner_links.extend(layout.add_program_folder(&folder, withheld, unreachable));
-        }
-        let named = granted.read.iter().map(|path| (*path, Access::Read));
-        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
-            if !path.exists() {
-                return Err(path);
-            }
-            if paths::is_grantable(path, granted.write) == Ok(true) {
-                if access == Access::Read && is_expanded(path, unreachable) {
-                    inner_links.extend(layout.add_program_folder(path, withheld, unreachable));
-                } else {
-                    layout.bind(path, access);
-                }
-            }
-        }
+        let inner_links = layout.add_granted(granted, withheld, unreachable)?;
         let expanded = layout.expanded.iter().filter_map(|folder| c_string(folder)).collect();
         let mut steps = layout.steps();
         for folder in &layout.expanded {
@@ -142,12 +126,13 @@ impl PrivateRoot {
         Ok(Self { steps, expanded, has_pid_namespace: layers.namespaces.pid, tmp_options })
     }
 
-    /// Returns folders that exist only for their entries. The Landlock rules do not contain them.
+    /// Returns the folders whose entries are shown individually. The Landlock rules do not contain these
+    /// folders.
     pub(in crate::spawn) fn expanded(&self) -> &[CString] {
         &self.expanded
     }
 
-    /// Describes a step for people.
+    /// Describes a step for an error message.
     pub(in crate::spawn) fn describe(&self, step: u32) -> String {
         if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
@@ -231,7 +216,7 @@ impl LayoutStep {
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders that are not shown themselves, but by their entries.
+    /// Folders that are not shown as a whole. Their entries are shown instead.
     expanded: BTreeSet<PathBuf>,
 }
 
@@ -242,6 +227,34 @@ impl Layout {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
             Err(_) => self.bind(path, Access::Read),
         }
+    }
+
+    /// Shows the granted paths. Returns the links in program folders, with targets. Fails with a path that does
+    /// not exist.
+    fn add_granted<'v>(
+        &mut self,
+        granted: &GrantedPaths<'v>,
+        withheld: &[&Path],
+        unreachable: &Unreachable,
+    ) -> Result<Vec<(PathBuf, PathBuf)>, &'v Path> {
+        let mut links = Vec::new();
+        for folder in paths::program_folders(granted.programs, Some(granted.directory), granted.write) {
+            links.extend(self.add_program_folder(&folder, withheld, unreachable));
+        }
+        let named = granted.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(granted.write.iter().map(|path| (*path, Access::Write))) {
+            if !path.exists() {
+                return Err(path);
+            }
+            if paths::is_grantable(path, granted.write) == Ok(true) {
+                if access == Access::Read && is_expanded(path, unreachable) {
+                    links.extend(self.add_program_folder(path, withheld, unreachable));
+                } else {
+                    self.bind(path, access);
+                }
+            }
+        }
+        Ok(links)
     }
 
     /// Shows a path under the given name and under its real path.
@@ -295,7 +308,7 @@ impl Layout {
         links.collect()
     }
 
-    /// Shows the whole system, except folders that the worker has privately.
+    /// Shows the whole system, except folders of which the worker has private ones.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
@@ -436,7 +449,7 @@ fn change_root() -> Result<(), Errno> {
     rustix::process::chdir(c"/")
 }
 
-/// Detaches the system's root, and makes the new root read-only.
+/// Unmounts the system's root, and makes the new root read-only.
 fn close_root() -> Result<(), Errno> {
     // SAFETY: the text ends with NUL.
     check(unsafe { libc::umount2(OLD_ROOT.as_ptr(), libc::MNT_DETACH) })?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Action, Answer, KillReason, Limits, Note, StopReason, Time, WorkerId};
+use bulkhead_policy::{Action, JobOutcome, KillReason, Limits, OperatorEvent, StopReason, Time, WorkerId};
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 
 use super::slots::SlotState;
@@ -24,39 +24,39 @@ impl Worker {
         Self {
             id,
             slot,
-            owes: slot,
+            charged_slot: slot,
             phase: Phase::Spawned,
             spawned_at: now,
             ready_at: None,
-            heard_at: now,
+            last_heard_at: now,
             has_dispatch_thread: false,
             can_resize: false,
-            has_claims: false,
+            has_journal: false,
             sent: 0,
-            ahead: Vec::new(),
+            prefetched: Vec::new(),
             is_stalled: false,
             stalls: false,
             heartbeat: limits.health.heartbeat,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
-            is_old: false,
-            replaced_again_at: None,
-            promised: u32::MAX,
-            is_apart: false,
-            is_written_off: false,
-            watched_at: None,
-            was_looked_at: false,
-            forgiven: 0,
+            is_outdated: false,
+            retry_replacement_at: None,
+            sent_max_in_flight: u32::MAX,
+            is_exclusive: false,
+            killed_before_replacement: false,
+            observed_since: None,
+            was_checked: false,
+            excused_silences: 0,
             jobs: Vec::new(),
             served: 0,
             begun: 0,
-            is_spent: false,
+            is_at_job_limit: false,
             pid: None,
-            waits_its_turn: false,
+            stands_by: false,
             killed: None,
             dead: None,
             left: None,
             killed_at: None,
-            no_successor_before: Time::ZERO,
+            next_replacement_at: Time::ZERO,
         }
     }
 }
@@ -64,35 +64,35 @@ impl Worker {
 impl Model {
     pub(super) fn action(&mut self, action: &Action<Tag>) {
         match action {
-            Action::Spawn { worker, slot, again } => self.spawn(*worker, *slot, *again),
-            Action::Dispatch { worker, job, remaining, is_ahead: true } => {
+            Action::Spawn { worker, slot, restart_cause } => self.spawn(*worker, *slot, *restart_cause),
+            Action::Dispatch { worker, job, remaining, is_prefetched: true } => {
                 assert_eq!(*remaining, self.jobs[job].deadline_at.since(self.now));
-                self.send_ahead(*worker, *job);
+                self.prefetch(*worker, *job);
             }
             Action::Dispatch { worker, job, remaining, .. } => self.dispatch(*worker, *job, *remaining),
-            Action::TookBack { worker, job } => self.took_back(*worker, *job),
+            Action::Recalled { worker, job } => self.recalled(*worker, *job),
             Action::Cancel { worker, job } => {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
             }
             Action::Drain { worker } => self.drain_worker(*worker),
-            Action::Watch { worker } => self.watch(*worker),
-            Action::Look { worker } => self.look(*worker),
-            Action::Limit { worker, max_in_flight } => {
-                let owed = self.step.to_limit.remove(worker);
-                assert_eq!(owed, Some(*max_in_flight), "{worker:?} is told of a limit for no reason");
+            Action::RecordCpuTime { worker } => self.record_cpu_time(*worker),
+            Action::CheckCpuTime { worker } => self.check_cpu_time(*worker),
+            Action::SetMaxInFlight { worker, max_in_flight } => {
+                let required = self.step.to_resize.remove(worker);
+                assert_eq!(required, Some(*max_in_flight), "{worker:?} is told of a limit for no reason");
             }
             Action::Kill { worker, reason } => self.kill(*worker, reason),
-            Action::Answer(answer) => self.answer(answer),
-            Action::Note(note) => self.note(note),
+            Action::SendOutcome(answer) => self.answer(answer),
+            Action::Report(note) => self.operator_event(note),
         }
     }
 
     fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job_id)) {
-            return self.send_again(id, job_id, remaining);
+            return self.resend(id, job_id, remaining);
         }
         assert!(self.mode == Mode::Open, "a job is given out while draining");
-        self.give_back_withheld();
+        self.release_withheld();
         if self.next_suspect() == Some(job_id) {
             self.take_suspect(id, job_id);
         } else {
@@ -100,7 +100,7 @@ impl Model {
             let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
             let expected = preferred.or_else(|| self.least_loaded());
             assert_eq!(expected, Some(id), "the wrong worker was given a job");
-            let next = self.next_ones();
+            let next = self.next_candidates();
             assert!(next.contains(&job_id), "{job_id:?} was given out, and one of {next:?} comes first");
             self.queue.retain(|&waiting| waiting != job_id);
         }
@@ -121,10 +121,14 @@ impl Model {
     }
 
     /// Checks that a job recalled together with others is sent to the same worker again.
-    fn send_again(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
+    fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
-        assert!(self.mode != Mode::Open && !job.is_answered && job.arrival > self.registry.seen(id));
+        assert!(
+            self.mode != Mode::Open
+                && !job.is_answered
+                && job.send_number > self.registry.begun_at_recall(id)
+        );
         let ends_at =
             job.run_limits[0].map_or(job.deadline_at, |limit| job.deadline_at.min(job.since + limit));
         assert_eq!(remaining, ends_at.since(self.now));
@@ -135,7 +139,7 @@ impl Model {
         let now = self.now;
         let is_due = self.live(id).is_some_and(|worker| {
             let says_so = self.step.cause == Cause::Stopping(id);
-            self.is_stopping() || says_so || worker.is_spent || !self.is_current(worker)
+            self.is_stopping() || says_so || worker.is_at_job_limit || !self.is_current(worker)
         });
         assert!(is_due, "{id:?} is drained for no reason");
         let worker = self.live_mut(id).expect("it is live");
@@ -150,59 +154,60 @@ impl Model {
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
         // Leaving slots may cause a kill of the oldest exiting worker. A worker that is late itself is killed
         // before others leave.
-        if *reason == KillReason::Overdue && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
-            self.leave_slots();
+        if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
+            self.release_slots();
         }
         let worker = self.live(id).expect("only what lives is killed");
         assert_eq!(worker.killed, None, "{id:?} is killed twice");
-        assert!(self.may_kill(worker, reason), "{id:?} is killed against the rules: {reason:?}");
+        assert!(self.is_kill_allowed(worker, reason), "{id:?} is killed against the rules: {reason:?}");
         self.live_mut(id).expect("it is live").killed = Some(reason.clone());
-        self.step.lied = self.step.lied.filter(|&liar| liar != id);
+        self.step.sent_invalid_reply = self.step.sent_invalid_reply.filter(|&liar| liar != id);
     }
 
-    fn may_kill(&self, worker: &Worker, reason: &KillReason) -> bool {
+    fn is_kill_allowed(&self, worker: &Worker, reason: &KillReason) -> bool {
         let now = self.now;
         match reason {
             KillReason::Protocol(_) => {
-                self.step.cause == Cause::Broke(worker.id) || self.may_kill_liar(worker, reason)
+                self.step.cause == Cause::ProtocolViolated(worker.id)
+                    || self.is_protocol_kill_allowed(worker, reason)
             }
             KillReason::NoHello => worker.phase == Phase::Spawned && worker.hello_by <= now,
             KillReason::NotReady => {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
             }
             KillReason::Deadline => self.is_stuck(worker) && self.killed_at(worker) <= now,
-            KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
-            KillReason::Overdue => self.is_overdue(worker),
-            KillReason::Unwanted => {
+            KillReason::Hung => self.step.cause == Cause::CpuTimeChecked(worker.id) && worker.was_checked,
+            KillReason::ExitTimeout => self.is_overdue(worker),
+            KillReason::NotNeeded => {
                 let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
                 let is_unwanted = self.step.is_replaced || !self.is_wanted(worker);
                 has_not_begun && (self.is_stopping() || is_unwanted)
-                    || self.is_dismissed(worker)
+                    || self.is_surplus_standby(worker)
                     || self.is_stale_spare(worker)
             }
             KillReason::KeeperDied => false,
         }
     }
 
-    fn watch(&mut self, id: WorkerId) {
+    fn record_cpu_time(&mut self, id: WorkerId) {
         let now = self.now;
         let worker = self.live(id).expect("only what lives is watched");
-        assert!(self.is_silent(worker) && worker.watched_at.is_none(), "{id:?} is watched for no reason");
+        assert!(self.is_silent(worker) && worker.observed_since.is_none(), "{id:?} is watched for no reason");
         self.coverage.see("watched");
-        self.live_mut(id).expect("it is live").watched_at = Some(now);
+        self.live_mut(id).expect("it is live").observed_since = Some(now);
     }
 
-    fn look(&mut self, id: WorkerId) {
+    fn check_cpu_time(&mut self, id: WorkerId) {
         let now = self.now;
         let worker = self.live(id).expect("only what lives is looked at");
-        let is_due = worker.watched_at.is_some_and(|at| at + worker.heartbeat <= now);
-        assert!(self.is_silent(worker) && is_due && !worker.was_looked_at, "{id:?} is looked at too soon");
-        self.live_mut(id).expect("it is live").was_looked_at = true;
+        let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= now);
+        assert!(self.is_silent(worker) && is_due && !worker.was_checked, "{id:?} is looked at too soon");
+        self.live_mut(id).expect("it is live").was_checked = true;
     }
 
     pub(super) fn is_silent(&self, worker: &Worker) -> bool {
         let missed = self.limits.health.missed;
-        let is_silent = worker.heard_at + worker.heartbeat * (missed + 1) <= self.now;
+        let is_silent = worker.last_heard_at + worker.heartbeat * (missed + 1) <= self.now;
         match worker.phase {
             Phase::Spawned => false,
             Phase::Initializing { .. } => is_silent && worker.has_dispatch_thread,
@@ -216,7 +221,7 @@ impl Model {
             (_, Phase::Draining { idle_since: Some(since) }) if since + EXIT_PATIENCE <= self.now => true,
             _ if worker.left.is_some() => {
                 let is_later =
-                    |other: &&Worker| other.id != worker.id && other.left >= worker.left && other.lives_on();
+                    |other: &&Worker| other.id != worker.id && other.left >= worker.left && other.is_alive();
                 self.workers.values().filter(is_later).count() >= LEAVING_MAX
             }
             _ => false,
@@ -224,60 +229,64 @@ impl Model {
     }
 
     /// Checks that every worker that had to be killed or drained by now has been.
-    pub(super) fn settle_workers(&mut self) {
+    pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
         for (place, killed_at) in stuck {
             self.workers.get_mut(&place).expect("it is live").killed_at = killed_at;
         }
-        if let Cause::Looked(id) = self.step.cause
-            && !self.step.is_forgiven
+        if let Cause::CpuTimeChecked(id) = self.step.cause
+            && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
             // A worker that got a job meanwhile need not send heartbeats.
-            let is_due = worker.was_looked_at && (worker.has_dispatch_thread || worker.jobs.is_empty());
+            let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} hangs and lives");
         }
-        for worker in self.workers.values().filter(|worker| worker.lives_on()) {
+        for worker in self.workers.values().filter(|worker| worker.is_alive()) {
             let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
             assert!(
-                !has_not_begun || !worker.is_old || !self.is_wanted(worker),
+                !has_not_begun || !worker.is_outdated || !self.is_wanted(worker),
                 "{:?} begins in vain",
                 worker.id
             );
-            assert!(self.step.cause != Cause::Broke(worker.id), "{:?} broke and lives", worker.id);
+            assert!(self.step.cause != Cause::ProtocolViolated(worker.id), "{:?} broke and lives", worker.id);
             if self.step.cause == Cause::Tick {
-                self.check_patience(worker);
+                self.check_kill_time(worker);
             }
             let is_ready = worker.phase == Phase::Ready;
-            let is_leaving = matches!(worker.phase, Phase::Draining { .. });
-            assert!(is_leaving || self.is_wanted(worker), "{:?} is too many and goes on", worker.id);
+            let is_exiting = matches!(worker.phase, Phase::Draining { .. });
+            assert!(is_exiting || self.is_wanted(worker), "{:?} is too many and goes on", worker.id);
             assert!(!is_ready || !self.is_stopping(), "{:?} was not told to stop", worker.id);
             let is_in_place = self.is_current(worker) || self.is_standby(worker);
             assert!(!is_ready || is_in_place, "{:?} was replaced and goes on", worker.id);
-            assert!(!is_ready || !worker.is_spent, "{:?} is spent and goes on", worker.id);
-            assert!(!self.is_dismissed(worker), "{:?} waits for its turn in vain", worker.id);
+            assert!(!is_ready || !worker.is_at_job_limit, "{:?} is spent and goes on", worker.id);
+            assert!(!self.is_surplus_standby(worker), "{:?} waits for its turn in vain", worker.id);
         }
     }
 
-    fn check_patience(&self, worker: &Worker) {
-        use KillReason::{Deadline, NoHello, NotReady, Overdue, Unwanted};
-        let is_watched = worker.watched_at.is_some_and(|at| self.now < at + worker.heartbeat);
-        let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
+    fn check_kill_time(&self, worker: &Worker) {
+        use KillReason::{Deadline, ExitTimeout, NoHello, NotNeeded, NotReady};
+        let is_watched = worker.observed_since.is_some_and(|at| self.now < at + worker.heartbeat);
+        let is_fine = !self.is_silent(worker) || is_watched || worker.was_checked;
         assert!(is_fine, "{:?} is silent, and is not asked", worker.id);
-        assert!(!self.is_to_be_followed(worker), "{:?} is spent, and nothing follows", worker.id);
-        for reason in [Deadline, NoHello, NotReady, Overdue, Unwanted] {
-            assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);
+        assert!(!self.needs_successor(worker), "{:?} is spent, and nothing follows", worker.id);
+        for reason in [Deadline, NoHello, NotReady, ExitTimeout, NotNeeded] {
+            assert!(
+                !self.is_kill_allowed(worker, &reason),
+                "{:?} lives on in spite of {reason:?}",
+                worker.id
+            );
         }
     }
 
     // Answers.
 
-    fn answer(&mut self, answer: &Answer<Tag>) {
+    fn answer(&mut self, answer: &JobOutcome<Tag>) {
         self.count(&answer.verdict);
-        let Some(id) = answer.job else { return self.refused(answer) };
-        let is_next = self.next_ones().contains(&id) || self.next_suspect() == Some(id);
-        let told = |verdict| self.told(id, verdict);
+        let Some(id) = answer.job else { return self.rejected(answer) };
+        let is_next = self.next_candidates().contains(&id) || self.next_suspect() == Some(id);
+        let told = |verdict| self.overall_verdict(id, verdict);
         let is_broken = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::CircuitOpen)));
         let is_evicted = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Evicted)));
         let is_late = is_same(&answer.verdict, &told(Verdict::DeadlineQueued));
@@ -285,9 +294,9 @@ impl Model {
         let is_quarantined = self.is_quarantined(self.jobs[&id].digest);
         let job = self.jobs.get_mut(&id).expect("an answer for an unknown job");
         assert!(!job.is_answered, "{id:?} is answered twice");
-        assert_eq!(answer.cargo.0, job.tag, "the answer for another job");
+        assert_eq!(answer.record.0, job.tag, "the answer for another job");
         let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
-        let is_either = self.step.either.contains(&id)
+        let is_either = self.step.ambiguous.contains(&id)
             && matches!(
                 answer.verdict,
                 Verdict::DeadlineQueued
@@ -295,9 +304,11 @@ impl Model {
                     | Verdict::Crashed { .. }
                     | Verdict::Rejected { reason: RejectReason::QueueTimeout, .. }
             );
-        match self.step.owed.remove(&id) {
+        match self.step.required.remove(&id) {
             _ if is_either => {}
-            Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
+            Some(required) => {
+                assert!(is_same(&required, &answer.verdict), "{id:?} got {answer:?}, not {required:?}")
+            }
             // A job with an earlier attempt gets the outcome of that attempt.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
@@ -307,7 +318,7 @@ impl Model {
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
         // An answered job that is still prefetched has begun, which counts as an attempt.
-        assert_eq!(answer.attempts, job.attempts + u32::from(job.is_ahead()));
+        assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
         assert_eq!(answer.run_limit, job.run_limits[0]);
@@ -321,7 +332,7 @@ impl Model {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
         let is_sent = self.jobs[&id].is_oversized;
-        if self.jobs[&id].is_ahead() {
+        if self.jobs[&id].is_prefetched() {
             return;
         }
         match place.and_then(|place| self.workers.get(&place)) {
@@ -338,14 +349,14 @@ impl Model {
         }
     }
 
-    fn refused(&mut self, answer: &Answer<Tag>) {
+    fn rejected(&mut self, answer: &JobOutcome<Tag>) {
         let submission = self.step.submission.take().expect("a refusal of nothing");
-        assert_eq!(answer.cargo.0, submission.tag);
+        assert_eq!(answer.record.0, submission.tag);
         if self.is_breaking && answer.verdict == Verdict::rejected(RejectReason::CircuitOpen) {
             // The breaker is checked before the queue.
             self.step.evictable.clear();
             if let Some(shed) = self.step.shed.take() {
-                self.step.owed.remove(&shed);
+                self.step.required.remove(&shed);
             }
             return;
         }
@@ -354,7 +365,7 @@ impl Model {
             self.step.evictable.clear();
             return;
         }
-        let expected = submission.refusal.unwrap_or_else(|| panic!("refused for no reason: {answer:?}"));
+        let expected = submission.rejection.unwrap_or_else(|| panic!("refused for no reason: {answer:?}"));
         assert!(is_same(&expected, &answer.verdict), "refused with {answer:?}, not {expected:?}");
         assert_eq!(answer.deadline, submission.limit);
     }
@@ -378,39 +389,39 @@ impl Model {
 
     // Notes.
 
-    fn note(&mut self, note: &Note) {
+    fn operator_event(&mut self, note: &OperatorEvent) {
         match note {
-            Note::RestartBackoff { slot, delay } => {
+            OperatorEvent::RestartBackoff { slot, delay } => {
                 self.coverage.see("backoff");
                 self.backoff(*slot, *delay);
             }
-            Note::WorkerRecycled { pid, reason } => {
+            OperatorEvent::WorkerRecycled { pid, reason } => {
                 self.coverage.see(&format!("recycled {}", reason.name()));
                 self.recycled(*pid, *reason);
             }
-            Note::BulkheadFailed { reason, .. } => {
+            OperatorEvent::BulkheadFailed { reason, .. } => {
                 assert_eq!(self.live_slots(), 0, "it is said to have failed, and a slot lives");
                 self.coverage.see(match reason {
                     StopReason::Failed => "bulkhead failed",
                     StopReason::Policy => "bulkhead failed by policy",
                 });
             }
-            Note::ReplacementFailed { slot, .. } => {
+            OperatorEvent::ReplacementFailed { slot, .. } => {
                 self.coverage.see("replacement failed");
-                let is_served = matches!(self.slots[*slot as usize].state, SlotState::Held { .. });
+                let is_served = matches!(self.slots[*slot as usize].state, SlotState::Occupied { .. });
                 assert!(
                     is_served || self.is_stopping(),
                     "slot {slot} lost its worker to one that does not start"
                 );
             }
-            Note::SpareTookOver { worker, slot, .. } => self.spare_took_over(*worker, *slot),
-            Note::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
-            Note::JobQuarantined { digest, .. } => {
+            OperatorEvent::SpareTookOver { worker, slot, .. } => self.spare_took_over(*worker, *slot),
+            OperatorEvent::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
+            OperatorEvent::JobQuarantined { digest, .. } => {
                 let at = self.step.to_quarantine.iter().position(|d| d == digest);
                 self.step.to_quarantine.remove(at.expect("quarantined for no reason"));
             }
-            Note::WorkerExited { slot, .. } => {
-                if matches!(self.slots[*slot as usize].state, SlotState::Held { .. }) {
+            OperatorEvent::WorkerExited { slot, .. } => {
+                if matches!(self.slots[*slot as usize].state, SlotState::Occupied { .. }) {
                     self.coverage.see("exited beside another");
                 }
             }
@@ -426,8 +437,8 @@ fn kill_name(reason: &KillReason) -> &'static str {
         KillReason::Protocol(_) => "protocol",
         KillReason::NoHello => "no hello",
         KillReason::NotReady => "not ready",
-        KillReason::Overdue => "overdue",
-        KillReason::Unwanted => "unwanted",
+        KillReason::ExitTimeout => "overdue",
+        KillReason::NotNeeded => "unwanted",
         KillReason::KeeperDied => "keeper died",
     }
 }

@@ -10,7 +10,7 @@ use super::Model;
 use crate::support::Tag;
 
 pub(super) struct Adaptive {
-    numbers: AdaptiveLimits,
+    limits: AdaptiveLimits,
     pub(super) limit: u32,
     since: Time,
     runs: Vec<(TenantId, Duration)>,
@@ -23,10 +23,10 @@ pub(super) struct Adaptive {
 }
 
 impl Adaptive {
-    pub(super) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
+    pub(super) fn new(limits: AdaptiveLimits, now: Time) -> Self {
         Self {
-            limit: numbers.max,
-            numbers,
+            limit: limits.max,
+            limits,
             since: now,
             runs: Vec::new(),
             in_use: 0,
@@ -53,7 +53,7 @@ impl Adaptive {
     }
 
     /// Adjusts the limit by the smallest latency that at least half of the tenants do not exceed.
-    fn moves(&mut self, now: Time) {
+    fn adjust(&mut self, now: Time) {
         let mut by_tenant: BTreeMap<TenantId, Vec<Duration>> = BTreeMap::new();
         for &(tenant, ran) in &self.runs {
             by_tenant.entry(tenant).or_default().push(ran);
@@ -63,14 +63,14 @@ impl Adaptive {
             |latency: &&Duration| votes.iter().filter(|vote| vote <= latency).count() * 2 >= votes.len();
         let latency = *votes.iter().filter(is_kept).min().expect("the longest is one");
         let ratio = |count: u32| {
-            let count = u128::from(count) * self.numbers.target.as_nanos() / latency.as_nanos().max(1);
+            let count = u128::from(count) * self.limits.target.as_nanos() / latency.as_nanos().max(1);
             u32::try_from(count).unwrap_or(u32::MAX)
         };
-        if latency > self.numbers.target {
-            let is_enforced = self.numbers.mode == AdaptiveMode::Enforce;
+        if latency > self.limits.target {
+            let is_enforced = self.limits.mode == AdaptiveMode::Enforce;
             let from = if is_enforced { self.limit } else { self.in_use as u32 };
             let to = self.limit.min(ratio(from).max(self.limit / 2));
-            self.limit = to.max(self.numbers.min).min(self.numbers.max);
+            self.limit = to.max(self.limits.min).min(self.limits.max);
             if self.grew {
                 self.next_pause = 32.min(self.next_pause * 2);
             }
@@ -82,9 +82,9 @@ impl Adaptive {
             self.grew = false;
             if self.pause > 0 {
                 self.pause -= 1;
-            } else if self.was_full && self.limit < self.numbers.max {
+            } else if self.was_full && self.limit < self.limits.max {
                 let headroom = f64::from(self.limit).sqrt() as u32;
-                let most = ratio(self.limit).max(self.limit + 1).min(self.numbers.max);
+                let most = ratio(self.limit).max(self.limit + 1).min(self.limits.max);
                 self.limit = most.min(self.limit + headroom);
                 self.grew = true;
             }
@@ -97,33 +97,33 @@ impl Model {
     pub(super) fn reconfigure_adaptive(&mut self) {
         let now = self.now;
         match (&self.limits.adaptive, &mut self.adaptive) {
-            (Some(numbers), Some(adaptive)) if adaptive.numbers != *numbers => {
-                adaptive.numbers = numbers.clone();
-                adaptive.limit = adaptive.limit.max(numbers.min).min(numbers.max);
+            (Some(limits), Some(adaptive)) if adaptive.limits != *limits => {
+                adaptive.limits = limits.clone();
+                adaptive.limit = adaptive.limit.max(limits.min).min(limits.max);
                 adaptive.window(now);
             }
             (Some(_), Some(_)) => {}
-            (numbers, _) => self.adaptive = numbers.clone().map(|numbers| Adaptive::new(numbers, now)),
+            (limits, _) => self.adaptive = limits.clone().map(|limits| Adaptive::new(limits, now)),
         }
     }
 
     /// Returns the number of permits that the adaptive limit allows.
-    pub(super) fn adapted(&self, permits: usize) -> usize {
-        let enforced = self.adaptive.as_ref().filter(|a| a.numbers.mode == AdaptiveMode::Enforce);
+    pub(super) fn adaptive_limit(&self, permits: usize) -> usize {
+        let enforced = self.adaptive.as_ref().filter(|a| a.limits.mode == AdaptiveMode::Enforce);
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
     /// Returns the jobs recalled before the limit changed: together with a job that ended, and not because
     /// another worker could begin them.
-    fn taken_back_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
+    fn recalled_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];
             let has_run = job.run_limits[0].is_some_and(|limit| job.since + limit <= self.now);
-            let is_impatient = job.is_ahead() && job.patience_until.is_some_and(|at| at <= self.now);
-            job.deadline_at <= self.now || has_run || is_impatient || self.step.owed.contains_key(id)
+            let is_impatient = job.is_prefetched() && job.queue_timeout_at.is_some_and(|at| at <= self.now);
+            job.deadline_at <= self.now || has_run || is_impatient || self.step.required.contains_key(id)
         };
         let back = actions.iter().filter_map(|action| match action {
-            Action::TookBack { worker, job } => Some((*worker, *job)),
+            Action::Recalled { worker, job } => Some((*worker, *job)),
             _ => None,
         });
         let back: Vec<_> = back.collect();
@@ -134,17 +134,17 @@ impl Model {
 
     pub(super) fn adapt(&mut self, actions: &[Action<Tag>]) {
         let now = self.now;
-        let reserve = self.reserve_before;
+        let reserved_permits = self.reserved_before_event;
         let Some(mut adaptive) = self.adaptive.take() else { return };
-        let unbegun = self.taken_back_early(actions);
+        let unbegun = self.recalled_early(actions);
         let mut ended = Vec::new();
         let mut has_news = false;
         for (at, action) in actions.iter().enumerate() {
-            let Action::Answer(answer) = action else { continue };
+            let Action::SendOutcome(answer) = action else { continue };
             let Some((id, job)) = answer.job.and_then(|id| Some((id, self.jobs.get(&id)?))) else { continue };
-            let came_back =
-                |action: &Action<Tag>| matches!(action, Action::TookBack { job, .. } if *job == id);
-            if actions[..at].iter().any(came_back) {
+            let count_fallback_outcome =
+                |action: &Action<Tag>| matches!(action, Action::Recalled { job, .. } if *job == id);
+            if actions[..at].iter().any(count_fallback_outcome) {
                 continue;
             }
             ended.push(id);
@@ -152,19 +152,19 @@ impl Model {
             let is_telling = match answer.verdict {
                 Verdict::Ok => true,
                 Verdict::Crashed { .. } => false,
-                _ => ran > adaptive.numbers.target,
+                _ => ran > adaptive.limits.target,
             };
             if job.worker.is_some() && is_telling && job.since >= adaptive.fell_at {
                 // A run that was late in an earlier window was counted there.
-                let was_late = job.since + adaptive.numbers.target < adaptive.since;
+                let was_late = job.since + adaptive.limits.target < adaptive.since;
                 adaptive.runs.extend((!was_late).then_some((job.tenant, ran)));
-                adaptive.in_use = adaptive.in_use.max(self.in_use_before);
-                adaptive.was_full |= self.in_use_before + reserve >= adaptive.limit as usize;
+                adaptive.in_use = adaptive.in_use.max(self.in_use_before_event);
+                adaptive.was_full |= self.in_use_before_event + reserved_permits >= adaptive.limit as usize;
                 has_news = true;
             }
         }
         let length =
-            (adaptive.numbers.target * 2).max(Duration::from_millis(100)).min(Duration::from_secs(10));
+            (adaptive.limits.target * 2).max(Duration::from_millis(100)).min(Duration::from_secs(10));
         if has_news && adaptive.runs.len() >= 10 && adaptive.since + length <= now {
             let runs = self.jobs.iter().filter(|(id, job)| {
                 job.worker.is_some()
@@ -173,14 +173,14 @@ impl Model {
                     && !unbegun.contains(id)
                     && job.since >= adaptive.fell_at
             });
-            let (since, target) = (adaptive.since, adaptive.numbers.target);
+            let (since, target) = (adaptive.since, adaptive.limits.target);
             let runs = runs.filter(|(_, job)| job.since + target >= since);
             let late =
                 runs.map(|(_, job)| (job.tenant, now.since(job.since))).filter(|(_, ran)| *ran > target);
             adaptive.runs.extend(late);
             let before = adaptive.limit;
-            adaptive.moves(now);
-            let mode = adaptive.numbers.mode.name();
+            adaptive.adjust(now);
+            let mode = adaptive.limits.mode.name();
             match adaptive.limit.cmp(&before) {
                 std::cmp::Ordering::Less => {
                     self.counters.limit_lowered += 1;
@@ -200,8 +200,8 @@ impl Model {
         let (expected, got) = (self.adaptive.as_ref().map(|a| a.limit), bulkhead.adaptive());
         assert_eq!(got.as_ref().map(|view| view.limit), expected, "{got:?}");
         if let Some(view) = got {
-            assert!((view.numbers.min..=view.numbers.max).contains(&view.limit), "{view:?}");
-            let is_short = self.permits().1 > 0 && self.adapted(usize::MAX) <= self.permits().0;
+            assert!((view.limits.min..=view.limits.max).contains(&view.limit), "{view:?}");
+            let is_short = self.permits().1 > 0 && self.adaptive_limit(usize::MAX) <= self.permits().0;
             if is_short && !self.queue.is_empty() {
                 self.coverage.see("waits for the adaptive limit");
             }

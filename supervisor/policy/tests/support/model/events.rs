@@ -5,13 +5,13 @@ use std::time::Duration;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bulkhead_policy::{
-    Abilities, Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId,
+    Capabilities, Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId,
 };
 use bulkhead_shared::{CrashReason, Executed, HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use super::recovery;
 use super::slots::SlotState;
-use super::{Cause, Dead, Job, Mode, Model, Phase, Step, Submitted, Worker};
+use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
 /// Number of workers that may die with a job unread before the job is no longer requeued.
@@ -21,18 +21,18 @@ const UNREAD_ATTEMPTS_MAX: u32 = 3;
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
-    fn hear(&mut self, now: Time) {
-        (self.heard_at, self.watched_at, self.was_looked_at) = (now, None, false);
+    fn record_sign_of_life(&mut self, now: Time) {
+        (self.last_heard_at, self.observed_since, self.was_checked) = (now, None, false);
     }
 }
 
 impl Model {
     /// Records an event before policy handles it.
-    pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
+    pub(crate) fn handle_event(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.registry.next_step();
-        self.in_use_before = self.permits().0;
-        self.reserve_before = self.reserve();
+        self.in_use_before_event = self.permits().0;
+        self.reserved_before_event = self.reserved_permits();
         self.step = Step { cause: cause(event), ..Step::default() };
         self.coverage.see(event_name(event));
         if !matches!(event, Event::Submit(_)) {
@@ -44,17 +44,17 @@ impl Model {
         }
         match event {
             Event::Start => self.start(),
-            Event::Rest => self.rest(),
-            Event::Await => self.wait_for_start(),
+            Event::ScaleToZero => self.scale_to_zero(),
+            Event::AnnounceStart => self.announce_start(),
             Event::Reset => self.poison = recovery::Poison::default(),
             Event::Spawned { worker, pid } => self.spawned(*worker, *pid),
             Event::Stopping { worker } => self.stopping(*worker),
-            Event::Heard { worker } => self.sends_on(*worker),
-            Event::WasAlive { worker, at } => self.was_alive(*worker, *at),
-            Event::Oversized { worker, job, failure } => self.oversized(*worker, *job, failure),
-            Event::ChangeTenant { .. } => {}
+            Event::FrameReceived { worker } => self.extend_kill_time(*worker),
+            Event::AliveAt { worker, at } => self.alive_at(*worker, *at),
+            Event::ResultTooLarge { worker, job, failure } => self.oversized(*worker, *job, failure),
+            Event::ChangeTenantLimits { .. } => {}
             Event::ForceBreaker { .. } => {}
-            Event::Lost { worker } => {
+            Event::LostWithKeeper { worker } => {
                 let is_dead =
                     self.workers.get(&worker.place).is_some_and(|w| w.id == *worker && w.dead.is_some());
                 self.coverage.see(if is_dead { "lost while it is swept" } else { "lost" });
@@ -64,55 +64,59 @@ impl Model {
                 self.exited(*worker, Death::Signal(9));
                 self.swept(*worker);
             }
-            Event::Change(change) => self.change(*change),
+            Event::ChangeLimits(change) => self.change(*change),
             Event::Reconfigure(limits) => self.reconfigure(limits),
-            Event::Replace => self.replace(),
-            Event::Memory { .. } | Event::Broke { .. } | Event::Said { .. } => {}
+            Event::ReplaceWorkers => self.replace(),
+            Event::Memory { .. } | Event::ProtocolViolated { .. } | Event::StartStatus { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
             Event::Cancel { job, unless_begun } => self.cancel(*job, *unless_begun),
-            Event::GiveUp { job } => self.give_up(*job),
+            Event::MemoryExhausted { job } => self.memory_exhausted(*job),
             Event::SpawnFailed { worker, .. } => {
                 self.coverage.see("spawn failed");
                 if self.live(*worker).is_some() {
-                    let dead = Dead { is_unfit: true, is_clean: false, is_in_vain: false };
+                    let dead = Dead { is_failure: true, is_clean: false, is_early_death: false };
                     self.worker_gone(*worker, dead);
                 }
             }
-            Event::Hello { worker, can, claims } => self.hello(*worker, *can, claims.is_some()),
-            Event::Returned { worker, job, arrival } => self.returned(*worker, *job, *arrival),
+            Event::Hello { worker, capabilities, journal } => {
+                self.hello(*worker, *capabilities, journal.is_some())
+            }
+            Event::JobReturned { worker, job, send_number } => self.returned(*worker, *job, *send_number),
             Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
-            Event::Unread { worker, job } => self.unread(*worker, *job, false),
-            Event::Unbegun { worker, job } => self.unread(*worker, *job, true),
+            Event::JobUnread { worker, job } => self.unread(*worker, *job, false),
+            Event::JobNotBegun { worker, job } => self.unread(*worker, *job, true),
             Event::Exited { worker, death } => self.exited(*worker, *death),
-            Event::Swept { worker } => self.swept(*worker),
-            Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.hear(now)),
-            Event::Looked { worker, is_starved } => self.looked(*worker, *is_starved),
+            Event::Reaped { worker } => self.swept(*worker),
+            Event::SupervisorPaused => {
+                self.workers.values_mut().for_each(|worker| worker.record_sign_of_life(now))
+            }
+            Event::CpuTimeChecked { worker, is_starved } => self.cpu_time_checked(*worker, *is_starved),
             Event::Restart => self.restart(),
             Event::Drain => self.drain(),
             Event::Resume => self.resume(),
             Event::Stop { by } => self.stop(*by),
         }
-        self.hear(event);
+        self.record_sign_of_life(event);
         if matches!(event, Event::Reset) {
             self.reset();
         }
     }
 
     /// Records a sign of life for every event that comes from a worker.
-    fn hear(&mut self, event: &Event<Tag>) {
+    fn record_sign_of_life(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
         | Event::ExtendStart { worker, .. }
         | Event::Ready { worker }
-        | Event::Heard { worker }
-        | Event::Said { worker, .. }
+        | Event::FrameReceived { worker }
+        | Event::StartStatus { worker, .. }
         | Event::Replied { worker, .. }
-        | Event::Returned { worker, .. }
-        | Event::Oversized { worker, .. }
-        | Event::Broke { worker, .. }
+        | Event::JobReturned { worker, .. }
+        | Event::ResultTooLarge { worker, .. }
+        | Event::ProtocolViolated { worker, .. }
         | Event::Stopping { worker }) = event
         else {
             return;
@@ -120,33 +124,37 @@ impl Model {
         let now = self.now;
         match self.live_mut(*worker) {
             Some(worker) => {
-                worker.hear(now);
-                worker.forgiven = 0;
+                worker.record_sign_of_life(now);
+                worker.excused_silences = 0;
             }
             None => self.coverage.see("ghost"),
         }
     }
 
-    fn was_alive(&mut self, id: WorkerId, at: Time) {
+    fn alive_at(&mut self, id: WorkerId, at: Time) {
         let (now, missed) = (self.now, self.limits.health.missed);
-        let Some(worker) = self.live_mut(id).filter(|worker| at > worker.heard_at) else { return };
-        let was_watched = worker.watched_at.is_some();
-        (worker.heard_at, worker.forgiven) = (at.min(now), 0);
-        if worker.heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
-            (worker.watched_at, worker.was_looked_at) = (None, false);
+        let Some(worker) = self.live_mut(id).filter(|worker| at > worker.last_heard_at) else { return };
+        let was_watched = worker.observed_since.is_some();
+        (worker.last_heard_at, worker.excused_silences) = (at.min(now), 0);
+        if worker.last_heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
+            (worker.observed_since, worker.was_checked) = (None, false);
             if was_watched {
                 self.coverage.see("was alive");
             }
         }
     }
 
-    fn looked(&mut self, id: WorkerId, is_starved: bool) {
+    fn cpu_time_checked(&mut self, id: WorkerId, is_starved: bool) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
-        if is_starved && worker.was_looked_at && worker.killed.is_none() && worker.forgiven < FORGIVEN_MAX {
-            worker.forgiven += 1;
-            worker.hear(now);
-            self.step.is_forgiven = true;
+        if is_starved
+            && worker.was_checked
+            && worker.killed.is_none()
+            && worker.excused_silences < FORGIVEN_MAX
+        {
+            worker.excused_silences += 1;
+            worker.record_sign_of_life(now);
+            self.step.is_excused = true;
             self.coverage.see("forgiven");
         }
     }
@@ -155,13 +163,27 @@ impl Model {
 
     fn submit(&mut self, submission: &Submission<Tag>) {
         self.counters.submitted += 1;
-        let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
-        let limit = asked.unwrap_or(self.limits.deadline);
-        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, prefers, .. } =
-            *submission;
+        let cpu_time_checks =
+            submission.deadline.map(|cpu_time_checks| cpu_time_checks.min(self.limits.deadline_max));
+        let limit = cpu_time_checks.unwrap_or(self.limits.deadline);
+        let Submission {
+            priority,
+            tenant,
+            idempotent,
+            is_resendable,
+            digest,
+            run_limit,
+            preferred_worker,
+            ..
+        } = *submission;
         let own = self.limits.run_limit;
-        let run_limits = [run_limit.map_or(own, |asked| Some(own.map_or(asked, |own| own.min(asked)))), own];
-        let refusal = match self.refusal(limit, priority, tenant) {
+        let run_limits = [
+            run_limit.map_or(own, |cpu_time_checks| {
+                Some(own.map_or(cpu_time_checks, |own| own.min(cpu_time_checks)))
+            }),
+            own,
+        ];
+        let rejection = match self.rejection(limit, priority, tenant) {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
             _ if self.is_quarantined(digest) => {
@@ -171,29 +193,29 @@ impl Model {
             }
             other => other,
         };
-        let tag = submission.cargo.0;
-        let submitted = Submitted {
+        let tag = submission.record.0;
+        let submitted = PendingSubmission {
             tag,
             priority,
             tenant,
             idempotent,
-            is_repeatable,
+            is_resendable,
             digest,
             limit,
             run_limits,
-            refusal,
-            prefers,
+            rejection,
+            preferred_worker,
         };
         self.step.submission = Some(submitted);
     }
 
     /// Returns the reason for rejecting a job that arrives now, or `None` if the job is accepted.
-    fn refusal(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
+    fn rejection(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
-        let has_share = !self.is_at_its_share(tenant);
+        let has_share = !self.is_at_quota(tenant);
         let of_queue = self.queue.iter().filter(|id| self.jobs[id].tenant == tenant).count();
-        let is_ahead = |job: &&Job| job.is_ahead() && !job.is_answered && job.tenant == tenant;
-        let of_tenant = of_queue + self.jobs.values().filter(is_ahead).count();
+        let is_prefetched = |job: &&Job| job.is_prefetched() && !job.is_answered && job.tenant == tenant;
+        let of_tenant = of_queue + self.jobs.values().filter(is_prefetched).count();
         if self.mode != Mode::Open {
             reject(RejectReason::Draining)
         } else if limit.is_zero() {
@@ -208,7 +230,7 @@ impl Model {
             reject(RejectReason::TenantQuota)
         } else if self.next_start() > Some(self.now + limit) {
             reject(RejectReason::Unavailable)
-        } else if self.places_taken() >= self.queue_capacity() {
+        } else if self.queue_places() >= self.queue_capacity() {
             self.make_room(priority)
         } else if self.is_pressed() && priority != Priority::Critical {
             reject(RejectReason::Backpressure)
@@ -218,7 +240,7 @@ impl Model {
     }
 
     fn is_pressed(&self) -> bool {
-        self.places_taken() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
+        self.queue_places() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
     /// Determines the job that must leave a full queue for a job of this priority. Returns the rejection if
@@ -228,12 +250,13 @@ impl Model {
         if let Some(class) = lowest.filter(|&class| class < priority) {
             let newest = self.queue.iter().rev().find(|id| self.jobs[id].priority == class).copied();
             self.step.shed = newest;
-            let verdict = newest.map(|id| (id, self.told(id, Verdict::rejected(RejectReason::Shed))));
-            self.step.owed.extend(verdict);
+            let verdict =
+                newest.map(|id| (id, self.overall_verdict(id, Verdict::rejected(RejectReason::Shed))));
+            self.step.required.extend(verdict);
             return None;
         }
         if self.limits.overflow == Overflow::Reject {
-            return self.make_room_ahead(priority);
+            return self.make_room_by_recall(priority);
         }
         let mut held: BTreeMap<TenantId, Vec<JobId>> = BTreeMap::new();
         for &id in &self.queue {
@@ -243,7 +266,7 @@ impl Model {
         let oldest = held.values().filter(|jobs| Some(jobs.len()) == most).map(|jobs| jobs[0]);
         let (evictable, others): (Vec<_>, Vec<_>) = oldest.partition(|id| self.jobs[id].priority <= priority);
         if evictable.is_empty() {
-            return self.make_room_ahead(priority);
+            return self.make_room_by_recall(priority);
         }
         self.step.may_be_full = !others.is_empty();
         self.step.evictable = evictable.into_iter().collect();
@@ -251,23 +274,23 @@ impl Model {
     }
 
     /// Determines the prefetched job that must leave, if no queued job can.
-    fn make_room_ahead(&mut self, priority: Priority) -> Option<Verdict> {
-        let Some(leaving) = self.shed_ahead(priority) else {
+    fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
+        let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
         };
         self.coverage.see("shed ahead");
         self.step.shed = Some(leaving);
-        let verdict = self.told_waiting(leaving, Verdict::rejected(RejectReason::Shed));
-        self.step.owed.insert(leaving, verdict);
+        let verdict = self.overall_verdict_of_waiting(leaving, Verdict::rejected(RejectReason::Shed));
+        self.step.required.insert(leaving, verdict);
         None
     }
 
     /// Returns the earliest time at which a worker may be available, which is now if a worker exists in any
     /// state.
     fn next_start(&self) -> Option<Time> {
-        let at_work = self.slots.iter().filter(|slot| !slot.is_reserve);
+        let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
-            SlotState::Held { .. } | SlotState::Awaiting => Some(self.now),
+            SlotState::Occupied { .. } | SlotState::Awaiting => Some(self.now),
             SlotState::Waiting { until } => Some(until),
             _ => None,
         });
@@ -278,10 +301,10 @@ impl Model {
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
         let submission = self.step.submission.take().expect("a job came from nowhere");
-        assert_eq!(submission.refusal, None, "taken, though it should have been refused");
+        assert_eq!(submission.rejection, None, "taken, though it should have been refused");
         assert!(id > self.newest_job, "a job's number was used twice");
         self.newest_job = id;
-        self.step.preferred = submission.prefers.map(|worker| (id, worker));
+        self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
         let job = Job {
             tag: submission.tag,
             priority: submission.priority,
@@ -292,22 +315,22 @@ impl Model {
             run_limits: submission.run_limits,
             since: self.now,
             idempotent: submission.idempotent,
-            is_repeatable: submission.is_repeatable,
+            is_resendable: submission.is_resendable,
             digest: submission.digest,
             before: None,
             is_suspect: false,
             is_unread: false,
-            is_by_word: false,
+            is_by_journal: false,
             attempts: 0,
-            taken_back: 0,
+            unread_returns: 0,
             is_answered: false,
             is_overdue: false,
             is_oversized: false,
-            patience_until: self.limits.queue_timeout.map(|patience| self.now + patience),
+            queue_timeout_at: self.limits.queue_timeout.map(|kill_delay| self.now + kill_delay),
             worker: None,
-            ahead: None,
-            arrival: 0,
-            taken_from: None,
+            prefetched: None,
+            send_number: 0,
+            recalled_from: None,
         };
         self.jobs.insert(id, job);
         self.queue.push_back(id);
@@ -315,23 +338,23 @@ impl Model {
 
     fn cancel(&mut self, id: JobId, unless_begun: bool) {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
-        let (has_worker, has_run) = (job.worker.is_some() || job.is_ahead(), job.before.is_some());
-        let (can_be_taken, _) = self.can_be_taken(id);
-        if unless_begun && has_worker && !can_be_taken {
+        let (has_worker, has_run) = (job.worker.is_some() || job.is_prefetched(), job.before.is_some());
+        let (can_be_recalled, _) = self.can_be_recalled(id);
+        if unless_begun && has_worker && !can_be_recalled {
             return self.coverage.see("goes on since it has begun");
         }
-        if can_be_taken {
+        if can_be_recalled {
             self.coverage.see("cancelled ahead");
         }
-        let executed = if has_run || has_worker && !can_be_taken { Executed::Yes } else { Executed::No };
-        self.step.owed.insert(id, Verdict::Cancelled { executed });
+        let executed = if has_run || has_worker && !can_be_recalled { Executed::Yes } else { Executed::No };
+        self.step.required.insert(id, Verdict::Cancelled { executed });
     }
 
-    fn give_up(&mut self, id: JobId) {
+    fn memory_exhausted(&mut self, id: JobId) {
         if self.queue.contains(&id) || self.suspects.contains(&id) {
             self.coverage.see("waiting job given up");
-            let verdict = self.told(id, Verdict::rejected(RejectReason::Overloaded));
-            self.step.owed.insert(id, verdict);
+            let verdict = self.overall_verdict(id, Verdict::rejected(RejectReason::Overloaded));
+            self.step.required.insert(id, verdict);
         }
     }
 
@@ -341,14 +364,14 @@ impl Model {
         let now = self.now;
         self.replace_again();
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
-            self.rest();
+            self.scale_to_zero();
         }
         let is_in_time = |worker: &Worker| !worker.jobs.iter().any(|job| self.jobs[job].is_overdue);
         let were_in_time =
             self.workers.iter().filter(|(_, w)| is_in_time(w)).map(|(&place, _)| place).collect();
         let ids: Vec<JobId> = self.jobs.keys().copied().collect();
         let takeable: BTreeMap<JobId, (bool, bool)> =
-            ids.into_iter().map(|id| (id, self.can_be_taken(id))).collect();
+            ids.into_iter().map(|id| (id, self.can_be_recalled(id))).collect();
         for (id, job) in &mut self.jobs {
             let has_run_for = |limit: Option<Duration>| limit.is_some_and(|limit| job.since + limit <= now);
             let [is_late, is_overdue] = job.run_limits.map(has_run_for);
@@ -356,14 +379,14 @@ impl Model {
             if job.is_answered {
                 continue;
             }
-            let (can_be_taken, is_either) = takeable[id];
+            let (can_be_recalled, is_either) = takeable[id];
             if is_either {
-                self.step.either.insert(*id);
+                self.step.ambiguous.insert(*id);
             }
-            let is_waiting = job.worker.is_none() && !job.is_ahead() || can_be_taken;
+            let is_waiting = job.worker.is_none() && !job.is_prefetched() || can_be_recalled;
             // The run limit starts again with the next dispatch.
-            let is_late = is_late && (!can_be_taken || !job.is_repeatable);
-            let patience_until = job.patience_until.filter(|_| job.before.is_none());
+            let is_late = is_late && (!can_be_recalled || !job.is_resendable);
+            let queue_timeout_at = job.queue_timeout_at.filter(|_| job.before.is_none());
             let has_permit = job.worker.is_some();
             let verdict = if job.deadline_at <= now || (has_permit && is_late) {
                 match (is_waiting, &job.before) {
@@ -371,14 +394,14 @@ impl Model {
                     (true, Some(crash)) => crash.clone(),
                     (true, None) => Verdict::DeadlineQueued,
                 }
-            } else if is_waiting && !has_permit && patience_until.is_some_and(|at| at <= now) {
+            } else if is_waiting && !has_permit && queue_timeout_at.is_some_and(|at| at <= now) {
                 Verdict::rejected(RejectReason::QueueTimeout)
             } else {
                 continue;
             };
-            self.step.owed.insert(*id, verdict);
+            self.step.required.insert(*id, verdict);
         }
-        self.hurry(&were_in_time);
+        self.shorten_kill_time(&were_in_time);
     }
 
     // Workers.
@@ -394,7 +417,7 @@ impl Model {
         }
     }
 
-    fn hello(&mut self, id: WorkerId, can: Abilities, has_claims: bool) {
+    fn hello(&mut self, id: WorkerId, capabilities: Capabilities, has_journal: bool) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
         if let Some(worker) = self.live_mut(id)
@@ -402,10 +425,10 @@ impl Model {
             && worker.killed.is_none()
         {
             worker.phase = Phase::Initializing { until };
-            worker.has_dispatch_thread = can.has_dispatch_thread;
-            worker.can_resize = can.can_resize;
-            worker.has_claims = has_claims;
-            worker.promised = most;
+            worker.has_dispatch_thread = capabilities.has_dispatch_thread;
+            worker.can_resize = capabilities.can_resize;
+            worker.has_journal = has_journal;
+            worker.sent_max_in_flight = most;
             worker.heartbeat = heartbeat;
         }
     }
@@ -430,16 +453,16 @@ impl Model {
         worker.phase = Phase::Ready;
         worker.ready_at = Some(now);
         let slot = worker.slot;
-        if let SlotState::Held { current, successor } = self.slots[slot as usize].state
+        if let SlotState::Occupied { current, successor } = self.slots[slot as usize].state
             && successor == Some(id.place)
-            && !self.has_turns_left(current, id.place)
+            && !self.has_jobs_left(current, id.place)
         {
             let replaced = current;
-            self.slots[slot as usize].state = SlotState::Held { current: id.place, successor: None };
+            self.slots[slot as usize].state = SlotState::Occupied { current: id.place, successor: None };
             let is_killed = |worker: &Worker| worker.killed.is_some();
             let replaced = self.workers.get_mut(&replaced).filter(|worker| is_killed(worker));
             if let Some(replaced) = replaced {
-                replaced.is_written_off = true;
+                replaced.killed_before_replacement = true;
                 self.coverage.see("written off");
             }
         }
@@ -448,7 +471,7 @@ impl Model {
     fn replied(&mut self, id: WorkerId, job: JobId, reply: &Reply) {
         let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
         let Some(at) = held else {
-            self.answers_without_right(id, job);
+            self.kill_for_invalid_reply(id, job);
             self.coverage.see("reply for nothing");
             self.counters.late_replies += 1;
             return;
@@ -459,18 +482,18 @@ impl Model {
             worker.served += 1;
             if let Phase::Draining { idle_since } = &mut worker.phase
                 && worker.jobs.is_empty()
-                && worker.ahead.is_empty()
+                && worker.prefetched.is_empty()
             {
                 *idle_since = Some(now);
             }
         }
         self.end_of_reply(id, job, reply);
-        self.begin_ahead(id);
+        self.begin_prefetched(id);
     }
 
     fn end_of_reply(&mut self, _id: WorkerId, job: JobId, reply: &Reply) {
         if matches!(reply, Reply::ProgramCrashed { .. }) {
-            self.crashed_alone(job);
+            self.crashed_as_only_job(job);
         }
         if self.jobs[&job].is_oversized {
             self.coverage.see("oversized and ended");
@@ -487,11 +510,11 @@ impl Model {
             Reply::Ok => Verdict::Ok,
             Reply::Failed(failure) => Verdict::Failed(failure.clone()),
             Reply::ProgramCrashed { death, .. } => {
-                self.may_be_retried(job, false);
+                self.allow_retry(job, false);
                 verdict_of(*death, None)
             }
         };
-        self.step.owed.insert(job, verdict);
+        self.step.required.insert(job, verdict);
     }
 
     /// The client is answered now. The worker keeps the job.
@@ -500,20 +523,20 @@ impl Model {
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
         self.coverage.see("oversized");
         entry.is_oversized = true;
-        self.step.owed.insert(job, Verdict::Failed(failure.clone()));
+        self.step.required.insert(job, Verdict::Failed(failure.clone()));
     }
 
-    fn sends_on(&mut self, id: WorkerId) {
+    fn extend_kill_time(&mut self, id: WorkerId) {
         let Some(worker) = self.live(id) else { return };
         if worker.killed_at.is_some() && self.is_sending(worker) {
-            let killed_at = self.now + self.patience(worker);
+            let killed_at = self.now + self.kill_delay(worker);
             self.coverage.see("oversized and goes on");
             self.live_mut(id).into_iter().for_each(|worker| worker.killed_at = Some(killed_at));
         }
     }
 
     /// Limits the remaining time to `grace` for workers whose first job has just become overdue.
-    fn hurry(&mut self, were_in_time: &BTreeSet<u32>) {
+    fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
             if were_in_time.contains(place) && worker.jobs.iter().any(|job| self.jobs[job].is_overdue) {
@@ -522,14 +545,14 @@ impl Model {
         }
     }
 
-    fn unread(&mut self, id: WorkerId, job: JobId, is_by_word: bool) {
+    fn unread(&mut self, id: WorkerId, job: JobId, is_by_journal: bool) {
         // The worker's own record is believed once per job.
-        if is_by_word && self.jobs.get(&job).is_some_and(|job| job.taken_back > 0) {
+        if is_by_journal && self.jobs.get(&job).is_some_and(|job| job.unread_returns > 0) {
             return;
         }
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job)) {
-            self.live_mut(id).into_iter().for_each(|worker| worker.has_claims = false);
-            self.jobs.entry(job).and_modify(|job| (job.is_unread, job.is_by_word) = (true, is_by_word));
+            self.live_mut(id).into_iter().for_each(|worker| worker.has_journal = false);
+            self.jobs.entry(job).and_modify(|job| (job.is_unread, job.is_by_journal) = (true, is_by_journal));
         }
     }
 
@@ -539,12 +562,17 @@ impl Model {
         let was_ready = worker.ready_at.is_some();
         let is_ours = matches!(
             killed,
-            Some(KillReason::Deadline | KillReason::Overdue | KillReason::KeeperDied | KillReason::Unwanted)
+            Some(
+                KillReason::Deadline
+                    | KillReason::ExitTimeout
+                    | KillReason::KeeperDied
+                    | KillReason::NotNeeded
+            )
         );
-        let is_unfit = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
+        let is_failure = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
-        let is_in_vain =
-            (!is_ours || killed == Some(KillReason::Deadline)) && !is_unfit && worker.served == 0;
+        let is_early_death =
+            (!is_ours || killed == Some(KillReason::Deadline)) && !is_failure && worker.served == 0;
         let verdict = verdict_of(death, killed.as_ref());
         self.withhold(id, killed.as_ref());
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|id| self.jobs[id].is_unread);
@@ -553,55 +581,55 @@ impl Model {
             killed,
             Some(
                 KillReason::Deadline
-                    | KillReason::Overdue
+                    | KillReason::ExitTimeout
                     | KillReason::KeeperDied
                     | KillReason::NoHello
                     | KillReason::NotReady
-                    | KillReason::Unwanted
+                    | KillReason::NotNeeded
             )
         );
         if let &[job] = &begun[..]
             && is_crash
-            && unread.iter().all(|id| !self.jobs[id].is_by_word)
+            && unread.iter().all(|id| !self.jobs[id].is_by_journal)
         {
-            self.crashed_alone(job);
+            self.crashed_as_only_job(job);
         }
         // Reverse order, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
-            if self.may_be_given_again(job) {
+            if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {
                     "taken back unread"
                 } else {
                     "taken back beside others"
                 });
-                self.wait_again(job);
+                self.requeue(job);
                 self.jobs.entry(job).and_modify(|job| {
-                    (job.worker, job.is_unread, job.is_by_word) = (None, false, false);
+                    (job.worker, job.is_unread, job.is_by_journal) = (None, false, false);
                     job.attempts -= 1;
-                    job.taken_back += 1;
+                    job.unread_returns += 1;
                 });
             } else {
-                self.lost(job, false, &verdict);
+                self.job_lost(job, false, &verdict);
             }
         }
-        begun.into_iter().for_each(|job| self.lost(job, is_crash, &verdict));
-        self.take_ahead_back(id.place);
-        self.worker_dead(id, Dead { is_unfit, is_clean, is_in_vain });
+        begun.into_iter().for_each(|job| self.job_lost(job, is_crash, &verdict));
+        self.requeue_prefetched(id.place);
+        self.worker_dead(id, Dead { is_failure, is_clean, is_early_death });
     }
 
-    fn lost(&mut self, job: JobId, is_suspect: bool, verdict: &Verdict) {
+    fn job_lost(&mut self, job: JobId, is_suspect: bool, verdict: &Verdict) {
         if self.jobs[&job].is_answered {
             self.jobs.remove(&job);
         } else {
-            self.may_be_retried(job, is_suspect);
-            self.step.owed.insert(job, verdict.clone());
+            self.allow_retry(job, is_suspect);
+            self.step.required.insert(job, verdict.clone());
         }
     }
 
-    fn may_be_given_again(&self, job: JobId) -> bool {
+    fn can_be_requeued(&self, job: JobId) -> bool {
         let job = &self.jobs[&job];
         let may_wait = self.mode == Mode::Open && self.live_slots() > 0;
-        may_wait && !job.is_answered && job.is_repeatable && job.taken_back < UNREAD_ATTEMPTS_MAX
+        may_wait && !job.is_answered && job.is_resendable && job.unread_returns < UNREAD_ATTEMPTS_MAX
     }
 
     // Operator commands.
@@ -610,7 +638,7 @@ impl Model {
         self.step.is_restarted = true;
         self.rolling = (0..self.slots.len() as u32).collect();
         let now = self.now;
-        self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);
+        self.workers.values_mut().for_each(|worker| worker.next_replacement_at = now);
     }
 
     /// New workers run another program.
@@ -618,7 +646,7 @@ impl Model {
         self.step.is_replaced = true;
         self.restart();
         for worker in self.workers.values_mut() {
-            (worker.is_old, worker.replaced_again_at) = (true, None);
+            (worker.is_outdated, worker.retry_replacement_at) = (true, None);
         }
         self.reset();
     }
@@ -627,7 +655,7 @@ impl Model {
         if self.mode == Mode::Open {
             self.coverage.see("drain");
             self.mode = Mode::Draining;
-            self.owe_the_queue(RejectReason::Draining);
+            self.reject_queue(RejectReason::Draining);
         }
     }
 
@@ -641,18 +669,18 @@ impl Model {
     fn stop(&mut self, by: Time) {
         self.mode = Mode::Stopping { by };
         self.rolling.clear();
-        self.owe_the_queue(RejectReason::Draining);
+        self.reject_queue(RejectReason::Draining);
         for slot in &mut self.slots {
-            if !matches!(slot.state, SlotState::Held { .. }) {
+            if !matches!(slot.state, SlotState::Occupied { .. }) {
                 slot.state = SlotState::Empty;
             }
         }
     }
 
-    pub(super) fn owe_the_queue(&mut self, reason: RejectReason) {
+    pub(super) fn reject_queue(&mut self, reason: RejectReason) {
         for &job in self.queue.iter().chain(&self.suspects) {
-            let verdict = self.told(job, Verdict::rejected(reason));
-            self.step.owed.insert(job, verdict);
+            let verdict = self.overall_verdict(job, Verdict::rejected(reason));
+            self.step.required.insert(job, verdict);
         }
     }
 }
@@ -662,30 +690,30 @@ fn cause(event: &Event<Tag>) -> Cause {
         Event::Start => Cause::Start,
         Event::Tick => Cause::Tick,
         Event::Replied { worker, .. } => Cause::Replied(*worker),
-        Event::Looked { worker, .. } => Cause::Looked(*worker),
+        Event::CpuTimeChecked { worker, .. } => Cause::CpuTimeChecked(*worker),
         Event::Memory { worker, rss_bytes } if *rss_bytes > crate::support::settings::RSS_LIMIT_BYTES => {
             Cause::Memory(*worker)
         }
-        Event::Broke { worker, .. } => Cause::Broke(*worker),
+        Event::ProtocolViolated { worker, .. } => Cause::ProtocolViolated(*worker),
         Event::Stopping { worker } => Cause::Stopping(*worker),
         Event::Reset => Cause::Reset,
         Event::Stop { .. } => Cause::Stop,
-        Event::Change(_) => Cause::Resize,
-        Event::Replace => Cause::Replace,
+        Event::ChangeLimits(_) => Cause::Resize,
+        Event::ReplaceWorkers => Cause::Replace,
         _ => Cause::Other,
     }
 }
 
 fn event_name(event: &Event<Tag>) -> &'static str {
     match event {
-        Event::HeldUp => "event HeldUp",
+        Event::SupervisorPaused => "event HeldUp",
         Event::Reset => "event Reset",
         Event::Restart => "event Restart",
         Event::Reconfigure(_) => "event Reconfigure",
-        Event::Replace => "event Replace",
+        Event::ReplaceWorkers => "event Replace",
         Event::Stopping { .. } => "event Stopping",
         Event::Cancel { .. } => "event Cancel",
-        Event::GiveUp { .. } => "event GiveUp",
+        Event::MemoryExhausted { .. } => "event GiveUp",
         Event::Stop { .. } => "event Stop",
         _ => "event",
     }
@@ -698,10 +726,10 @@ fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
         (None, Death::Signal(signal)) => crashed(CrashReason::Signal, Some(signal)),
         (None, Death::Violation(_)) => crashed(CrashReason::Violation, None),
         (None, Death::Oom) => crashed(CrashReason::Oom, None),
-        (None, Death::Overfull) => crashed(CrashReason::Violation, None),
+        (None, Death::TmpFull) => crashed(CrashReason::Violation, None),
         (Some(KillReason::Hung), _) => crashed(CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => crashed(CrashReason::Protocol, None),
-        (Some(KillReason::Overdue), _) => crashed(CrashReason::Stopped, None),
+        (Some(KillReason::ExitTimeout), _) => crashed(CrashReason::Stopped, None),
         (Some(KillReason::KeeperDied), _) => crashed(CrashReason::Signal, Some(9)),
         (Some(_), _) => crashed(CrashReason::Collateral, None),
     }

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Action, Activity, Bulkhead, Change, Digest, Limits, RestartPolicy, Time, WorkerId};
+use bulkhead_policy::{
+    Action, Activity, Bulkhead, Digest, LimitChange, Limits, RestartPolicy, Time, WorkerId,
+};
 use bulkhead_shared::{Executed, JobId, Verdict};
 
 use super::{Mode, Model, Phase};
@@ -38,7 +40,7 @@ impl Model {
     }
 
     /// Records that a worker or program died while this was its only job.
-    pub(super) fn crashed_alone(&mut self, job: JobId) {
+    pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
         let Some((limits, digest)) = self.limits.poison.as_ref().zip(digest) else { return };
@@ -56,11 +58,11 @@ impl Model {
     }
 
     /// Marks a job as retryable, if it is, after the loss of its worker. The budget then decides.
-    pub(super) fn may_be_retried(&mut self, id: JobId, is_suspect: bool) {
+    pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
         let is_open = self.mode == Mode::Open && self.live_slots() > 0;
-        let is_fit = job.idempotent && job.is_repeatable && !job.is_answered && job.deadline_at > self.now;
+        let is_fit = job.idempotent && job.is_resendable && !job.is_answered && job.deadline_at > self.now;
         let has_attempts = job.attempts < limits.attempts;
         if is_open && is_fit && has_attempts && !self.is_quarantined(job.digest) {
             self.step.retryable.insert(id, is_suspect || job.is_suspect);
@@ -71,19 +73,19 @@ impl Model {
         let is_suspect = self.step.retryable.remove(&id).expect("tried again against the rules");
         self.coverage.see(if is_suspect { "retried alone" } else { "retried" });
         self.counters.retries += 1;
-        let crash = self.step.owed.remove(&id).expect("it is owed an answer otherwise");
+        let crash = self.step.required.remove(&id).expect("it is owed an answer otherwise");
         let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
         assert_eq!(attempts, job.attempts);
         (job.before, job.worker, job.is_suspect) = (Some(crash.clone()), None, is_suspect);
         job.is_unread = false;
-        self.wait_again(id);
+        self.requeue(id);
         if self.live_slots() == 0 {
             // The last worker has gone.
-            self.step.owed.insert(id, crash);
+            self.step.required.insert(id, crash);
         }
     }
 
-    pub(super) fn wait_again(&mut self, id: JobId) {
+    pub(super) fn requeue(&mut self, id: JobId) {
         match self.jobs[&id].is_suspect {
             true => self.suspects.push_back(id),
             false => self.queue.push_front(id),
@@ -92,15 +94,15 @@ impl Model {
 
     /// Returns the verdict as the client sees it. For a waiting job with an earlier attempt, this is the
     /// outcome of that attempt.
-    pub(super) fn told(&self, id: JobId, verdict: Verdict) -> Verdict {
+    pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
             Some(_) => verdict,
-            None => self.told_waiting(id, verdict),
+            None => self.overall_verdict_of_waiting(id, verdict),
         }
     }
 
     /// Returns the verdict as the client sees it, for a job that waits or is about to wait.
-    pub(super) fn told_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
+    pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
             (Some(crash), _) => crash.clone(),
@@ -110,13 +112,13 @@ impl Model {
 
     // Exclusive workers for suspects.
 
-    pub(super) fn note_who_is_apart(&mut self, bulkhead: &Bulkhead<Tag>, actions: &[Action<Tag>]) {
+    pub(super) fn record_exclusive_workers(&mut self, bulkhead: &Bulkhead<Tag>, actions: &[Action<Tag>]) {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
-                worker.is_apart = view.is_apart;
+                worker.is_exclusive = view.is_exclusive;
                 // A worker that got a job in this step was not stalled before, so the job must have been
                 // recalled.
-                let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_ahead: false, .. } if *worker == view.id);
+                let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
                 if view.is_stalled {
@@ -128,7 +130,7 @@ impl Model {
 
     /// Returns the oldest suspect whose tenant is below its share.
     pub(super) fn next_suspect(&self) -> Option<JobId> {
-        self.suspects.iter().copied().find(|id| !self.is_at_its_share(self.jobs[id].tenant))
+        self.suspects.iter().copied().find(|id| !self.is_at_quota(self.jobs[id].tenant))
     }
 
     pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
@@ -152,14 +154,18 @@ impl Model {
                 available().all(|w| !w.jobs.is_empty() || w.is_stalled || !self.has_permit(w)),
                 "a suspect waits beside an idle worker"
             );
-            let has_one = available().any(|worker| worker.is_apart);
+            let has_one = available().any(|worker| worker.is_exclusive);
             assert!(has_one || self.least_loaded().is_none(), "no worker is kept for a suspect");
         }
         for worker in available() {
             let has_suspect = worker.jobs.iter().any(is_suspect);
             assert!(!has_suspect || worker.jobs.len() == 1, "a suspect has company");
-            assert!(!has_suspect || worker.is_apart);
-            assert!(!worker.is_apart || has_suspect || !self.suspects.is_empty(), "{:?} is idle", worker.id);
+            assert!(!has_suspect || worker.is_exclusive);
+            assert!(
+                !worker.is_exclusive || has_suspect || !self.suspects.is_empty(),
+                "{:?} is idle",
+                worker.id
+            );
         }
     }
 
@@ -174,53 +180,53 @@ impl Model {
         }
         if before.health.missed != limits.health.missed {
             for worker in self.workers.values_mut() {
-                (worker.watched_at, worker.was_looked_at) = (None, false);
+                (worker.observed_since, worker.was_checked) = (None, false);
             }
         }
         self.reconfigure_adaptive();
         let (policy, policy_before) = (limits.restart.policy, before.restart.policy);
-        self.fit(true);
+        self.apply_limits(true);
         if before.recycle.jobs != limits.recycle.jobs {
-            self.recount();
+            self.apply_job_limit();
         }
         if policy != policy_before && policy != RestartPolicy::Never && !self.is_stopping() {
             self.start_stopped();
         }
     }
 
-    pub(super) fn change(&mut self, change: Change) {
+    pub(super) fn change(&mut self, change: LimitChange) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         self.limits.max_in_flight = change.max_in_flight.unwrap_or(self.limits.max_in_flight);
-        self.fit(change.max_in_flight.is_some());
+        self.apply_limits(change.max_in_flight.is_some());
     }
 
     /// Applies new numbers of permits, workers and places in the queue.
-    fn fit(&mut self, is_told_anew: bool) {
+    fn apply_limits(&mut self, is_resized: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
         let (most, now) = (self.limits.max_in_flight, self.now);
         self.step.is_resized = true;
-        for worker in self.workers.values_mut().filter(|worker| worker.lives_on()) {
+        for worker in self.workers.values_mut().filter(|worker| worker.is_alive()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
-            if is_told_anew && is_told && worker.can_resize && worker.promised != most {
+            if is_resized && is_told && worker.can_resize && worker.sent_max_in_flight != most {
                 self.coverage.see("told of the limit");
-                worker.promised = most;
-                self.step.to_limit.insert(worker.id, most);
+                worker.sent_max_in_flight = most;
+                self.step.to_resize.insert(worker.id, most);
             }
         }
         if !self.is_stopping() {
-            self.fit_slots();
+            self.resize_slots();
         }
-        for worker in self.workers.values_mut().filter(|worker| worker.promised < most) {
-            if !worker.is_spent {
-                worker.no_successor_before = worker.no_successor_before.min(now);
+        for worker in self.workers.values_mut().filter(|worker| worker.sent_max_in_flight < most) {
+            if !worker.is_at_job_limit {
+                worker.next_replacement_at = worker.next_replacement_at.min(now);
             }
             self.rolling.insert(worker.slot);
         }
     }
 
-    pub(super) fn settle_idleness(&mut self, bulkhead: &Bulkhead<Tag>) {
+    pub(super) fn check_idle_since(&mut self, bulkhead: &Bulkhead<Tag>) {
         let is_started = self.activity == Activity::Started && !self.is_stopping();
         let is_idle = self.jobs.is_empty() && is_started;
         self.idle_since = match self.limits.idle {

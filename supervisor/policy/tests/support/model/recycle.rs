@@ -19,42 +19,44 @@ impl Model {
         self.workers.entry(id.place).and_modify(|worker| worker.begun += 1);
         let most = self.limits.recycle.jobs.unwrap_or(u64::MAX);
         assert!(self.workers[&id.place].begun <= most, "{id:?} begins more than {most} jobs");
-        self.spend(id.place);
+        self.reach_job_limit(id.place);
     }
 
-    pub(super) fn recount(&mut self) {
+    pub(super) fn apply_job_limit(&mut self) {
         self.step.is_recounted = true;
         let places: Vec<u32> = self.workers.keys().copied().collect();
-        places.into_iter().for_each(|place| self.spend(place));
+        places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
     /// Marks a worker that was given its last job. A successor on standby takes over.
-    fn spend(&mut self, place: u32) {
+    fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
-        let is_at_work = worker.phase == Phase::Ready && worker.lives_on() && self.is_current(worker);
+        let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
         if is_at_work && self.jobs_left(worker) == 0 {
-            self.workers.entry(place).and_modify(|worker| worker.is_spent = true);
-            self.give_turn(place);
+            self.workers.entry(place).and_modify(|worker| worker.is_at_job_limit = true);
+            self.hand_over_to_standby(place);
         }
     }
 
-    pub(super) fn give_turn(&mut self, place: u32) -> bool {
+    pub(super) fn hand_over_to_standby(&mut self, place: u32) -> bool {
         let slot = self.workers[&place].slot as usize;
-        let SlotState::Held { current, successor: Some(next) } = self.slots[slot].state else { return false };
+        let SlotState::Occupied { current, successor: Some(next) } = self.slots[slot].state else {
+            return false;
+        };
         let standby = &self.workers[&next];
-        let is_ready = standby.phase == Phase::Ready && standby.lives_on();
+        let is_ready = standby.phase == Phase::Ready && standby.is_alive();
         if current == place && is_ready {
             self.coverage.see("its turn");
-            self.slots[slot].state = SlotState::Held { current: next, successor: None };
+            self.slots[slot].state = SlotState::Occupied { current: next, successor: None };
             return true;
         }
         false
     }
 
     pub(super) fn stopping(&mut self, id: WorkerId) {
-        let is_ready = |worker: &Worker| worker.phase == Phase::Ready && worker.lives_on();
+        let is_ready = |worker: &Worker| worker.phase == Phase::Ready && worker.is_alive();
         if self.live(id).is_some_and(is_ready) {
-            self.give_turn(id.place);
+            self.hand_over_to_standby(id.place);
         }
     }
 
@@ -62,28 +64,28 @@ impl Model {
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
-        if reason == RecycleReason::Jobs && !self.workers[&place].is_spent {
-            assert!(self.has_waited(slot), "slot {slot}: it was not its turn");
+        if reason == RecycleReason::Jobs && !self.workers[&place].is_at_job_limit {
+            assert!(self.has_standby_waited(slot), "slot {slot}: it was not its turn");
             self.coverage.see("its turn since nothing comes");
-            assert!(self.give_turn(place) && self.workers[&place].jobs.is_empty());
-        } else if reason != RecycleReason::Jobs && self.give_turn(place) {
+            assert!(self.hand_over_to_standby(place) && self.workers[&place].jobs.is_empty());
+        } else if reason != RecycleReason::Jobs && self.hand_over_to_standby(place) {
             self.coverage.see("its turn for another reason");
-            self.check_turn(slot, place);
+            self.check_standby(slot, place);
         }
     }
 
     /// Returns true if a successor has been on standby for at least a second and four times its start time.
-    pub(super) fn has_waited(&self, slot: u32) -> bool {
+    pub(super) fn has_standby_waited(&self, slot: u32) -> bool {
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
         of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {
             let ready_at = worker.ready_at.unwrap_or(self.now);
-            let patience = (ready_at.since(worker.spawned_at) * 4).max(Duration::from_secs(1));
-            ready_at + patience <= self.now
+            let kill_delay = (ready_at.since(worker.spawned_at) * 4).max(Duration::from_secs(1));
+            ready_at + kill_delay <= self.now
         })
     }
 
     /// Checks that there is another reason to replace a healthy worker.
-    pub(super) fn check_turn(&mut self, slot: u32, current: u32) {
+    pub(super) fn check_standby(&mut self, slot: u32, current: u32) {
         let worker = &self.workers[&current];
         let recycle = &self.limits.recycle;
         let is_due = match self.step.cause {
@@ -92,7 +94,7 @@ impl Model {
             _ => false,
         };
         if is_due {
-            assert!(worker.no_successor_before <= self.now, "the next successor comes too soon");
+            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
             return;
         }
         assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
@@ -101,26 +103,26 @@ impl Model {
     }
 
     /// Returns true if the slot's worker may still be given a job before its successor takes over.
-    pub(super) fn has_turns_left(&self, current: u32, next: u32) -> bool {
-        let is_counted = self.workers[&next].waits_its_turn && self.limits.recycle.jobs.is_some();
+    pub(super) fn has_jobs_left(&self, current: u32, next: u32) -> bool {
+        let is_counted = self.workers[&next].stands_by && self.limits.recycle.jobs.is_some();
         let worker = &self.workers[&current];
-        let is_at_work = worker.phase == Phase::Ready && worker.lives_on();
+        let is_at_work = worker.phase == Phase::Ready && worker.is_alive();
         is_counted && is_at_work && self.jobs_left(worker) > 0
     }
 
     fn is_successor(&self, worker: &Worker) -> bool {
         let state = self.slots[worker.slot as usize].state;
-        matches!(state, SlotState::Held { successor, .. } if successor == Some(worker.id.place))
+        matches!(state, SlotState::Occupied { successor, .. } if successor == Some(worker.id.place))
     }
 
     /// Returns true if the worker is a ready successor.
     pub(super) fn is_standby(&self, worker: &Worker) -> bool {
-        worker.phase == Phase::Ready && worker.lives_on() && self.is_successor(worker)
+        worker.phase == Phase::Ready && worker.is_alive() && self.is_successor(worker)
     }
 
     /// Returns true if the worker is on standby or a spare and is no longer useful.
-    pub(super) fn is_dismissed(&self, worker: &Worker) -> bool {
-        let is_behind = self.step.is_resized && worker.promised < self.limits.max_in_flight;
+    pub(super) fn is_surplus_standby(&self, worker: &Worker) -> bool {
+        let is_behind = self.step.is_resized && worker.sent_max_in_flight < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
         let is_dismissed_spare =
             self.is_ready_spare(worker) && (self.step.is_restarted || is_behind) && !self.is_stopping();
@@ -128,13 +130,18 @@ impl Model {
     }
 
     /// Returns true if the worker was given its last job and has no successor although one is allowed.
-    pub(super) fn is_to_be_followed(&self, worker: &Worker) -> bool {
-        let is_leaving = matches!(worker.phase, Phase::Draining { .. }) && worker.lives_on();
+    pub(super) fn needs_successor(&self, worker: &Worker) -> bool {
+        let is_exiting = matches!(worker.phase, Phase::Draining { .. }) && worker.is_alive();
         let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);
         let others = self.workers.values().filter(is_other).count();
-        let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
+        let may_be = self.is_current(worker) && !self.is_stopping() && worker.next_replacement_at <= self.now;
         // A silent worker is not followed before the cause of the silence is known.
         let has_reserve = self.limits.start.spares > 0;
-        worker.is_spent && is_leaving && others == 0 && may_be && !has_reserve && !self.is_silent(worker)
+        worker.is_at_job_limit
+            && is_exiting
+            && others == 0
+            && may_be
+            && !has_reserve
+            && !self.is_silent(worker)
     }
 }

@@ -8,27 +8,27 @@ use bulkhead_shared::RejectReason;
 use super::{Cause, Dead, Model, Phase, Worker};
 
 /// A worker that was ready for this long and has answered a job clears the failure history of its slot.
-const PROVEN_AFTER: Duration = Duration::from_secs(60);
+const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
 /// Minimum time between two starts in a bulkhead after more than ten consecutive workers answered no job.
-const IN_VAIN_PACE: Duration = Duration::from_millis(10);
+const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
 /// Minimum time between probes of a failed slot.
-const PROBE_PAUSE_MIN: Duration = Duration::from_millis(100);
+const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
 /// Minimum time between a failed successor and the next.
-const SUCCESSION_PAUSE_MIN: Duration = Duration::from_secs(1);
+const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
     /// True if the slot belongs to the reserve, for spares.
-    pub(super) is_reserve: bool,
+    pub(super) is_spare_slot: bool,
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
     /// State before the bulkhead rested, if the next worker was not due then.
-    resting: Option<SlotState>,
+    saved_state: Option<SlotState>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -39,7 +39,7 @@ pub(super) enum SlotState {
     Awaiting,
     /// The slot exceeds the configured number.
     Closed,
-    Held {
+    Occupied {
         current: u32,
         successor: Option<u32>,
     },
@@ -49,17 +49,17 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The worker has gone in the current step, and `Next` must follow.
-    Vacated(Next),
+    /// The worker has gone in the current step, and `NextStart` must follow.
+    Vacant(NextStart),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Next {
+pub(super) enum NextStart {
     Now,
     /// At this time, after many workers that answered no job.
     At(Time),
     /// After a delay of at most this duration.
-    Within(Duration),
+    AfterAtMost(Duration),
     Failed,
     Never,
 }
@@ -67,25 +67,25 @@ pub(super) enum Next {
 impl Slot {
     pub(super) fn is_live(&self) -> bool {
         match self.state {
-            SlotState::Held { .. } | SlotState::Waiting { .. } | SlotState::Awaiting => true,
-            SlotState::Vacated(next) => !matches!(next, Next::Failed | Next::Never),
+            SlotState::Occupied { .. } | SlotState::Waiting { .. } | SlotState::Awaiting => true,
+            SlotState::Vacant(next) => !matches!(next, NextStart::Failed | NextStart::Never),
             SlotState::Empty | SlotState::Closed | SlotState::Stopped { .. } => false,
         }
     }
 
-    pub(super) fn new(is_reserve: bool) -> Self {
-        Self { is_reserve, ..Self::default() }
+    pub(super) fn new(is_spare_slot: bool) -> Self {
+        Self { is_spare_slot, ..Self::default() }
     }
 
     fn forget(&mut self) {
-        *self = Self { state: self.state, ..Self::new(self.is_reserve) };
+        *self = Self { state: self.state, ..Self::new(self.is_spare_slot) };
     }
 }
 
 impl Model {
     /// Returns the number of slots that have a worker or will get one without a probe.
     pub(super) fn live_slots(&self) -> usize {
-        self.slots.iter().filter(|slot| slot.is_live() && !slot.is_reserve).count()
+        self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
     /// Returns true if a worker occupies a slot, so that other workers of the slot must wait.
@@ -95,18 +95,18 @@ impl Model {
 
     /// Lets replaced workers leave their slots once all their jobs are answered, however long their exit
     /// takes.
-    pub(super) fn leave_slots(&mut self) {
+    pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
-            let is_done = worker.jobs.is_empty() && worker.ahead.is_empty() && worker.lives_on();
+            let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
             let is_draining = matches!(worker.phase, Phase::Draining { .. });
             is_done && is_draining && worker.left.is_none() && !self.is_wanted(worker)
         };
         let leaving: Vec<(u32, u32)> =
             self.workers.values().filter(leaves).map(|worker| (worker.id.place, worker.slot)).collect();
-        self.lefts += 1;
+        self.release_count += 1;
         for (place, slot) in leaving {
             self.coverage.see("left its slot");
-            let left = Some(self.lefts);
+            let left = Some(self.release_count);
             self.workers.entry(place).and_modify(|worker| worker.left = left);
             if self.slots[slot as usize].state == SlotState::Awaiting && self.activity == Activity::Started {
                 self.open(slot as usize);
@@ -114,40 +114,40 @@ impl Model {
         }
     }
 
-    pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, again: Option<RestartCause>) {
-        self.leave_slots();
+    pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, restart_cause: Option<RestartCause>) {
+        self.release_slots();
         assert!(!self.is_stopping(), "a worker is started while all are being stopped");
         assert!(id.generation > self.newest_generation, "a generation was used twice");
         assert!(!self.workers.contains_key(&id.place), "two workers in one place");
         self.newest_generation = id.generation;
         let state = self.slots[slot as usize].state;
         let successor_to = match state {
-            SlotState::Held { current, successor: None } => Some(current),
-            SlotState::Held { .. } => panic!("slot {slot} has a successor already"),
-            SlotState::Vacated(Next::Now | Next::Within(_)) => None,
+            SlotState::Occupied { current, successor: None } => Some(current),
+            SlotState::Occupied { .. } => panic!("slot {slot} has a successor already"),
+            SlotState::Vacant(NextStart::Now | NextStart::AfterAtMost(_)) => None,
             SlotState::Waiting { until } if until <= self.now => None,
             SlotState::Stopped { probe_at } if probe_at.is_some_and(|at| at <= self.now) => {
                 self.coverage.see("probe");
                 None
             }
             // A rolling restart that waited for a spare can reach a slot whose worker has gone meanwhile.
-            SlotState::Vacated(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
-            SlotState::Vacated(_) => panic!("slot {slot} is to have no worker: {state:?}"),
+            SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
+            SlotState::Vacant(_) => panic!("slot {slot} is to have no worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
             _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
         };
         if let Some(current) = successor_to {
-            self.check_no_spare_comes(slot);
-            self.check_succession(slot, current, again);
+            self.check_no_spare_expected(slot);
+            self.check_succession(slot, current, restart_cause);
         }
         self.slots[slot as usize].state = match successor_to {
-            Some(current) => SlotState::Held { current, successor: Some(id.place) },
-            None => SlotState::Held { current: id.place, successor: None },
+            Some(current) => SlotState::Occupied { current, successor: Some(id.place) },
+            None => SlotState::Occupied { current: id.place, successor: None },
         };
         let worker = Worker::new(id, slot, self.now, &self.limits);
-        let waits_its_turn = successor_to.is_some() && again == Some(RestartCause::Jobs);
-        self.workers.insert(id.place, Worker { waits_its_turn, ..worker });
+        let stands_by = successor_to.is_some() && restart_cause == Some(RestartCause::Jobs);
+        self.workers.insert(id.place, Worker { stands_by, ..worker });
         // A slot has its worker, and at most one successor or one replaced worker.
         let of_slot = self.workers.values().filter(|worker| Self::is_in(worker, slot)).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
@@ -158,16 +158,16 @@ impl Model {
         let worker = &self.workers[&current];
         if cause == Some(RestartCause::Jobs) {
             assert!(
-                worker.is_spent || self.limits.recycle.jobs.is_some() && worker.begun > 0,
+                worker.is_at_job_limit || self.limits.recycle.jobs.is_some() && worker.begun > 0,
                 "slot {slot} is recycled for no reason"
             );
-            let is_at_it = worker.phase == Phase::Ready || worker.is_spent;
-            assert!(is_at_it && worker.lives_on(), "it is on its way out already");
-            assert!(worker.no_successor_before <= self.now, "the next successor comes too soon");
+            let is_at_it = worker.phase == Phase::Ready || worker.is_at_job_limit;
+            assert!(is_at_it && worker.is_alive(), "it is on its way out already");
+            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
             return;
         }
-        assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
-        self.check_turn(slot, current);
+        assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
+        self.check_standby(slot, current);
     }
 
     /// Records the exit of a worker. Its descendants are reaped later.
@@ -176,13 +176,13 @@ impl Model {
         let Some(worker) = self.live_mut(id) else { return };
         worker.dead = Some(dead);
         worker.jobs.clear();
-        let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= PROVEN_AFTER);
-        let (slot, served) = (worker.owes as usize, worker.served);
+        let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= HISTORY_CLEARED_AFTER);
+        let (slot, served) = (worker.charged_slot as usize, worker.served);
         if is_proven && served > 0 {
             self.coverage.see("proven");
             self.slots[slot].forget();
         }
-        if self.give_turn(id.place) {
+        if self.hand_over_to_standby(id.place) {
             self.coverage.see("its turn after a death");
         }
     }
@@ -197,38 +197,38 @@ impl Model {
 
     /// Removes a worker and decides how its slot continues.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
-        let Dead { is_unfit, is_clean, is_in_vain } = dead;
+        let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("it is there");
         let slot = worker.slot as usize;
         // The worker was killed while starting, because new workers run another program.
-        let is_unwanted = worker.killed == Some(KillReason::Unwanted);
+        let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
         }
-        let SlotState::Held { current, successor } = self.slots[slot].state else { return };
+        let SlotState::Occupied { current, successor } = self.slots[slot].state else { return };
         if successor == Some(id.place) {
             self.coverage.see("successor gone");
-            self.slots[slot].state = SlotState::Held { current, successor: None };
+            self.slots[slot].state = SlotState::Occupied { current, successor: None };
             if is_unwanted {
                 return;
             }
-            let pause = self.limits.restart.backoff_max.max(SUCCESSION_PAUSE_MIN);
+            let pause = self.limits.restart.backoff_max.max(SUCCESSOR_INTERVAL_MIN);
             let after = self.now + pause;
-            self.workers.entry(current).and_modify(|worker| worker.no_successor_before = after);
+            self.workers.entry(current).and_modify(|worker| worker.next_replacement_at = after);
             self.rolling.clear();
-            for worker in self.workers.values_mut().filter(|worker| worker.is_old) {
-                worker.replaced_again_at = Some(after);
+            for worker in self.workers.values_mut().filter(|worker| worker.is_outdated) {
+                worker.retry_replacement_at = Some(after);
             }
         } else if current == id.place {
             self.slots[slot].state = match successor {
                 _ if self.is_stopping() => SlotState::Empty,
-                Some(current) => SlotState::Held { current, successor: None },
-                None if is_unwanted => SlotState::Vacated(Next::Now),
-                None => SlotState::Vacated(match self.limits.restart.policy {
-                    RestartPolicy::Never if !(is_clean && worker.is_spent) => Next::Never,
-                    RestartPolicy::OnFailure if is_clean && !worker.is_spent => Next::Never,
-                    _ if is_unfit => self.next(worker.owes as usize),
-                    _ => self.next_fit(is_in_vain),
+                Some(current) => SlotState::Occupied { current, successor: None },
+                None if is_unwanted => SlotState::Vacant(NextStart::Now),
+                None => SlotState::Vacant(match self.limits.restart.policy {
+                    RestartPolicy::Never if !(is_clean && worker.is_at_job_limit) => NextStart::Never,
+                    RestartPolicy::OnFailure if is_clean && !worker.is_at_job_limit => NextStart::Never,
+                    _ if is_failure => self.next(worker.charged_slot as usize),
+                    _ => self.next_fit(is_early_death),
                 }),
             };
             self.owe_if_none_is_left(slot);
@@ -236,31 +236,32 @@ impl Model {
     }
 
     fn owe_if_none_is_left(&mut self, slot: usize) {
-        let has_ended = matches!(self.slots[slot].state, SlotState::Vacated(Next::Failed | Next::Never));
-        if has_ended && self.live_slots() == 0 && !self.slots[slot].is_reserve {
-            self.owe_the_queue(RejectReason::Unavailable);
+        let has_ended =
+            matches!(self.slots[slot].state, SlotState::Vacant(NextStart::Failed | NextStart::Never));
+        if has_ended && self.live_slots() == 0 && !self.slots[slot].is_spare_slot {
+            self.reject_queue(RejectReason::Unavailable);
         }
     }
 
     /// Returns the next start after a fit worker: now, unless more than ten consecutive workers of any slots
     /// answered no job. Starts are then spaced.
-    fn next_fit(&mut self, is_in_vain: bool) -> Next {
-        self.in_vain = if is_in_vain { self.in_vain + 1 } else { 0 };
-        if self.in_vain <= 10 {
-            return Next::Now;
+    fn next_fit(&mut self, is_early_death: bool) -> NextStart {
+        self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
+        if self.early_deaths <= 10 {
+            return NextStart::Now;
         }
-        let at = self.last_spaced.map_or(self.now, |last| last + IN_VAIN_PACE).max(self.now);
-        self.last_spaced = Some(at);
+        let at = self.last_spaced_start.map_or(self.now, |last| last + RESTART_INTERVAL_MIN).max(self.now);
+        self.last_spaced_start = Some(at);
         if at <= self.now {
-            return Next::Now;
+            return NextStart::Now;
         }
         self.coverage.see("many in vain");
-        Next::At(at)
+        NextStart::At(at)
     }
 
     /// Applies the restart rules after an unfit worker: the first restart at once, later ones after a random
     /// delay with a doubling maximum, and a stop after more than `max` failures within `within`.
-    fn next(&mut self, slot: usize) -> Next {
+    fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
@@ -271,23 +272,23 @@ impl Model {
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
         if slot.is_probing || recent > limits.max as usize {
             slot.is_probing = true;
-            return Next::Failed;
+            return NextStart::Failed;
         }
         match slot.streak {
-            1 => Next::Now,
+            1 => NextStart::Now,
             streak => {
                 let ceiling = limits.backoff.saturating_mul(1 << (streak - 2).min(30));
-                Next::Within(ceiling.min(limits.backoff_max))
+                NextStart::AfterAtMost(ceiling.min(limits.backoff_max))
             }
         }
     }
 
     pub(super) fn backoff(&mut self, slot: u32, delay: Duration) {
         match self.slots[slot as usize].state {
-            SlotState::Vacated(Next::Within(ceiling)) => {
+            SlotState::Vacant(NextStart::AfterAtMost(ceiling)) => {
                 assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
             }
-            SlotState::Vacated(Next::At(at)) => assert_eq!(self.now + delay, at, "slot {slot}"),
+            SlotState::Vacant(NextStart::At(at)) => assert_eq!(self.now + delay, at, "slot {slot}"),
             _ => panic!("slot {slot} waits {delay:?} for no reason"),
         }
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
@@ -297,14 +298,14 @@ impl Model {
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
-            if worker.replaced_again_at.is_some_and(|at| at <= now) {
+            if worker.retry_replacement_at.is_some_and(|at| at <= now) {
                 self.rolling.insert(worker.slot);
             }
         }
     }
 
     pub(super) fn reset(&mut self) {
-        (self.in_vain, self.last_spaced) = (0, None);
+        (self.early_deaths, self.last_spaced_start) = (0, None);
         self.slots.iter_mut().for_each(Slot::forget);
     }
 
@@ -314,7 +315,7 @@ impl Model {
     pub(super) fn is_wanted(&self, worker: &Worker) -> bool {
         let place = worker.id.place;
         matches!(self.slots[worker.slot as usize].state,
-            SlotState::Held { current, successor } if current == place || successor == Some(place))
+            SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
     /// Allows workers in slots that the previous restart policy has stopped.
@@ -322,7 +323,7 @@ impl Model {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
             let entry = &mut self.slots[slot];
-            entry.resting = entry.resting.filter(|state| !is_given_up(state));
+            entry.saved_state = entry.saved_state.filter(|state| !is_given_up(state));
             if is_given_up(&entry.state) {
                 self.open(slot);
             }
@@ -330,15 +331,15 @@ impl Model {
     }
 
     /// Adjusts the number of slots to the limits.
-    pub(super) fn fit_slots(&mut self) {
+    pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
         while self.slots.len() < wanted {
             self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
         }
         for slot in 0..self.slots.len() {
-            let was_reserve = self.slots[slot].is_reserve;
-            self.slots[slot].is_reserve = slot >= at_work;
+            let was_reserve = self.slots[slot].is_spare_slot;
+            self.slots[slot].is_spare_slot = slot >= at_work;
             if slot < wanted && slot >= at_work && !was_reserve {
                 self.slots[slot].state = SlotState::Closed;
             }
@@ -349,30 +350,30 @@ impl Model {
                 (true, _) => {}
             }
         }
-        self.owe_if_nobody_comes();
+        self.reject_without_workers();
     }
 
     /// Lets a slot get its worker now, or later if another worker still occupies the slot.
     pub(super) fn open(&mut self, slot: usize) {
-        if self.activity != Activity::Resting && self.take_up(slot) {
+        if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;
         }
         let is_free = self.workers.values().all(|worker| !Self::is_in(worker, slot as u32));
         self.slots[slot].state = match self.activity {
-            Activity::Resting => SlotState::Empty,
-            Activity::Started if is_free => SlotState::Vacated(Next::Now),
-            Activity::Started | Activity::Awaiting => SlotState::Awaiting,
+            Activity::ScaledToZero => SlotState::Empty,
+            Activity::Started if is_free => SlotState::Vacant(NextStart::Now),
+            Activity::Started | Activity::StartAnnounced => SlotState::Awaiting,
         };
     }
 
     /// Restores the backoff or stop that the slot had before the bulkhead rested.
-    fn take_up(&mut self, slot: usize) -> bool {
+    fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
         let waits = |state: &SlotState| match state {
             SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
             state => matches!(state, SlotState::Stopped { probe_at: None }),
         };
-        let state = self.slots[slot].resting.take().filter(waits);
+        let state = self.slots[slot].saved_state.take().filter(waits);
         if let Some(state) = state {
             self.coverage.see("waits on after a rest");
             self.slots[slot].state = state;
@@ -392,49 +393,49 @@ impl Model {
         }
     }
 
-    pub(super) fn wait_for_start(&mut self) {
-        if self.activity != Activity::Resting || self.is_stopping() {
+    pub(super) fn announce_start(&mut self) {
+        if self.activity != Activity::ScaledToZero || self.is_stopping() {
             return;
         }
         self.coverage.see("awaits");
-        self.activity = Activity::Awaiting;
+        self.activity = Activity::StartAnnounced;
         for slot in 0..self.slots.len() {
-            if self.slots[slot].state == SlotState::Empty && !self.take_up(slot) {
+            if self.slots[slot].state == SlotState::Empty && !self.restore_backoff(slot) {
                 self.slots[slot].state = SlotState::Awaiting;
             }
         }
     }
 
-    pub(super) fn rest(&mut self) {
-        if self.activity == Activity::Resting || self.is_stopping() {
+    pub(super) fn scale_to_zero(&mut self) {
+        if self.activity == Activity::ScaledToZero || self.is_stopping() {
             return;
         }
         self.coverage.see("rests");
-        self.activity = Activity::Resting;
+        self.activity = Activity::ScaledToZero;
         self.idle_since = None;
         for slot in self.slots.iter_mut().filter(|slot| slot.state != SlotState::Closed) {
             if matches!(slot.state, SlotState::Waiting { .. } | SlotState::Stopped { .. }) {
-                slot.resting = Some(slot.state);
+                slot.saved_state = Some(slot.state);
             }
             slot.state = SlotState::Empty;
         }
-        self.owe_if_nobody_comes();
+        self.reject_without_workers();
     }
 
-    fn owe_if_nobody_comes(&mut self) {
+    fn reject_without_workers(&mut self) {
         if self.live_slots() == 0 {
-            self.owe_the_queue(RejectReason::Unavailable);
+            self.reject_queue(RejectReason::Unavailable);
         }
     }
 
-    pub(super) fn settle_slots(&mut self) {
+    pub(super) fn update_slots(&mut self) {
         let (now, cause, is_stopping) = (self.now, self.step.cause, self.is_stopping());
-        let probe_at = now + self.limits.restart.backoff_max.max(PROBE_PAUSE_MIN);
+        let probe_at = now + self.limits.restart.backoff_max.max(PROBE_INTERVAL_MIN);
         for slot in &mut self.slots {
             slot.state = match slot.state {
-                SlotState::Vacated(Next::Failed) => SlotState::Stopped { probe_at: Some(probe_at) },
-                SlotState::Vacated(Next::Never) => SlotState::Stopped { probe_at: None },
-                SlotState::Vacated(next) => panic!("{next:?} was to follow, and nothing did"),
+                SlotState::Vacant(NextStart::Failed) => SlotState::Stopped { probe_at: Some(probe_at) },
+                SlotState::Vacant(NextStart::Never) => SlotState::Stopped { probe_at: None },
+                SlotState::Vacant(next) => panic!("{next:?} was to follow, and nothing did"),
                 state => state,
             };
             let (SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) }) = slot.state

@@ -7,20 +7,23 @@ use super::{Cause, Model, Phase, Worker};
 
 impl Model {
     pub(super) fn is_ready_spare(&self, worker: &Worker) -> bool {
-        let is_in_reserve = self.slots[worker.slot as usize].is_reserve;
-        is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.lives_on()
+        let is_in_reserve = self.slots[worker.slot as usize].is_spare_slot;
+        is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.is_alive()
     }
 
     /// Returns true if the worker could take over a slot now. A silent worker may hang.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
-        self.is_ready_spare(worker) && others <= 1 && worker.watched_at.is_none()
+        self.is_ready_spare(worker) && others <= 1 && worker.observed_since.is_none()
     }
 
     /// Returns true if the spare has exceeded `recycle.age`.
     pub(super) fn is_stale_spare(&self, worker: &Worker) -> bool {
-        let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now);
-        self.is_ready_spare(worker) && is_old && self.step.cause == Cause::Tick && !self.is_silent(worker)
+        let is_outdated = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now);
+        self.is_ready_spare(worker)
+            && is_outdated
+            && self.step.cause == Cause::Tick
+            && !self.is_silent(worker)
     }
 
     /// Checks and records that a spare took over a slot, and that the slot's previous worker moved to the
@@ -28,46 +31,46 @@ impl Model {
     pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
         let spare = self.live(id).expect("only what lives takes over");
         assert!(self.can_take_over(spare), "{id:?} is no spare that is ready");
-        assert!(!self.slots[slot as usize].is_reserve, "{id:?} takes over from a spare");
+        assert!(!self.slots[slot as usize].is_spare_slot, "{id:?} takes over from a spare");
         assert!(!self.is_stopping(), "{id:?} takes over while all are being stopped");
-        let reserve = spare.slot;
+        let reserved_permits = spare.slot;
         let before = self.slots[slot as usize].state;
-        if self.is_unmanned(slot) {
+        if self.needs_spare(slot) {
             self.coverage.see("spare took over");
         } else {
-            let SlotState::Held { current, successor: None } = before else {
+            let SlotState::Occupied { current, successor: None } = before else {
                 panic!("slot {slot} was not to have a spare: {before:?}")
             };
             let worker = &self.workers[&current];
-            assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
+            assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
             self.coverage.see("spare instead of a successor");
-            if !worker.is_spent {
-                self.check_turn(slot, current);
+            if !worker.is_at_job_limit {
+                self.check_standby(slot, current);
             }
         }
-        self.slots[slot as usize].state = SlotState::Held { current: id.place, successor: None };
+        self.slots[slot as usize].state = SlotState::Occupied { current: id.place, successor: None };
         let now = self.now;
         let spare = self.live_mut(id).expect("it is live");
-        (spare.slot, spare.owes, spare.no_successor_before) = (slot, slot, now);
-        self.slots[reserve as usize].state = match before {
-            SlotState::Held { current, .. } => self.put_away(current, reserve),
+        (spare.slot, spare.charged_slot, spare.next_replacement_at) = (slot, slot, now);
+        self.slots[reserved_permits as usize].state = match before {
+            SlotState::Occupied { current, .. } => self.move_to_spare_slot(current, reserved_permits),
             state => state,
         };
     }
 
-    fn put_away(&mut self, place: u32, reserve: u32) -> SlotState {
+    fn move_to_spare_slot(&mut self, place: u32, reserved_permits: u32) -> SlotState {
         let worker = self.workers.get_mut(&place).expect("it had the slot");
-        worker.slot = reserve;
-        let stays = SlotState::Held { current: place, successor: None };
+        worker.slot = reserved_permits;
+        let stays = SlotState::Occupied { current: place, successor: None };
         if worker.killed.is_some() || worker.dead.is_some() {
             self.coverage.see("spare for one that was killed or is dead");
-            worker.is_written_off = true;
+            worker.killed_before_replacement = true;
             return stays;
         }
         match worker.phase {
             Phase::Spawned | Phase::Initializing { .. } => {
                 self.coverage.see("spare for one that starts");
-                worker.owes = reserve;
+                worker.charged_slot = reserved_permits;
                 stays
             }
             Phase::Ready | Phase::Draining { .. } => SlotState::Awaiting,
@@ -75,36 +78,36 @@ impl Model {
     }
 
     /// Returns true if a slot should have a working worker and has none.
-    fn is_unmanned(&self, slot: u32) -> bool {
+    fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
-            SlotState::Held { current, successor: None } => &self.workers[&current],
+            SlotState::Occupied { current, successor: None } => &self.workers[&current],
             SlotState::Waiting { .. } | SlotState::Stopped { probe_at: Some(_) } => return true,
             // The slot would have to wait. With the spare it does not.
-            SlotState::Vacated(next) => return !matches!(next, super::slots::Next::Never),
+            SlotState::Vacant(next) => return !matches!(next, super::slots::NextStart::Never),
             _ => return false,
         };
         let policy = self.limits.restart.policy;
         if let Some(dead) = current.dead {
             let is_asked = policy == RestartPolicy::Always
-                || dead.is_clean && current.is_spent
+                || dead.is_clean && current.is_at_job_limit
                 || policy == RestartPolicy::OnFailure && !dead.is_clean;
-            return is_asked || current.killed == Some(KillReason::Unwanted);
+            return is_asked || current.killed == Some(KillReason::NotNeeded);
         }
         match (&current.killed, current.phase) {
-            (Some(KillReason::Unwanted), _) => true,
+            (Some(KillReason::NotNeeded), _) => true,
             (Some(_), _) => policy != RestartPolicy::Never,
             (None, Phase::Spawned | Phase::Initializing { .. }) => true,
             (None, Phase::Ready) => false,
-            (None, Phase::Draining { .. }) => current.is_spent || policy == RestartPolicy::Always,
+            (None, Phase::Draining { .. }) => current.is_at_job_limit || policy == RestartPolicy::Always,
         }
     }
 
     /// Checks that no successor is started while a spare is ready or starting, so that there are never more
     /// workers than slots plus spares.
-    pub(super) fn check_no_spare_comes(&self, slot: u32) {
-        let is_coming = |state| matches!(state, SlotState::Held { .. } | SlotState::Awaiting);
-        let comes = self.slots.iter().any(|slot| slot.is_reserve && is_coming(slot.state));
+    pub(super) fn check_no_spare_expected(&self, slot: u32) {
+        let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
+        let comes = self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state));
         assert!(!comes, "slot {slot} gets a successor, and there are spares");
     }
 
@@ -115,8 +118,8 @@ impl Model {
         }
         let spare = self.workers.values().find(|worker| self.can_take_over(worker));
         for slot in 0..self.slots.len() as u32 {
-            let is_unmanned = !self.slots[slot as usize].is_reserve && self.is_unmanned(slot);
-            assert!(spare.is_none() || !is_unmanned, "slot {slot} waits beside a spare");
+            let needs_spare = !self.slots[slot as usize].is_spare_slot && self.needs_spare(slot);
+            assert!(spare.is_none() || !needs_spare, "slot {slot} waits beside a spare");
         }
     }
 }

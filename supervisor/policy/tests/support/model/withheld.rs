@@ -10,7 +10,10 @@ impl Model {
     /// Withholds one place from each tenant whose job may have ended this worker.
     pub(super) fn withhold(&mut self, id: WorkerId, killed: Option<&KillReason>) {
         let worker = &self.workers[&id.place];
-        if !self.is_current(worker) || worker.is_written_off || self.limits.tenants.max_in_flight.is_none() {
+        if !self.is_current(worker)
+            || worker.killed_before_replacement
+            || self.limits.tenants.max_in_flight.is_none()
+        {
             return;
         }
         let (late, in_time): (Vec<JobId>, Vec<JobId>) =
@@ -31,7 +34,7 @@ impl Model {
             1 => "a tenant pays for a worker",
             _ => "tenants pay for a worker",
         });
-        let (slot, until) = (worker.owes as usize, self.now + self.limits.start.ready);
+        let (slot, until) = (worker.charged_slot as usize, self.now + self.limits.start.ready);
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
     }
 
@@ -44,18 +47,18 @@ impl Model {
     fn is_without_worker(&self, slot: usize) -> bool {
         let entry = &self.slots[slot];
         let is_ready = match entry.state {
-            SlotState::Held { current, .. } => {
+            SlotState::Occupied { current, .. } => {
                 let worker = &self.workers[&current];
-                worker.phase == Phase::Ready && worker.lives_on()
+                worker.phase == Phase::Ready && worker.is_alive()
             }
             _ => false,
         };
-        entry.is_live() && !entry.is_reserve && !is_ready && !self.is_stopping()
+        entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
     /// Returns the places of slots that have a ready worker again. A later end of that worker does not
     /// withhold the places again.
-    pub(super) fn give_back_withheld(&mut self) {
+    pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
         withheld.retain(|&(_, slot, _)| self.is_without_worker(slot));

@@ -3,7 +3,7 @@
 
 /// Makes room for one more entry. Doubles the capacity, starting at one. The standard library would start at
 /// four.
-pub(crate) fn reserve_few<T>(table: &mut Vec<T>) {
+pub(crate) fn reserve_one<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));
     }
@@ -14,11 +14,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_entry_has_room_for_one_and_many_grow_by_doubling() {
+    fn capacity_starts_at_one_and_doubles() {
         let mut table = Vec::new();
         let mut grown = Vec::new();
         for number in 0..100 {
-            reserve_few(&mut table);
+            reserve_one(&mut table);
             table.push(number);
             if grown.last() != Some(&table.capacity()) {
                 grown.push(table.capacity());

@@ -11,7 +11,7 @@ const SECONDS_MAX: u64 = 32;
 
 /// Rejections of one priority class.
 #[derive(Clone, Debug)]
-pub(crate) struct Drops {
+pub(crate) struct RetryAfter {
     seconds: u64,
     /// Second in which the value was last doubled.
     raised_at: u64,
@@ -21,13 +21,13 @@ pub(crate) struct Drops {
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
-impl Default for Drops {
+impl Default for RetryAfter {
     fn default() -> Self {
         Self { seconds: 1, raised_at: 0, current: 0, count: 0, history: [(0, 0); SECONDS_MAX as usize] }
     }
 }
 
-impl Drops {
+impl RetryAfter {
     /// Counts a rejected job. Returns the time that its client should wait.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
@@ -60,7 +60,7 @@ mod tests {
 
     /// Table of `TestDroppedRequestsTracker` in Kubernetes: second, number of drops, expected value.
     #[test]
-    fn the_table_of_kubernetes() {
+    fn matches_the_kubernetes_test_table() {
         let table = [
             (0, 5, 1),
             (1, 11, 2),
@@ -74,27 +74,27 @@ mod tests {
             (21, 14, 5),
             (22, 1, 10),
         ];
-        let mut drops = Drops::default();
+        let mut retry_after_values = RetryAfter::default();
         for (second, count, expected) in table {
             let now = Time::ZERO + Duration::from_secs(second);
-            let asked = (0..count).fold(Duration::ZERO, |_, _| drops.record(now));
+            let asked = (0..count).fold(Duration::ZERO, |_, _| retry_after_values.record(now));
             assert_eq!(asked, Duration::from_secs(expected), "second {second}");
         }
     }
 
     #[test]
-    fn it_stops_at_half_a_minute_and_comes_down_again() {
-        let mut drops = Drops::default();
+    fn rises_to_32_seconds_and_falls_again() {
+        let mut retry_after_values = RetryAfter::default();
         let at = |second| Time::ZERO + Duration::from_secs(second);
         for second in 0..200 {
             for _ in 0..100 {
-                drops.record(at(second));
+                retry_after_values.record(at(second));
             }
         }
-        assert_eq!(drops.record(at(200)), Duration::from_secs(32));
+        assert_eq!(retry_after_values.record(at(200)), Duration::from_secs(32));
         for step in 0..40 {
-            drops.record(at(300 + 50 * step));
+            retry_after_values.record(at(300 + 50 * step));
         }
-        assert_eq!(drops.record(at(10_000)), Duration::from_secs(1));
+        assert_eq!(retry_after_values.record(at(10_000)), Duration::from_secs(1));
     }
 }

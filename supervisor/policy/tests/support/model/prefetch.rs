@@ -9,22 +9,22 @@ use super::{Job, Mode, Model, Phase, Worker};
 const JOBS_MAX: usize = 64;
 
 impl Job {
-    pub(super) fn is_ahead(&self) -> bool {
-        self.ahead.is_some()
+    pub(super) fn is_prefetched(&self) -> bool {
+        self.prefetched.is_some()
     }
 }
 
 impl Model {
     /// Returns the number of places in use in the queue.
-    pub(super) fn places_taken(&self) -> usize {
-        self.queue.len() + self.ahead_waiting()
+    pub(super) fn queue_places(&self) -> usize {
+        self.queue.len() + self.prefetched_waiting()
     }
 
-    pub(super) fn ahead_waiting(&self) -> usize {
-        self.jobs.values().filter(|job| job.is_ahead() && !job.is_answered).count()
+    pub(super) fn prefetched_waiting(&self) -> usize {
+        self.jobs.values().filter(|job| job.is_prefetched() && !job.is_answered).count()
     }
 
-    pub(super) fn send_ahead(&mut self, id: WorkerId, job: JobId) {
+    pub(super) fn prefetch(&mut self, id: WorkerId, job: JobId) {
         self.coverage.see("ahead");
         assert!(self.mode == Mode::Open && self.suspects.is_empty() && self.limits.critical_reserve == 0.0);
         assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "nothing may be ahead now");
@@ -33,12 +33,12 @@ impl Model {
         assert!(in_use <= limit, "{in_use} run, of {limit} that may");
         let worker = self.live(id).expect("only what lives is sent something");
         let is_full = worker.jobs.len() >= self.capacity(worker);
-        assert!(worker.has_claims && !worker.is_apart && self.is_available(worker) && is_full);
-        assert!(worker.ahead.len() < JOBS_MAX.min(self.jobs_left(worker)), "too many are ahead");
+        assert!(worker.has_journal && !worker.is_exclusive && self.is_available(worker) && is_full);
+        assert!(worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)), "too many are ahead");
         let tenant = self.jobs[&job].tenant;
         let is_of_same = |other: &JobId| self.jobs[other].tenant == tenant;
         assert!(
-            worker.jobs.iter().chain(&worker.ahead).chain(&self.queue).all(is_of_same),
+            worker.jobs.iter().chain(&worker.prefetched).chain(&self.queue).all(is_of_same),
             "of another tenant"
         );
         let class = self.queue.iter().map(|id| self.jobs[id].priority).max();
@@ -47,9 +47,9 @@ impl Model {
         self.queue.retain(|&waiting| waiting != job);
         let entry = self.jobs.get_mut(&job).expect("a job that waits is known");
         assert!(!entry.is_answered && entry.deadline_at > self.now && entry.before.is_none());
-        assert!(entry.is_repeatable, "{job:?} is prefetched and cannot be taken back");
-        entry.ahead = Some(id.place);
-        self.live_mut(id).expect("it is live").ahead.push(job);
+        assert!(entry.is_resendable, "{job:?} is prefetched and cannot be taken back");
+        entry.prefetched = Some(id.place);
+        self.live_mut(id).expect("it is live").prefetched.push(job);
         self.sent(id, job);
     }
 
@@ -58,20 +58,20 @@ impl Model {
         let worker = self.live_mut(id).expect("only what lives is sent something");
         worker.sent += 1;
         let sent = worker.sent;
-        self.jobs.get_mut(&job).expect("it is known").arrival = sent;
+        self.jobs.get_mut(&job).expect("it is known").send_number = sent;
     }
 
     /// Records an answer of a worker: its oldest prefetched job begins.
-    pub(super) fn begin_ahead(&mut self, id: WorkerId) {
+    pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
-        if worker.ahead.is_empty() {
+        if worker.prefetched.is_empty() {
             return;
         }
-        let job = worker.ahead.remove(0);
+        let job = worker.prefetched.remove(0);
         worker.jobs.push(job);
         let entry = self.jobs.get_mut(&job).expect("it is known");
-        entry.ahead = None;
+        entry.prefetched = None;
         entry.attempts += 1;
         entry.worker = Some(id.place);
         entry.since = now;
@@ -87,127 +87,128 @@ impl Model {
 
     /// Returns the jobs that a worker has not begun, in the order of their recall, newest first.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
-        let begun = self.registry.seen(worker.id);
-        let is_unbegun = |job: &JobId| worker.has_claims && self.jobs[job].arrival > begun;
+        let begun = self.registry.begun_at_recall(worker.id);
+        let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
         let mut jobs: Vec<JobId> =
-            worker.jobs.iter().chain(&worker.ahead).copied().filter(is_unbegun).collect();
-        jobs.sort_by_key(|job| std::cmp::Reverse(self.jobs[job].arrival));
+            worker.jobs.iter().chain(&worker.prefetched).copied().filter(is_unbegun).collect();
+        jobs.sort_by_key(|job| std::cmp::Reverse(self.jobs[job].send_number));
         jobs
     }
 
     /// Returns true if the worker has an unbegun job, other than `other`, whose payload is kept nowhere else.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
-        unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_repeatable)
+        unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
     /// Returns true if a job can end as if it still waited, because its worker has not begun it. The second
     /// value is true if this depends on the order in which several such jobs are handled.
-    pub(super) fn can_be_taken(&self, id: JobId) -> (bool, bool) {
+    pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
-        let worker = job.worker.or(job.ahead).and_then(|place| self.workers.get(&place));
+        let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
         let Some(worker) = worker.filter(|worker| worker.dead.is_none()) else { return (false, false) };
         let is_unbegun = self.unbegun(worker).contains(&id);
         let is_fixed = self.is_fixed(worker, Some(id));
         (is_unbegun && !is_fixed, is_unbegun && is_fixed)
     }
 
-    pub(super) fn took_back(&mut self, id: WorkerId, job: JobId) {
-        let seen = self.registry.seen(id);
+    pub(super) fn recalled(&mut self, id: WorkerId, job: JobId) {
+        let seen = self.registry.begun_at_recall(id);
         // The prefetched jobs of a dead worker were handled before.
         let Some(worker) = self.live(id) else { return };
-        let is_given_back = self.step.returned == Some((id, job));
-        assert!(is_given_back || self.jobs[&job].arrival > seen, "{job:?} has begun, and is taken back");
-        assert!(worker.ahead.contains(&job) || worker.jobs.contains(&job), "{job:?} is not there");
+        let returns_job = self.step.returned == Some((id, job));
+        assert!(returns_job || self.jobs[&job].send_number > seen, "{job:?} has begun, and is taken back");
+        assert!(worker.prefetched.contains(&job) || worker.jobs.contains(&job), "{job:?} is not there");
         let now = self.now;
         let worker = self.live_mut(id).expect("it is live");
         let had_permit = worker.jobs.contains(&job);
-        worker.ahead.retain(|&ahead| ahead != job);
+        worker.prefetched.retain(|&prefetched| prefetched != job);
         worker.jobs.retain(|&held| held != job);
         worker.begun -= u64::from(had_permit);
         worker.is_stalled = worker.stalls;
         if had_permit && !worker.has_dispatch_thread {
-            (worker.heard_at, worker.watched_at, worker.was_looked_at) = (now, None, false);
+            (worker.last_heard_at, worker.observed_since, worker.was_checked) = (now, None, false);
         }
         if let Phase::Draining { idle_since } = &mut worker.phase
             && worker.jobs.is_empty()
-            && worker.ahead.is_empty()
+            && worker.prefetched.is_empty()
         {
             *idle_since = Some(now);
         }
-        self.coverage.see(match (is_given_back, had_permit) {
+        self.coverage.see(match (returns_job, had_permit) {
             (true, _) => "given back",
             (false, true) => "taken back with a permit",
             (false, false) => "taken back ahead",
         });
         let entry = self.jobs.get_mut(&job).expect("it is known");
         entry.attempts -= u32::from(had_permit);
-        entry.patience_until = entry.patience_until.filter(|_| !had_permit);
-        (entry.worker, entry.ahead, entry.is_overdue) = (None, None, false);
-        entry.taken_from = Some(id);
-        self.settle_unbegun(job);
-        if is_given_back && had_permit {
-            self.begin_ahead(id);
+        entry.queue_timeout_at = entry.queue_timeout_at.filter(|_| !had_permit);
+        (entry.worker, entry.prefetched, entry.is_overdue) = (None, None, false);
+        entry.recalled_from = Some(id);
+        self.end_or_requeue(job);
+        if returns_job && had_permit {
+            self.begin_prefetched(id);
         }
     }
 
-    pub(super) fn returned(&mut self, id: WorkerId, job: JobId, arrival: u64) {
-        let taken = self.registry.with(id, |numbers| numbers.taken);
+    pub(super) fn returned(&mut self, id: WorkerId, job: JobId, send_number: u64) {
+        let taken = self.registry.with(id, |record| record.recalled_up_to);
         let Some(worker) = self.live(id) else { return };
         let lives = worker.killed.is_none();
-        if arrival > taken {
+        if send_number > taken {
             self.coverage.see("given back and not taken");
-            self.step.lied = lives.then_some(id);
+            self.step.sent_invalid_reply = lives.then_some(id);
             return;
         }
         let worker = self.live(id).expect("it is live");
-        let has_it = worker.jobs.contains(&job) || worker.ahead.contains(&job);
-        if has_it && self.jobs[&job].arrival == arrival && !self.jobs[&job].is_oversized {
+        let has_it = worker.jobs.contains(&job) || worker.prefetched.contains(&job);
+        if has_it && self.jobs[&job].send_number == send_number && !self.jobs[&job].is_oversized {
             self.step.returned = Some((id, job));
         } else {
             self.coverage.see("given back too late");
         }
     }
 
-    fn settle_unbegun(&mut self, id: JobId) {
+    fn end_or_requeue(&mut self, id: JobId) {
         let job = &self.jobs[&id];
         if job.is_answered {
             self.jobs.remove(&id);
             return;
         }
-        if self.step.either.contains(&id) {
-            self.step.owed.remove(&id);
-        } else if self.step.owed.contains_key(&id) {
+        if self.step.ambiguous.contains(&id) {
+            self.step.required.remove(&id);
+        } else if self.step.required.contains_key(&id) {
             return;
         }
         let verdict = if job.deadline_at <= self.now {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             Verdict::rejected(RejectReason::Draining)
-        } else if !job.is_repeatable || self.live_slots() == 0 {
+        } else if !job.is_resendable || self.live_slots() == 0 {
             Verdict::rejected(RejectReason::Unavailable)
         } else {
-            return self.wait_again(id);
+            return self.requeue(id);
         };
-        let verdict = self.told_waiting(id, verdict);
-        self.step.owed.insert(id, verdict);
+        let verdict = self.overall_verdict_of_waiting(id, verdict);
+        self.step.required.insert(id, verdict);
     }
 
     /// Recalls the prefetched jobs of a dead worker, because it has not begun them.
-    pub(super) fn take_ahead_back(&mut self, place: u32) {
+    pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
-        for job in std::mem::take(&mut worker.ahead).into_iter().rev() {
+        for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
             self.coverage.see("ahead of one that died");
             let entry = self.jobs.get_mut(&job).expect("it is known");
-            (entry.ahead, entry.is_overdue) = (None, false);
-            self.settle_unbegun(job);
+            (entry.prefetched, entry.is_overdue) = (None, false);
+            self.end_or_requeue(job);
         }
     }
 
     /// Returns the prefetched job that is recalled and shed when the queue is full and a job of this class
     /// arrives.
-    pub(super) fn shed_ahead(&self, priority: Priority) -> Option<JobId> {
-        let has_lower = |worker: &&Worker| worker.ahead.iter().any(|id| self.jobs[id].priority < priority);
+    pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
+        let has_lower =
+            |worker: &&Worker| worker.prefetched.iter().any(|id| self.jobs[id].priority < priority);
         let workers = self.workers.values().filter(|worker| worker.dead.is_none()).filter(has_lower);
         let back = workers.filter(|worker| !self.is_fixed(worker, None)).flat_map(|w| self.unbegun(w));
         let may_leave = |id: &JobId| !self.jobs[id].is_answered && self.jobs[id].priority < priority;
@@ -216,14 +217,14 @@ impl Model {
     }
 
     /// Checks that prefetched jobs are recalled as soon as prefetching is not allowed.
-    pub(super) fn check_ahead(&self, breaker: BreakerState, is_tick: bool) {
+    pub(super) fn check_prefetched(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
-        for worker in self.workers.values().filter(|worker| worker.lives_on()) {
+        for worker in self.workers.values().filter(|worker| worker.is_alive()) {
             let begun = self.registry.begun(worker.id);
-            let unbegun = worker.ahead.iter().find(|id| self.jobs[*id].arrival > begun);
+            let unbegun = worker.prefetched.iter().find(|id| self.jobs[*id].send_number > begun);
             if let Some(first) = unbegun.filter(|_| !self.is_fixed(worker, None)) {
                 assert!(
-                    self.is_available(worker) && !worker.is_apart,
+                    self.is_available(worker) && !worker.is_exclusive,
                     "{first:?} is ahead of {:?}",
                     worker.id
                 );
@@ -233,41 +234,41 @@ impl Model {
         }
         for worker in self.workers.values() {
             let is_alone = worker.jobs.is_empty();
-            assert!(worker.ahead.is_empty() || !is_alone, "{:?} has nothing to wait for", worker.id);
+            assert!(worker.prefetched.is_empty() || !is_alone, "{:?} has nothing to wait for", worker.id);
         }
     }
 
     /// Handles an answer for a prefetched or recalled job, which is a protocol violation.
-    pub(super) fn answers_without_right(&mut self, id: WorkerId, job: JobId) {
+    pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
-        let is_too_soon = worker.ahead.contains(&job);
+        let is_too_soon = worker.prefetched.contains(&job);
         let lives = worker.killed.is_none();
-        let was_taken = self.jobs.get(&job).is_some_and(|entry| entry.taken_from == Some(id));
+        let was_taken = self.jobs.get(&job).is_some_and(|entry| entry.recalled_from == Some(id));
         if !is_too_soon && !was_taken {
             return;
         }
         self.coverage.see(if is_too_soon { "answered too soon" } else { "answered and taken back" });
-        self.step.lied = lives.then_some(id);
+        self.step.sent_invalid_reply = lives.then_some(id);
         // The job has run, and must not run again unless it already does.
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {
-            self.live_mut(id).expect("it is live").ahead.retain(|&ahead| ahead != job);
+            self.live_mut(id).expect("it is live").prefetched.retain(|&prefetched| prefetched != job);
         } else if !self.queue.contains(&job) && !self.suspects.contains(&job) {
             return;
         }
-        let crash = self.told_waiting(job, crash);
+        let crash = self.overall_verdict_of_waiting(job, crash);
         let entry = self.jobs.get_mut(&job).expect("it is known");
-        entry.ahead = None;
+        entry.prefetched = None;
         entry.attempts += 1;
         if entry.is_answered {
             self.jobs.remove(&job);
         } else {
-            self.step.owed.insert(job, crash);
+            self.step.required.insert(job, crash);
         }
     }
 
-    pub(super) fn may_kill_liar(&self, worker: &Worker, reason: &KillReason) -> bool {
-        matches!(reason, KillReason::Protocol(_)) && self.step.lied == Some(worker.id)
+    pub(super) fn is_protocol_kill_allowed(&self, worker: &Worker, reason: &KillReason) -> bool {
+        matches!(reason, KillReason::Protocol(_)) && self.step.sent_invalid_reply == Some(worker.id)
     }
 }

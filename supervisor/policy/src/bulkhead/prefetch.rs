@@ -7,7 +7,7 @@
 //! when a worker dies have not begun.
 //!
 //! A job that has not begun, prefetched or with a permit, is recalled without asking the worker
-//! ([`Claims`](crate::Claims)). This happens at once to end the job, and after `lookahead` if another worker
+//! ([`JobJournal`](crate::JobJournal)). This happens at once to end the job, and after `lookahead` if another worker
 //! can begin the job now.
 
 use std::time::Duration;
@@ -16,11 +16,11 @@ use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
 use super::{Bulkhead, Mode};
 use crate::breaker::BreakerState;
-use crate::jobs::Place;
+use crate::jobs::JobState;
 use crate::limits::Overflow;
 use crate::messages::{Action, KillReason, WorkerId, rejection};
 use crate::time::Time;
-use crate::workers::{Apart, Phase, Silence, Worker};
+use crate::workers::{Exclusivity, Phase, SilenceCheck, Worker};
 
 /// Maximum number of prefetched jobs per worker.
 const JOBS_MAX: usize = 64;
@@ -29,59 +29,60 @@ const JOBS_MAX: usize = 64;
 const BYTES_MAX: u32 = 64 * 1024;
 
 /// Number of recalls after which a job is no longer prefetched.
-const RETURNS_MAX: u8 = 3;
+const RECALLS_MAX: u8 = 3;
 
 /// A job is only prefetched if its deadline and queue timeout are more than this multiple of `lookahead`
 /// away.
-const TIME_LEFT: u32 = 2;
+const TIME_LEFT_FACTOR: u32 = 2;
 
 /// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine a worker may get its processor
 /// this late.
-const PATIENCE: Duration = Duration::from_millis(2);
+const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
 /// Maximum number of doublings of the time between two checks, and of the time to begin a recalled job.
 const DOUBLINGS_MAX: u8 = 10;
 
 /// The job that causes a recall: its index, and the verdict if the job ends.
-pub(super) type Ending = (u32, Option<Verdict>);
+pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
     /// Prefetches jobs to workers that use all their permits. All waiting jobs, and all jobs of the worker,
     /// must belong to the same tenant, so that no other tenant's turn is delayed.
-    pub(super) fn look_ahead(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if self.room.least().is_none() || self.queue.len() == 0 || !self.may_look_ahead() {
+    pub(super) fn prefetch(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.prefetch_candidates.least_loaded().is_none() || self.queue.len() == 0 || !self.may_prefetch()
+        {
             return;
         }
-        let soon = now + self.limits.lookahead * TIME_LEFT;
-        while let Some(place) = self.room.least()
+        let soon = now + self.limits.lookahead * TIME_LEFT_FACTOR;
+        while let Some(place) = self.prefetch_candidates.least_loaded()
             && let Some(index) = self.queue.peek(Priority::BestEffort)
         {
             let job = self.jobs.get(index);
-            let due = job.patience_until.map_or(job.deadline_at, |at| at.min(job.deadline_at));
+            let due = job.queue_timeout_at.map_or(job.deadline_at, |at| at.min(job.deadline_at));
             let (tenant, bytes, deadline_at) = (job.tenant, job.bytes, job.deadline_at);
             // Without a copy of the payload a job cannot be taken back.
-            let can_return = job.returned < RETURNS_MAX && job.is_repeatable;
-            let is_fit = due > soon && can_return && job.before.is_none();
+            let can_return = job.recalls < RECALLS_MAX && job.is_resendable;
+            let is_fit = due > soon && can_return && job.earlier_attempts.is_none();
             let is_kept_out = self.is_quarantined(now, self.jobs.digest(index));
             let lookahead = self.limits.lookahead;
             let Some(worker) = self.workers[place as usize].as_mut() else { return };
-            if worker.turned_at + lookahead <= now {
-                self.note_lag(place);
+            if worker.last_progress_at + lookahead <= now {
+                self.mark_late(place);
                 continue;
             }
-            let fits = worker.ahead_bytes.saturating_add(bytes) <= BYTES_MAX;
+            let fits = worker.prefetched_bytes.saturating_add(bytes) <= BYTES_MAX;
             let is_alone = self.queue.len_of_tenant(tenant.0) == self.queue.len();
             if !is_fit || is_kept_out || !fits || !is_alone || worker.tenant != Some(tenant) {
                 return;
             }
-            worker.ahead.push_back(index);
-            worker.ahead_bytes += bytes;
+            worker.prefetched.push_back(index);
+            worker.prefetched_bytes += bytes;
             self.queue.pop(Priority::BestEffort);
-            self.jobs.get(index).place = Place::Ahead { worker: place };
-            self.tenants.get(tenant).ahead += 1;
-            self.ahead += 1;
+            self.jobs.get(index).state = JobState::Prefetched { worker: place };
+            self.tenants.get(tenant).prefetched += 1;
+            self.prefetched += 1;
             self.send(now, index, place, (deadline_at.since(now), true), out);
-            self.mind_room(place);
+            self.update_prefetch_level(place);
         }
     }
 
@@ -91,34 +92,34 @@ impl<T> Bulkhead<T> {
         now: Time,
         index: u32,
         place: u32,
-        (remaining, is_ahead): (Duration, bool),
+        (remaining, is_prefetched): (Duration, bool),
         out: &mut Vec<Action<T>>,
     ) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         worker.sent += 1;
         let job = self.jobs.get(index);
-        job.arrival = worker.sent;
-        out.push(Action::Dispatch { worker: worker.id, job: self.jobs.id(index), remaining, is_ahead });
+        job.send_number = worker.sent;
+        out.push(Action::Dispatch { worker: worker.id, job: self.jobs.id(index), remaining, is_prefetched });
         // With one worker, a recalled job could not run elsewhere.
         if self.live_slots > 1 {
-            self.expect_begin(now, place);
+            self.schedule_begin_check(now, place);
         }
     }
 
     /// Schedules a check for jobs that a worker should have begun.
-    pub(super) fn expect_begin(&mut self, now: Time, place: u32) {
-        let at = now + patience(self.limits.lookahead, 0);
+    pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
+        let at = now + time_to_begin(self.limits.lookahead, 0);
         if let Some(worker) = self.workers[place as usize].as_mut()
-            && worker.claims.is_some()
-            && worker.check_at.is_none()
+            && worker.journal.is_some()
+            && worker.next_begin_check.is_none()
             && worker.may_have_unbegun()
         {
-            worker.check_at = Some(at);
+            worker.next_begin_check = Some(at);
             self.worker_timers.set_at_latest(place, at);
         }
     }
 
-    fn may_look_ahead(&self) -> bool {
+    fn may_prefetch(&self) -> bool {
         // Reserved permits are not for all classes, and a breaker that is not closed must count each job.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
@@ -132,18 +133,18 @@ impl<T> Bulkhead<T> {
     }
 
     /// Updates the table of workers with free prefetch slots.
-    pub(super) fn mind_room(&mut self, place: u32) {
-        let most = self.worth_ahead();
+    pub(super) fn update_prefetch_level(&mut self, place: u32) {
+        let most = self.prefetch_depth();
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        let level = worker.ahead.len();
+        let level = worker.prefetched.len();
         let left = worker.jobs_left(&self.limits);
-        let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.lag == 0;
-        let room = (worker.takes_ahead() && has_room).then_some(level as u32);
-        self.room.list(place, &mut worker.room, room);
+        let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.late_checks == 0;
+        let room = (worker.can_prefetch() && has_room).then_some(level as u32);
+        self.prefetch_candidates.set_level(place, &mut worker.prefetch_level, room);
     }
 
     /// Returns the number of jobs that take about `lookahead` together, by recent run times.
-    fn worth_ahead(&self) -> usize {
+    fn prefetch_depth(&self) -> usize {
         let worth = u64::try_from(self.limits.lookahead.as_nanos()).unwrap_or(u64::MAX);
         usize::try_from(worth / self.service_ns.max(1)).unwrap_or(JOBS_MAX).min(JOBS_MAX)
     }
@@ -153,33 +154,33 @@ impl<T> Bulkhead<T> {
     /// Checks, if due, for jobs that a worker is late to begin.
     pub(super) fn check_begun(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if worker.check_at.is_none_or(|at| at > now) {
+        if worker.next_begin_check.is_none_or(|at| at > now) {
             return;
         }
-        worker.check_at = None;
-        let Some(begun) = self.begun(place, None, out) else { return };
+        worker.next_begin_check = None;
+        let Some(begun) = self.read_begun(place, None, out) else { return };
         let lookahead = self.limits.lookahead;
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
-        let ahead = worker.ahead.back().filter(|&&last| self.jobs.get(last).arrival > begun);
-        let ahead_due = ahead.map(|_| worker.turned_at + lookahead);
+        let prefetched = worker.prefetched.back().filter(|&&last| self.jobs.get(last).send_number > begun);
+        let ahead_due = prefetched.map(|_| worker.last_progress_at + lookahead);
         let mut held_due = None;
         for &index in &worker.jobs {
             let job = self.jobs.get(index);
-            if let Place::InFlight { since, .. } = job.place
-                && job.arrival > begun
+            if let JobState::InFlight { since, .. } = job.state
+                && job.send_number > begun
             {
-                held_due = super::earlier(held_due, Some(since + patience(lookahead, job.returned)));
+                held_due = super::earlier(held_due, Some(since + time_to_begin(lookahead, job.recalls)));
             }
         }
         let is_stuck = held_due.is_some_and(|at| at <= now);
-        let is_stalled = is_stuck || worker.is_stalled && begun <= worker.taken;
+        let is_stalled = is_stuck || worker.is_stalled && begun <= worker.recalled_up_to;
         let is_late = is_stuck || ahead_due.is_some_and(|at| at <= now);
         if is_late {
-            self.note_lag(place);
+            self.mark_late(place);
         }
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.check_at = match super::earlier(held_due, ahead_due) {
-            Some(_) if is_late => Some(now + patience(lookahead, worker.lag)),
+        worker.next_begin_check = match super::earlier(held_due, ahead_due) {
+            Some(_) if is_late => Some(now + time_to_begin(lookahead, worker.late_checks)),
             due => due,
         };
         if std::mem::replace(&mut worker.is_stalled, is_stalled) != is_stalled {
@@ -188,32 +189,34 @@ impl<T> Bulkhead<T> {
     }
 
     /// Records that a worker is late to begin jobs, so that other workers can take its jobs over.
-    fn note_lag(&mut self, place: u32) {
+    fn mark_late(&mut self, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.lag = (worker.lag + 1).min(DOUBLINGS_MAX);
-        if !self.lagging.contains(&place) {
-            self.lagging.push(place);
+        worker.late_checks = (worker.late_checks + 1).min(DOUBLINGS_MAX);
+        if !self.late_workers.contains(&place) {
+            self.late_workers.push(place);
         }
-        self.mind_room(place);
+        self.update_prefetch_level(place);
     }
 
     /// Recalls the unbegun jobs of one late worker if another worker has a free permit. Returns true if a job
     /// was recalled.
-    pub(super) fn take_from_lagging(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
+    pub(super) fn recall_from_late_workers(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
         // A job must not be recalled in the step that sends it, because the worker has not received it yet.
         let is_due = |place: &u32| {
             let worker = self.workers[*place as usize].as_ref();
-            *place != next && worker.is_none_or(|worker| worker.turned_at < now)
+            *place != next && worker.is_none_or(|worker| worker.last_progress_at < now)
         };
-        let due: Vec<u32> = self.lagging.iter().copied().filter(is_due).collect();
+        let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
-            self.lagging.retain(|lagging| *lagging != place);
+            self.late_workers.retain(|late_workers| *late_workers != place);
             // A job that must run alone needs an idle worker.
             let is_idle = self.idle_worker().is_some();
-            let lags = |worker: &Worker| worker.lag > 0 && (worker.apart != Apart::Taken || is_idle);
-            if self.workers[place as usize].as_ref().is_some_and(lags)
-                && self.take_back(now, place, None, out)
+            let is_late = |worker: &Worker| {
+                worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
+            };
+            if self.workers[place as usize].as_ref().is_some_and(is_late)
+                && self.recall(now, place, None, out)
             {
                 return true;
             }
@@ -222,7 +225,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Records a sign of life from a worker. The worker may then get new jobs again.
-    pub(super) fn no_longer_stalled(&mut self, place: u32) {
+    pub(super) fn clear_stall(&mut self, place: u32) {
         if let Some(worker) = self.workers[place as usize].as_mut()
             && std::mem::replace(&mut worker.is_stalled, false)
         {
@@ -232,103 +235,103 @@ impl<T> Bulkhead<T> {
 
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. With `taken_to`, first recalls the jobs up
+    /// Reads the number of the last job that a worker has begun. With `recall_up_to`, first recalls the jobs up
     /// to this number, which the worker can then no longer begin. Returns `None` if the worker has no record.
     /// If the record is implausible, kills the worker and returns `None`.
-    fn begun(&mut self, place: u32, taken_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
+    fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
         let worker = self.workers[place as usize].as_mut()?;
-        let claims = worker.claims.as_ref()?;
-        let begun = taken_to.map_or_else(|| claims.begun(), |up_to| claims.take_back(up_to));
-        if (worker.begun_last..=worker.sent).contains(&begun) {
-            worker.begun_last = begun;
+        let journal = worker.journal.as_ref()?;
+        let begun = recall_up_to.map_or_else(|| journal.begun(), |up_to| journal.recall(up_to));
+        if (worker.last_begun..=worker.sent).contains(&begun) {
+            worker.last_begun = begun;
             return Some(begun);
         }
         let message = format!(
             "the journal counts {begun} jobs begun, but {} were sent and {} had begun before",
-            worker.sent, worker.begun_last
+            worker.sent, worker.last_begun
         );
-        worker.claims = None;
+        worker.journal = None;
         self.kill(place, KillReason::Protocol(message), out);
         None
     }
 
     /// Recalls all jobs that a worker has not begun. Jobs that do not end wait again, at the front of their
     /// classes. Returns true if at least one job was recalled.
-    pub(super) fn take_back(
+    pub(super) fn recall(
         &mut self,
         now: Time,
         place: u32,
-        ending: Option<Ending>,
+        ending: Option<RecallTarget>,
         out: &mut Vec<Action<T>>,
     ) -> bool {
         let Some(worker) = self.workers[place as usize].as_ref().filter(|worker| !worker.is_dead()) else {
             return false;
         };
-        if !worker.may_have_unbegun() && self.to_send_again.is_empty() {
+        if !worker.may_have_unbegun() && self.to_resend.is_empty() {
             return false;
         }
-        let Some(begun) = self.begun(place, None, out) else { return false };
+        let Some(begun) = self.read_begun(place, None, out) else { return false };
         let (id, sent, held) = match self.workers[place as usize].as_ref() {
             Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
             _ => return false,
         };
         // The supervisor keeps no copy of this job's payload, so no other worker can run the job.
-        let is_fixed = |job: &crate::jobs::Job<T>| job.arrival > begun && !job.is_repeatable;
+        let is_fixed = |job: &crate::jobs::Job<T>| job.send_number > begun && !job.is_resendable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
-        let Some(begun) = self.begun(place, Some(sent), out) else { return false };
+        let Some(begun) = self.read_begun(place, Some(sent), out) else { return false };
         if let Some(worker) = self.workers[place as usize].as_mut() {
             // All jobs sent so far are settled. The next check is for later jobs.
-            (worker.taken, worker.check_at) = (sent, None);
+            (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
         }
         let (mut ending, mut is_any) = (ending, false);
         let is_ready =
             self.workers[place as usize].as_ref().is_some_and(|worker| worker.phase == Phase::Ready);
         let is_let_in = is_ready && self.mode != Mode::Open;
         while let Some(worker) = self.workers[place as usize].as_ref()
-            && let Some(&index) = worker.ahead.back()
-            && self.jobs.get(index).arrival > begun
+            && let Some(&index) = worker.prefetched.back()
+            && self.jobs.get(index).send_number > begun
         {
-            self.take_out(index, place);
-            self.settle_unbegun(now, (index, id), &mut ending, out);
+            self.remove_prefetched(index, place);
+            self.end_or_requeue(now, (index, id), &mut ending, out);
             is_any = true;
         }
-        let mut held: Vec<_> = held.iter().map(|&index| (self.jobs.get(index).arrival, index)).collect();
+        let mut held: Vec<_> = held.iter().map(|&index| (self.jobs.get(index).send_number, index)).collect();
         held.sort_unstable();
-        for (_, index) in held.into_iter().rev().take_while(|(arrival, _)| *arrival > begun) {
-            let is_wanted = self.jobs.get(index).cargo.is_some();
+        for (_, index) in held.into_iter().rev().take_while(|(send_number, _)| *send_number > begun) {
+            let is_wanted = self.jobs.get(index).record.is_some();
             if is_let_in && is_wanted && end_of != Some(index) {
                 // A job with a permit may finish although the bulkhead drains.
-                self.to_send_again.push(index);
+                self.to_resend.push(index);
                 continue;
             }
             let is_late = self.is_late_to_begin(now, index);
             self.withdraw_unbegun(now, index, place);
-            self.settle_unbegun(now, (index, id), &mut ending, out);
+            self.end_or_requeue(now, (index, id), &mut ending, out);
             if let Some(worker) = self.workers[place as usize].as_mut() {
                 worker.is_stalled |= is_late;
             }
             is_any = true;
         }
-        self.review(now, place);
-        self.after_job(now, place);
+        self.update_kill_time(now, place);
+        self.limit_exit_time(now, place);
         is_any
     }
 
     /// Returns true if the worker of an unbegun job should get no new jobs before its next sign of life. A
     /// job that is cancelled right after the dispatch says nothing about the worker.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
-        let due_after = patience(self.limits.lookahead, 0);
+        let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
-        let Place::InFlight { since, .. } = job.place else { return false };
+        let JobState::InFlight { since, .. } = job.state else { return false };
         job.answer_by(since) <= now || self.live_slots > 1 && since + due_after <= now
     }
 
     /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again
     /// without a verdict. Returns true if the worker no longer has the job.
-    pub(super) fn take_back_one(
+    pub(super) fn recall_job(
         &mut self,
         now: Time,
         index: u32,
@@ -336,72 +339,74 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) -> bool {
         let job = self.jobs.get(index);
-        let (Place::Ahead { worker } | Place::InFlight { worker, .. }) = job.place else { return false };
-        let arrival = job.arrival;
-        let begun_last = self.workers[worker as usize].as_ref().map_or(u64::MAX, |worker| worker.begun_last);
-        if arrival <= begun_last {
+        let (JobState::Prefetched { worker } | JobState::InFlight { worker, .. }) = job.state else {
+            return false;
+        };
+        let send_number = job.send_number;
+        let last_begun = self.workers[worker as usize].as_ref().map_or(u64::MAX, |worker| worker.last_begun);
+        if send_number <= last_begun {
             return false;
         }
         let id = self.jobs.id(index);
-        self.take_back(now, worker, Some((index, verdict)), out);
+        self.recall(now, worker, Some((index, verdict)), out);
         // The job may have ended, and the index may already belong to another job.
         self.jobs.find(id).is_none_or(|index| {
             let job = self.jobs.get(index);
-            !matches!(job.place, Place::Ahead { .. } | Place::InFlight { .. })
+            !matches!(job.state, JobState::Prefetched { .. } | JobState::InFlight { .. })
         })
     }
 
-    pub(super) fn take_back_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn recall_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
-            self.take_back_ahead(now, place, out);
+            self.recall_prefetched(now, place, out);
         }
     }
 
-    fn take_back_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        if self.workers[place as usize].as_ref().is_some_and(|worker| !worker.ahead.is_empty()) {
-            self.take_back(now, place, None, out);
+    fn recall_prefetched(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        if self.workers[place as usize].as_ref().is_some_and(|worker| !worker.prefetched.is_empty()) {
+            self.recall(now, place, None, out);
         }
     }
 
     /// Recalls prefetched jobs from workers that take no more jobs, and from all workers if prefetching is no
     /// longer allowed.
-    pub(super) fn take_back_noted(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while let Some(place) = self.to_take_back.pop() {
-            let takes = |worker: &Worker| worker.is_available() && worker.apart == Apart::No;
+    pub(super) fn recall_pending(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(place) = self.to_recall.pop() {
+            let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
             if !self.workers[place as usize].as_ref().is_some_and(takes) {
-                self.take_back_ahead(now, place, out);
+                self.recall_prefetched(now, place, out);
             }
         }
-        let takes_all_back = std::mem::take(&mut self.takes_all_back);
-        if self.ahead > 0 && (takes_all_back || !self.may_look_ahead()) {
-            self.take_back_all(now, out);
+        let must_recall_all = std::mem::take(&mut self.must_recall_all);
+        if self.prefetched > 0 && (must_recall_all || !self.may_prefetch()) {
+            self.recall_all(now, out);
         }
     }
 
     /// Recalls prefetched jobs from workers with jobs of lower classes, because a waiting job of `class` has
     /// priority.
-    pub(super) fn take_back_lower(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
-        if self.ahead == 0 || class == Priority::BestEffort {
+    pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
+        if self.prefetched == 0 || class == Priority::BestEffort {
             return;
         }
         for place in 0..self.workers.len() as u32 {
-            let ahead = self.workers[place as usize].as_ref().map(|worker| worker.ahead.iter());
-            let ahead: Vec<u32> = ahead.into_iter().flatten().copied().collect();
-            if ahead.into_iter().any(|index| self.jobs.get(index).priority < class) {
-                self.take_back(now, place, None, out);
+            let prefetched = self.workers[place as usize].as_ref().map(|worker| worker.prefetched.iter());
+            let prefetched: Vec<u32> = prefetched.into_iter().flatten().copied().collect();
+            if prefetched.into_iter().any(|index| self.jobs.get(index).priority < class) {
+                self.recall(now, place, None, out);
             }
         }
     }
 
     /// Answers the client of a prefetched job that turned out to have begun.
-    pub(super) fn abandon_ahead(
+    pub(super) fn abandon_prefetched(
         &mut self,
         now: Time,
         index: u32,
         verdict: Verdict,
         out: &mut Vec<Action<T>>,
     ) {
-        self.answer(now, index, verdict, out);
+        self.send_outcome(now, index, verdict, out);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
@@ -410,76 +415,78 @@ impl<T> Bulkhead<T> {
     /// begins.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
-        self.ahead -= 1;
-        self.tenants.get(tenant).ahead -= 1;
+        self.prefetched -= 1;
+        self.tenants.get(tenant).prefetched -= 1;
     }
 
     // Jobs that begin or come back.
 
     /// Handles an answer of a worker: the worker's oldest prefetched job begins and gets the permit.
-    pub(super) fn begin_ahead(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+    pub(super) fn begin_prefetched(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.turned_at = now;
-        if std::mem::take(&mut worker.lag) > 0 {
-            worker.check_at = None;
-            self.expect_begin(now, place);
+        worker.last_progress_at = now;
+        if std::mem::take(&mut worker.late_checks) > 0 {
+            worker.next_begin_check = None;
+            self.schedule_begin_check(now, place);
         }
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        let Some(index) = worker.ahead.pop_front() else { return };
+        let Some(index) = worker.prefetched.pop_front() else { return };
         let job = self.jobs.get(index);
-        let is_wanted = job.cargo.is_some();
-        worker.ahead_bytes -= job.bytes;
+        let is_wanted = job.record.is_some();
+        worker.prefetched_bytes -= job.bytes;
         if is_wanted {
             self.uncount_waiting(index);
         }
-        let claim = match is_wanted && !self.breaker.is_absent() {
+        let claim = match is_wanted && !self.breaker.is_disabled() {
             true => self.breaker.claim(now, self.ready > 0),
             false => None,
         };
         if let Some((claim, transition)) = claim {
             self.jobs.get(index).claim = Some(claim);
-            self.note_transition(transition, out);
+            self.report_transition(transition, out);
         }
-        self.hand_over(now, index, place);
+        self.assign(now, index, place);
         if !is_wanted && let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.wanted -= 1;
+            worker.awaited_jobs -= 1;
             out.push(Action::Cancel { worker: worker.id, job: self.jobs.id(index) });
         }
         if self.limits.recycle.jobs.is_some() {
-            self.mind_jobs_left(now, place, out);
+            self.check_job_limit(now, place, out);
         }
     }
 
     /// Handles the return of a job that was recalled just when the worker was about to begin it. Only the
     /// worker knows which happened first. After the return, the job can be dispatched again.
-    pub(super) fn returned(
+    pub(super) fn job_returned(
         &mut self,
         now: Time,
         id: WorkerId,
-        (job, arrival): (JobId, u64),
+        (job, send_number): (JobId, u64),
         out: &mut Vec<Action<T>>,
     ) {
-        self.heard(now, id);
+        self.record_sign_of_life(now, id);
         let Some(worker) = self.worker(id) else { return };
-        if arrival > worker.taken {
+        if send_number > worker.recalled_up_to {
             let message = format!("the worker returned the job {job}, which was not recalled");
             return self.kill(id.place, KillReason::Protocol(message), out);
         }
-        let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).arrival == arrival) else {
+        let Some(index) =
+            self.jobs.find(job).filter(|&index| self.jobs.get(index).send_number == send_number)
+        else {
             return;
         };
-        match self.jobs.get(index).place {
-            Place::Ahead { worker } if worker == id.place => {
-                self.take_out(index, id.place);
-                self.mind_room(id.place);
-                self.settle_unbegun(now, (index, id), &mut None, out);
+        match self.jobs.get(index).state {
+            JobState::Prefetched { worker } if worker == id.place => {
+                self.remove_prefetched(index, id.place);
+                self.update_prefetch_level(id.place);
+                self.end_or_requeue(now, (index, id), &mut None, out);
             }
-            Place::InFlight { worker, is_oversized: false, .. } if worker == id.place => {
+            JobState::InFlight { worker, is_oversized: false, .. } if worker == id.place => {
                 self.withdraw_unbegun(now, index, id.place);
-                self.settle_unbegun(now, (index, id), &mut None, out);
-                self.begin_ahead(now, id.place, out);
-                self.review(now, id.place);
-                self.after_job(now, id.place);
+                self.end_or_requeue(now, (index, id), &mut None, out);
+                self.begin_prefetched(now, id.place, out);
+                self.update_kill_time(now, id.place);
+                self.limit_exit_time(now, id.place);
             }
             _ => {}
         }
@@ -491,31 +498,31 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         job.attempts -= 1;
         // The job had its turn, so the queue timeout no longer applies.
-        job.patience_until = None;
-        let is_wanted = job.cargo.is_some();
+        job.queue_timeout_at = None;
+        let is_wanted = job.record.is_some();
         if let Some(claim) = job.claim.take() {
-            self.breaker.give_back(claim);
+            self.breaker.return_claim(claim);
         }
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.wanted -= u32::from(is_wanted);
-            worker.begun -= 1;
+            worker.awaited_jobs -= u32::from(is_wanted);
+            worker.jobs_given -= 1;
             // A worker without a dispatch thread need not send heartbeats while running jobs, so silence
             // counts from now.
             if !worker.has_dispatch_thread {
-                (worker.last_heard, worker.silence) = (now, Silence::None);
+                (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
         }
         self.refresh(place);
     }
 
     /// Takes a prefetched job away from its worker.
-    fn take_out(&mut self, index: u32, place: u32) {
+    fn remove_prefetched(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
-        let (bytes, is_wanted) = (job.bytes, job.cargo.is_some());
+        let (bytes, is_wanted) = (job.bytes, job.record.is_some());
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if let Some(at) = worker.ahead.iter().rposition(|&ahead| ahead == index) {
-            worker.ahead.remove(at);
-            worker.ahead_bytes -= bytes;
+        if let Some(at) = worker.prefetched.iter().rposition(|&prefetched| prefetched == index) {
+            worker.prefetched.remove(at);
+            worker.prefetched_bytes -= bytes;
         }
         // A prefetch slot is free again.
         self.refresh(place);
@@ -526,21 +533,21 @@ impl<T> Bulkhead<T> {
 
     /// Ends or requeues a job that came back from its worker without having begun. The run limit starts again
     /// with the next dispatch.
-    fn settle_unbegun(
+    fn end_or_requeue(
         &mut self,
         now: Time,
         (index, worker): (u32, WorkerId),
-        ending: &mut Option<Ending>,
+        ending: &mut Option<RecallTarget>,
         out: &mut Vec<Action<T>>,
     ) {
-        out.push(Action::TookBack { worker, job: self.jobs.id(index) });
+        out.push(Action::Recalled { worker, job: self.jobs.id(index) });
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
-        job.place = Place::Entered;
-        job.returned = job.returned.saturating_add(1);
-        job.taken_from = Some(worker);
+        job.state = JobState::Unplaced;
+        job.recalls = job.recalls.saturating_add(1);
+        job.recalled_from = Some(worker);
         let end = ending.take_if(|(ending, _)| *ending == index).and_then(|(_, verdict)| verdict);
-        let verdict = if job.cargo.is_none() {
+        let verdict = if job.record.is_none() {
             return self.forget(index);
         } else if let Some(verdict) = end {
             verdict
@@ -548,29 +555,29 @@ impl<T> Bulkhead<T> {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             rejection(RejectReason::Draining)
-        } else if !job.is_repeatable {
+        } else if !job.is_resendable {
             let message =
                 "the worker returned the job, and the supervisor kept no copy of the payload: send the job \
                  again"
                     .to_owned();
             Verdict::Rejected { reason: RejectReason::Unavailable, message }
         } else if self.live_slots == 0 {
-            Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker() }
+            Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker_message() }
         } else {
-            return self.wait_again(index);
+            return self.requeue(index);
         };
-        self.answer(now, index, verdict, out);
+        self.send_outcome(now, index, verdict, out);
         self.forget(index);
     }
 
     /// Sends jobs with a permit back to the worker from which they were recalled together with other jobs.
-    pub(super) fn send_again(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let mut again = std::mem::take(&mut self.to_send_again);
+    pub(super) fn resend(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
         again.dedup();
         for index in again {
-            if let Some(Place::InFlight { worker, since, .. }) = self.jobs.place(index)
-                && self.jobs.get(index).cargo.is_some()
+            if let Some(JobState::InFlight { worker, since, .. }) = self.jobs.state(index)
+                && self.jobs.get(index).record.is_some()
             {
                 let remaining = self.jobs.get(index).answer_by(since).since(now);
                 self.send(now, index, worker, (remaining, false), out);
@@ -579,18 +586,18 @@ impl<T> Bulkhead<T> {
     }
 
     /// Requeues or ends the prefetched jobs of a dead worker, because these jobs have not begun.
-    pub(super) fn take_ahead_back(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+    pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         while let Some(worker) = self.workers[id.place as usize].as_ref()
-            && let Some(&index) = worker.ahead.back()
+            && let Some(&index) = worker.prefetched.back()
         {
-            self.take_out(index, id.place);
-            self.settle_unbegun(now, (index, id), &mut None, out);
+            self.remove_prefetched(index, id.place);
+            self.end_or_requeue(now, (index, id), &mut None, out);
         }
     }
 
     /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
     /// therefore ends as `crashed`, unless another worker already has the job.
-    pub(super) fn answered_without_right(
+    pub(super) fn kill_for_invalid_reply(
         &mut self,
         now: Time,
         worker: WorkerId,
@@ -601,17 +608,17 @@ impl<T> Bulkhead<T> {
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };
-        let place = self.jobs.find(job).map(|index| (index, self.jobs.get(index).place));
+        let place = self.jobs.find(job).map(|index| (index, self.jobs.get(index).state));
         match place {
-            Some((index, Place::Ahead { worker: at })) if at == worker.place => {
-                self.take_out(index, worker.place);
+            Some((index, JobState::Prefetched { worker: at })) if at == worker.place => {
+                self.remove_prefetched(index, worker.place);
                 self.job_timers.clear(index);
                 let entry = self.jobs.get(index);
-                (entry.place, entry.attempts) = (Place::Entered, entry.attempts + 1);
-                self.answer(now, index, crash, out);
+                (entry.state, entry.attempts) = (JobState::Unplaced, entry.attempts + 1);
+                self.send_outcome(now, index, crash, out);
                 self.forget(index);
             }
-            Some((index, Place::Queued | Place::Apart)) => {
+            Some((index, JobState::Queued | JobState::WaitingSuspect)) => {
                 self.jobs.get(index).attempts += 1;
                 self.leave_queue(now, index, crash, out);
             }
@@ -621,30 +628,30 @@ impl<T> Bulkhead<T> {
     }
 
     /// Returns true if this worker was the last from which the job was recalled.
-    pub(super) fn was_taken_from(&mut self, worker: WorkerId, job: JobId) -> bool {
+    pub(super) fn was_recalled_from(&mut self, worker: WorkerId, job: JobId) -> bool {
         let found = self.jobs.find(job).filter(|_| self.worker(worker).is_some());
-        found.is_some_and(|index| self.jobs.get(index).taken_from == Some(worker))
+        found.is_some_and(|index| self.jobs.get(index).recalled_from == Some(worker))
     }
 }
 
 /// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that
 /// jobs do not move between workers forever on an overloaded machine.
-fn patience(lookahead: Duration, returned: u8) -> Duration {
-    (lookahead + PATIENCE).saturating_mul(1 << returned.min(DOUBLINGS_MAX))
+fn time_to_begin(lookahead: Duration, returned: u8) -> Duration {
+    (lookahead + BEGIN_GRACE).saturating_mul(1 << returned.min(DOUBLINGS_MAX))
 }
 
 impl Worker {
     /// Returns true if some jobs of the worker had not begun at the last reading.
     fn may_have_unbegun(&self) -> bool {
-        self.begun_last.max(self.taken) < self.sent
+        self.last_begun.max(self.recalled_up_to) < self.sent
     }
 
     /// Returns true if the worker can prefetch jobs: all its permits are used, but not more. With more jobs
     /// than permits, an answer would not free a permit for a prefetched job.
-    fn takes_ahead(&self) -> bool {
-        self.claims.is_some()
+    fn can_prefetch(&self) -> bool {
+        self.journal.is_some()
             && self.is_available()
-            && self.apart == Apart::No
+            && self.exclusivity == Exclusivity::Shared
             && !self.jobs.is_empty()
             && self.jobs.len() as u32 == self.permits
     }

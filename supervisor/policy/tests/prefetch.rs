@@ -1,0 +1,511 @@
+//! Prefetched jobs, and jobs that a worker has not begun.
+
+mod fixture;
+
+use std::time::Duration;
+
+use bulkhead_policy::{
+    BreakerLimits, Capabilities, Death, Event, KillReason, LimitChange, Limits, Overflow, Recycle, Reply,
+    Submission, WorkerId,
+};
+use bulkhead_shared::{Executed, JobId, Priority, Verdict};
+
+use fixture::{Fixture, MS, SECOND, limits};
+
+const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
+
+/// Returns workers that have each run a job of 10 ms and may prefetch jobs for 100 ms.
+fn fixture(limits: Limits) -> Fixture {
+    let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
+    for worker in fixture.spawned.clone() {
+        fixture.bring_up_with_journal(worker, ABLE);
+    }
+    let workers = fixture.spawned.len();
+    warm_up(&mut fixture, workers);
+    fixture
+}
+
+fn warm_up(fixture: &mut Fixture, workers: usize) {
+    for _ in 0..20 {
+        let jobs = jobs(fixture, workers);
+        fixture.wait(10 * MS);
+        jobs.into_iter().for_each(|job| fixture.reply(job));
+    }
+}
+
+fn jobs(fixture: &mut Fixture, count: usize) -> Vec<JobId> {
+    (0..count).map(|_| fixture.job()).collect()
+}
+
+fn prefetched(fixture: &Fixture) -> Vec<JobId> {
+    fixture.prefetched.iter().map(|&(_, job)| job).collect()
+}
+
+/// Returns two workers, of which the first begins no further jobs.
+fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
+    let mut fixture = fixture(limits);
+    let stuck = fixture.spawned[0];
+    fixture.set_stuck(stuck, true);
+    (fixture, stuck)
+}
+
+#[test]
+fn each_reply_begins_the_oldest_prefetched_job() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let jobs = jobs(&mut fixture, 4);
+    assert_eq!(prefetched(&fixture), jobs[1..]);
+    let is_in_flight = |fixture: &mut Fixture, job| {
+        let worker = fixture.holder(job);
+        fixture.bulkhead.holds(worker, job)
+    };
+    for (at, &job) in jobs.iter().enumerate() {
+        assert_eq!(fixture.bulkhead.queued(), 3 - at);
+        assert_eq!(fixture.bulkhead.in_flight(), 1);
+        assert!(is_in_flight(&mut fixture, job));
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
+#[test]
+fn reply_for_an_unbegun_job_kills_the_worker() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let jobs = jobs(&mut fixture, 3);
+    fixture.reply(jobs[2]);
+    assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]));
+    // The job has run, so no other worker gets it.
+    fixture.expect(jobs[2], "crashed", Some("protocol"));
+}
+
+#[test]
+fn no_prefetch_above_the_limit() {
+    let mut fixture = fixture(limits(2, 1, 20));
+    let first = fixture.spawned[0];
+    let jobs = jobs(&mut fixture, 8);
+    let (runs, runs_elsewhere): (Vec<_>, Vec<_>) =
+        jobs[..2].iter().copied().partition(|&job| fixture.holder(job) == first);
+    let before = prefetched(&fixture);
+    assert!(!before.is_empty());
+    fixture.apply(Event::ChangeLimits(LimitChange { processes: Some(1), ..LimitChange::default() }));
+    assert!(before.iter().all(|job| fixture.recalled_jobs.contains(job)));
+    let sent = fixture.sent.len();
+    fixture.reply(runs[0]);
+    assert_eq!(fixture.sent.len(), sent, "one runs, of one that may");
+    fixture.reply(runs_elsewhere[0]);
+    assert!(fixture.sent.len() > sent);
+}
+
+#[test]
+fn no_prefetch_with_evict_oldest() {
+    let mut fixture = fixture(Limits { overflow: Overflow::EvictOldest, ..limits(1, 1, 3) });
+    let jobs = jobs(&mut fixture, 4);
+    assert!(prefetched(&fixture).is_empty());
+    assert!(fixture.submit().is_some());
+    fixture.expect(jobs[1], "rejected", Some("evicted"));
+}
+
+#[test]
+fn prefetch_requires_support_and_a_completed_job() {
+    let mut fixture = Fixture::ready(Limits { lookahead: 100 * MS, ..limits(1, 1, 10) });
+    warm_up(&mut fixture, 1);
+    jobs(&mut fixture, 3);
+    assert!(fixture.prefetched.is_empty());
+    let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits(1, 1, 10) });
+    fixture.bring_up_with_journal(fixture.newest_worker(), ABLE);
+    jobs(&mut fixture, 3);
+    assert!(fixture.prefetched.is_empty());
+}
+
+#[test]
+fn prefetch_depth_follows_run_time() {
+    let mut fixture = fixture(limits(1, 1, 1000));
+    jobs(&mut fixture, 500);
+    let many = fixture.prefetched.len();
+    assert!((8..=13).contains(&many), "{many} jobs of 10 ms for 100 ms");
+    let mut slow = Fixture::starting(Limits { lookahead: 5 * MS, ..limits(1, 1, 10) });
+    slow.bring_up_with_journal(slow.newest_worker(), ABLE);
+    warm_up(&mut slow, 1);
+    jobs(&mut slow, 3);
+    assert!(slow.prefetched.is_empty(), "one would wait for 10 ms");
+}
+
+#[test]
+fn late_prefetched_job_moves_to_an_idle_worker() {
+    let mut fixture = fixture(limits(2, 1, 10));
+    let jobs = jobs(&mut fixture, 6);
+    let slow = fixture.holder(jobs[0]);
+    let (of_slow, of_other): (Vec<_>, Vec<_>) =
+        fixture.prefetched.clone().into_iter().partition(|(worker, _)| *worker == slow);
+    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "as many for each");
+    fixture.wait(101 * MS);
+    assert!(fixture.recalled_jobs.is_empty(), "nobody could begin it");
+    fixture.reply(jobs[1]);
+    of_other.iter().for_each(|&(_, job)| fixture.reply(job));
+    assert_eq!(fixture.recalled_jobs, [of_slow[1].1, of_slow[0].1]);
+    let worker = fixture.holder(jobs[1]);
+    assert!(fixture.bulkhead.holds(worker, of_slow[0].1), "the other one has the oldest");
+    assert_eq!(fixture.holder(of_slow[1].1), worker, "and the rest ahead");
+}
+
+#[test]
+fn critical_job_overtakes_prefetched_jobs() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.job();
+    let normal = jobs(&mut fixture, 3);
+    let critical = fixture.submit_as(Priority::Critical, "").unwrap();
+    assert_eq!(fixture.recalled_jobs, [normal[2], normal[1], normal[0]]);
+    fixture.reply(first);
+    assert!(fixture.bulkhead.holds(fixture.holder(first), critical));
+    // Recalled jobs are first in their class.
+    fixture.reply(critical);
+    assert!(fixture.bulkhead.holds(fixture.holder(first), normal[0]));
+}
+
+#[test]
+fn no_prefetch_while_another_tenant_waits() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.submit_as(Priority::Normal, "a").unwrap();
+    let second = fixture.submit_as(Priority::Normal, "a").unwrap();
+    let of_other = fixture.submit_as(Priority::Normal, "b").unwrap();
+    let last = fixture.submit_as(Priority::Normal, "a").unwrap();
+    assert_eq!(prefetched(&fixture), [second]);
+    fixture.reply(first);
+    fixture.reply(second);
+    assert!(fixture.was_dispatched(of_other) && !prefetched(&fixture).contains(&last));
+}
+
+#[test]
+fn ended_prefetched_job_was_not_executed() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.job();
+    let cancelled = fixture.job();
+    let late = fixture.job_with(Some(SECOND));
+    assert_eq!(prefetched(&fixture), [cancelled, late]);
+    fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
+    assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
+    fixture.wait(SECOND);
+    fixture.expect(late, "deadline_exceeded", Some("queued"));
+    assert_eq!(fixture.bulkhead.queued(), 0);
+    assert!(fixture.outcomes.iter().rev().take(2).all(|answer| answer.attempts == 0));
+    fixture.reply(first);
+    assert!(fixture.bulkhead.has_no_jobs() && fixture.killed.is_empty());
+}
+
+#[test]
+fn prefetched_job_begun_early_counts_as_executed() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.job();
+    let (cancelled, late) = (fixture.job(), fixture.job_with(Some(SECOND)));
+    let worker = fixture.holder(first);
+    // The worker has begun both jobs, and its answers are in transit.
+    fixture.journal.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
+    fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
+    assert!(fixture.verdicts(cancelled).is_empty(), "it has begun");
+    fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
+    assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
+    fixture.wait(SECOND);
+    fixture.expect(late, "deadline_exceeded", Some("running"));
+    let told: Vec<_> = fixture.outcomes.iter().map(|answer| (answer.attempts, answer.worker_pid)).collect();
+    assert_eq!(told[told.len() - 2..], [(1, Some(100 + worker.generation)); 2]);
+    for job in [first, cancelled, late] {
+        fixture.apply(Event::Replied { worker, job, reply: Reply::Ok });
+    }
+    assert!(fixture.bulkhead.has_no_jobs());
+}
+
+#[test]
+fn run_limit_restarts_for_an_unbegun_job() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let worker = fixture.spawned[0];
+    fixture.set_stuck(worker, true);
+    let job = fixture.job_that_runs_for(MS);
+    fixture.now = fixture.now + MS;
+    fixture.apply(Event::Tick);
+    assert_eq!((&fixture.recalled_jobs[..], fixture.verdicts(job).len()), (&[job][..], 0));
+    fixture.set_stuck(worker, false);
+    fixture.wait(5 * MS);
+    assert_eq!(fixture.bulkhead.queued(), 1, "not before it shows that it is alive");
+    fixture.apply(Event::FrameReceived { worker });
+    fixture.wait(MS);
+    fixture.expect(job, "deadline_exceeded", Some("running"));
+}
+
+#[test]
+fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let first = fixture.job();
+    let others = jobs(&mut fixture, 3);
+    fixture.exit_worker(fixture.holder(first), Death::Signal(11));
+    fixture.expect(first, "crashed", Some("signal"));
+    assert_eq!(fixture.bulkhead.queued(), 3);
+    fixture.bring_up_with_journal(fixture.newest_worker(), ABLE);
+    for job in others {
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
+#[test]
+fn prefetch_respects_recycle_jobs() {
+    let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
+    let mut fixture = fixture(Limits { recycle, ..limits(1, 1, 10) });
+    // Twenty jobs are done.
+    jobs(&mut fixture, 8);
+    assert_eq!(fixture.prefetched.len(), 3);
+}
+
+#[test]
+fn running_and_prefetched_jobs_respect_recycle_jobs() {
+    let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
+    let mut fixture = fixture(Limits { recycle, ..limits(1, 1, 10) });
+    let worker = fixture.spawned[0];
+    let jobs = jobs(&mut fixture, 8);
+    assert_eq!(jobs.iter().filter(|&&job| fixture.sent.contains(&(worker, job))).count(), 4);
+    fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(4), ..LimitChange::default() }));
+    assert_eq!(fixture.bulkhead.in_flight(), 4, "what has come back is given to it again");
+}
+
+#[test]
+fn prefetched_jobs_count_towards_max_queue() {
+    let mut fixture = fixture(limits(1, 1, 3));
+    let first = fixture.job();
+    let normal = jobs(&mut fixture, 3);
+    assert_eq!((fixture.submit(), fixture.last_reason()), (None, Some("queue_full")));
+    // A normal job is shed for a job of a higher class.
+    let critical = fixture.submit_as(Priority::Critical, "").unwrap();
+    fixture.expect(normal[2], "rejected", Some("shed"));
+    for job in [first, critical, normal[0], normal[1]] {
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
+fn recalls_all_prefetched_jobs(mut fixture: Fixture, event: Event<u32>) -> (Fixture, WorkerId, Vec<JobId>) {
+    let first = fixture.job();
+    let others = jobs(&mut fixture, 2);
+    assert_eq!(prefetched(&fixture), others);
+    fixture.apply(event);
+    assert_eq!(fixture.recalled_jobs, [others[1], others[0]]);
+    let worker = fixture.holder(first);
+    (fixture, worker, others)
+}
+
+#[test]
+fn changes_of_limits_recall_prefetched_jobs() {
+    let change = LimitChange { max_in_flight: Some(2), ..LimitChange::default() };
+    let (fixture, worker, _) =
+        recalls_all_prefetched_jobs(self::fixture(limits(1, 1, 10)), Event::ChangeLimits(change));
+    assert_eq!(fixture.resized, [(worker, 2)]);
+    let (fixture, _, others) = recalls_all_prefetched_jobs(self::fixture(limits(1, 1, 10)), Event::Drain);
+    for job in others {
+        fixture.expect(job, "rejected", Some("draining"));
+    }
+    let breaker = BreakerLimits {
+        window: 10 * SECOND,
+        min_calls: 1000,
+        failure_rate: 1.0,
+        slow_call: None,
+        slow_rate: 1.0,
+        open_for: Duration::from_secs(5),
+        probes: 1,
+    };
+    let limits = Limits { breaker: Some(breaker), ..limits(1, 1, 10) };
+    let (mut fixture, ..) =
+        recalls_all_prefetched_jobs(self::fixture(limits), Event::ForceBreaker { open: true });
+    let first = fixture.dispatched.last().unwrap().1;
+    fixture.reply(first);
+    assert_eq!(fixture.bulkhead.in_flight(), 0, "none passes an open breaker");
+}
+
+#[test]
+fn journal_alone_does_not_quarantine_a_payload() {
+    let poison = bulkhead_policy::PoisonLimits { crashes: 1, within: 60 * SECOND };
+    let mut fixture = fixture(Limits { poison: Some(poison), ..limits(1, 2, 10) });
+    let (one, other) = (fixture.submit_payload(1).unwrap(), fixture.submit_payload(2).unwrap());
+    let worker = fixture.holder(one);
+    fixture.apply(Event::JobNotBegun { worker, job: other });
+    fixture.exit_worker(worker, Death::Signal(11));
+    assert_eq!(fixture.bulkhead.quarantined(fixture.now), 0);
+    fixture.expect(one, "crashed", Some("signal"));
+    assert!(fixture.verdicts(other).is_empty(), "it waits for the next worker");
+}
+
+// Jobs with a permit that do not begin.
+
+#[test]
+fn unbegun_job_moves_to_an_idle_worker() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let job = fixture.job();
+    assert_eq!(fixture.holder(job), stuck);
+    fixture.wait(102 * MS);
+    assert_eq!(fixture.recalled_jobs, [job]);
+    assert_ne!(fixture.holder(job), stuck);
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "what never began is no attempt");
+    // The stuck worker gets no jobs before its next sign of life.
+    let next = jobs(&mut fixture, 2);
+    assert!(next.iter().all(|&job| fixture.sent.last().unwrap().0 != stuck && fixture.holder(job) != stuck));
+    fixture.set_stuck(stuck, false);
+    fixture.apply(Event::FrameReceived { worker: stuck });
+    let last = fixture.job();
+    assert_eq!(fixture.holder(last), stuck);
+}
+
+#[test]
+fn unbegun_job_stays_without_another_worker() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let (first, second) = (fixture.job(), fixture.job());
+    fixture.wait(300 * MS);
+    assert_eq!((fixture.holder(first), fixture.recalled_jobs.len()), (stuck, 0));
+    fixture.reply(second);
+    assert_eq!((fixture.recalled_jobs[0], fixture.holder(first)), (first, fixture.holder(second)));
+}
+
+#[test]
+fn ending_an_unbegun_job_kills_no_worker() {
+    for in_flight in [1, 3] {
+        let (mut fixture, _) = beside_a_stuck_one(limits(1, in_flight, 10));
+        let late = fixture.job_with(Some(SECOND));
+        let others = jobs(&mut fixture, in_flight as usize - 1);
+        fixture.wait(SECOND);
+        fixture.expect(late, "deadline_exceeded", Some("queued"));
+        let cancelled = fixture.job();
+        fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
+        assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
+        assert!(others.iter().all(|&job| fixture.verdicts(job).is_empty()), "they wait");
+        fixture.wait(2 * SECOND);
+        assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
+    }
+}
+
+#[test]
+fn job_waits_for_a_stalled_worker_without_a_queue() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 0));
+    let moved = fixture.job();
+    fixture.wait(102 * MS);
+    assert_ne!(fixture.holder(moved), stuck);
+    let waits = fixture.submit().expect("the stalled worker has a permit");
+    assert!(fixture.verdicts(waits).is_empty());
+    fixture.reply(moved);
+    fixture.reply(waits);
+    fixture.expect(waits, "ok", None);
+}
+
+#[test]
+fn job_without_payload_copy_is_not_prefetched() {
+    let mut fixture = fixture(limits(1, 1, 10));
+    let _running = fixture.job();
+    fixture.submitted += 1;
+    let submission = Submission { is_resendable: false, ..Submission::new(fixture.submitted) };
+    let job = fixture.apply(Event::Submit(submission)).unwrap();
+    assert!(prefetched(&fixture).is_empty() && fixture.bulkhead.queued() == 1);
+    assert!(fixture.verdicts(job).is_empty());
+}
+
+#[test]
+fn immediate_cancellation_leaves_the_worker_available() {
+    for workers in [1, 2] {
+        let mut fixture = fixture(limits(workers, 2, 0));
+        for worker in fixture.spawned.clone() {
+            fixture.set_stuck(worker, true);
+        }
+        let _held = jobs(&mut fixture, 2 * workers as usize - 1);
+        for _ in 0..3 {
+            let cancelled = fixture.job();
+            fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
+            fixture.expect(cancelled, "cancelled", None);
+        }
+    }
+}
+
+#[test]
+fn drain_keeps_unbegun_jobs_with_a_permit() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
+    let all = jobs(&mut fixture, 4);
+    fixture.apply(Event::Drain);
+    assert!(all[2..].iter().all(|&job| fixture.verdicts(job).len() == 1), "those that waited are answered");
+    fixture.set_stuck(stuck, false);
+    for &job in &all[..2] {
+        assert!(fixture.bulkhead.holds(stuck, job));
+        fixture.reply(job);
+        fixture.expect(job, "ok", None);
+    }
+}
+
+#[test]
+fn job_without_payload_copy_stays_with_its_worker() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    fixture.submitted += 1;
+    let submission = Submission { is_resendable: false, ..Submission::new(fixture.submitted) };
+    let job = fixture.apply(Event::Submit(submission)).unwrap();
+    fixture.wait(SECOND);
+    assert_eq!((fixture.holder(job), fixture.recalled_jobs.len()), (stuck, 0));
+    fixture.apply(Event::Cancel { job, unless_begun: false });
+    assert_eq!(fixture.verdicts(job), [&Verdict::Cancelled { executed: Executed::No }]);
+}
+
+#[test]
+fn reply_for_a_recalled_job_kills_the_worker() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let job = fixture.job();
+    fixture.wait(102 * MS);
+    fixture.apply(Event::Replied { worker: stuck, job, reply: Reply::Ok });
+    assert!(matches!(fixture.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
+    fixture.reply(job);
+    fixture.expect(job, "ok", None);
+}
+
+/// The job was recalled and is prefetched by the new worker. The worker that replies for it is killed.
+#[test]
+fn stale_reply_for_moved_job_leaves_the_new_worker_intact() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
+    let all = jobs(&mut fixture, 6);
+    let other = fixture.spawned[1];
+    let held = |fixture: &mut Fixture| all.iter().copied().find(|&job| fixture.bulkhead.holds(other, job));
+    fixture.wait(300 * MS);
+    while fixture.recalled_jobs.is_empty() {
+        let running = held(&mut fixture).expect("the other worker works");
+        fixture.reply(running);
+    }
+    let is_elsewhere =
+        |job: &&JobId| fixture.recalled_jobs.contains(job) && prefetched(&fixture).contains(job);
+    let moved =
+        *all.iter().find(is_elsewhere).expect("a job that was taken back is ahead of the other worker");
+    fixture.apply(Event::Replied { worker: stuck, job: moved, reply: Reply::Ok });
+    assert!(matches!(fixture.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
+    fixture.exit_worker(stuck, Death::Signal(9));
+    while let Some(running) = held(&mut fixture) {
+        fixture.reply(running);
+    }
+    all.iter().for_each(|&job| fixture.expect(job, "ok", None));
+}
+
+#[test]
+fn implausible_journal_kills_the_worker() {
+    for says in [0, 1000] {
+        let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 1, 10));
+        let job = fixture.job();
+        fixture.journal[&stuck].begun.0.store(says, std::sync::atomic::Ordering::Relaxed);
+        fixture.apply(Event::Cancel { job, unless_begun: false });
+        assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]), "{says}");
+    }
+}
+
+#[test]
+fn job_begun_during_recall_returns_once() {
+    let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
+    let all = jobs(&mut fixture, 2);
+    let first = fixture.journal[&stuck].count - 1;
+    fixture.journal[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
+    fixture.apply(Event::Cancel { job: all[1], unless_begun: false });
+    // The worker was about to begin the first job, and finds it recalled.
+    fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
+    assert_eq!(fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
+    fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
+    assert!(fixture.bulkhead.holds(stuck, all[0]), "that is about the time before");
+    assert!(fixture.killed.is_empty());
+    let send_number = fixture.journal[&stuck].count;
+    fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number });
+    assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]), "this was not taken back");
+}
