@@ -80,6 +80,8 @@ pub fn programs() -> PathBuf {
         // nothing is compiled twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+        // Set for `--report-time`. Some crates would be compiled again.
+        cargo.env_remove("RUSTC_BOOTSTRAP");
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
             Some(profile) => drop(cargo.args(["--profile", profile])),

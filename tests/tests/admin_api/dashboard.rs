@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::browser::Browser;
 use bulkhead_tests::http::Place;
-use bulkhead_tests::{Supervisor, programs, wait_for};
+use bulkhead_tests::{Supervisor, heavy, programs, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -141,6 +141,7 @@ fn card(name: &str) -> String {
 
 #[test]
 fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
+    let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let names = browser.value("[...document.querySelectorAll('.card h3')].map((e) => e.textContent)");
     assert_eq!(names, json!(["thumbnail", "sql", "script"]));
@@ -181,6 +182,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
 
 #[test]
 fn the_worst_card_comes_first() {
+    let _turn = heavy();
     let broken =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
     let Some((site, browser)) = open(&format!("{BULKHEADS}{broken}")) else { return };
@@ -208,6 +210,7 @@ fn the_worst_card_comes_first() {
 
 #[test]
 fn what_changes_something_is_confirmed_first() {
+    let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
     browser.click(&format!("{} h3 button", card("thumbnail")));
@@ -297,6 +300,7 @@ fn what_changes_something_is_confirmed_first() {
 
 #[test]
 fn it_comes_back_after_the_supervisor_and_says_so() {
+    let _turn = heavy();
     let Some((mut site, browser)) = open(BULKHEADS) else { return };
     for _ in 0..3 {
         site.crash("thumbnail");
@@ -323,6 +327,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
 
 #[test]
 fn hostile_text_is_shown_and_does_nothing() {
+    let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let client = Client::connect(site.supervisor.socket()).unwrap();
     let hostile = |bulkhead: &str, operation: &str| {
@@ -365,6 +370,7 @@ fn hostile_text_is_shown_and_does_nothing() {
 
 #[test]
 fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
+    let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let focused = || browser.value("document.activeElement.textContent");
     browser.press(&["j"]);
@@ -397,6 +403,7 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
 
 #[test]
 fn a_storm_leaves_the_page_its_bounds() {
+    let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let threads = (0..4).map(|_| {
         let socket = site.supervisor.socket();

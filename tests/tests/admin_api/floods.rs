@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::tenants::{assert_balanced, isolated};
-use bulkhead_tests::{PATIENCE, Supervisor, outcome, wait_for};
+use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
 /// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
@@ -54,6 +54,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
 /// The pages describe thousands of tenants.
 #[test]
 fn jobs_continue_while_large_pages_are_requested() {
+    let _turn = heavy();
     let (supervisor, client) = crowded();
     let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
     let mut jobs = 0;
@@ -74,6 +75,7 @@ fn jobs_continue_while_large_pages_are_requested() {
 /// A tenant that is forgotten while the snapshot is being built counts exactly once.
 #[test]
 fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
+    let _turn = heavy();
     let (supervisor, client) = crowded();
     let submitted = TENANTS + 1;
     besieged(&supervisor, &["/v1/bulkheads"; 2], || {
@@ -95,6 +97,7 @@ fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
 
 #[test]
 fn a_stop_is_not_lost_in_a_crowd_of_commands() {
+    let _turn = heavy();
     let (mut supervisor, _client) = crowded();
     // The supervisor is stopped, so more commands pile up than one iteration takes. No client waits for the response.
     supervisor.signal(Signal::SIGSTOP);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use bulkhead_tests::{Supervisor, kill_pid, not_run, outcome, programs, wait_for};
+use bulkhead_tests::{Supervisor, heavy, kill_pid, not_run, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
@@ -305,6 +305,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
 
 #[test]
 fn a_crowd_that_is_turned_away_floods_nothing() {
+    let _turn = heavy();
     if !may_be_others() {
         return;
     }
@@ -348,7 +349,7 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
 
 /// Configuration of a bulkhead that runs shell scripts, and of a target bulkhead `b`.
 const SHELL: &str = "[bulkhead.shell]\nsandbox = { profile = \"none\" }\nexec = [\"/bin/sh\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
-                     deadline = \"60s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+                     deadline = \"300s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
 /// Replaces `SUBMIT`, `STATUS`, `CALLER` and `JOBS` in a script with the commands and the path of the jobs socket.
 fn script(supervisor: &Supervisor, text: &str) -> String {
@@ -474,6 +475,7 @@ fn a_client_that_cannot_be_seen_is_no_worker() {
 
 #[test]
 fn knocking_workers_harm_no_client() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(SHELL);
     let began = Instant::now();
     std::thread::scope(|scope| {

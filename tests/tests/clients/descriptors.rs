@@ -13,7 +13,9 @@ use bulkhead_client::blocking::Client;
 use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_tests::{PATIENCE, Supervisor, descriptors, outcome, programs, refuses_descriptors, wait_for};
+use bulkhead_tests::{
+    PATIENCE, Supervisor, descriptors, heavy, outcome, programs, refuses_descriptors, wait_for,
+};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -92,6 +94,7 @@ fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
 
 #[test]
 fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
+    let _turn = heavy();
     on_both(BULKHEADS, |supervisor, is_older| {
         let path = supervisor.socket();
         let client = Client::connect(&path).unwrap();
@@ -123,6 +126,7 @@ fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
 
 #[test]
 fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
+    let _turn = heavy();
     let supervisor = Supervisor::start_on_older_kernel(BULKHEADS);
     let client = Client::connect(supervisor.socket()).unwrap();
     is_well(&supervisor, &client);
@@ -144,6 +148,7 @@ fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
 
 #[test]
 fn a_worker_that_sends_a_socket_that_lingers_holds_no_other_up() {
+    let _turn = heavy();
     let hostile = programs().join("hostile");
     let bulkheads = format!(
         "[bulkhead.hostile]\ncommand = [{hostile:?}]\nsandbox = {{ profile = \"none\" }}\n\

@@ -17,7 +17,7 @@ use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::worker_protocol::{Empty, LINK_VARIABLE, Status};
 use bulkhead_shared::{Outcome, RejectReason, Verdict};
 use bulkhead_tests::{
-    PATIENCE, Supervisor, descriptors, is_alive, kill_pid, programs, resident_bytes, wait_for,
+    PATIENCE, Supervisor, descriptors, heavy, is_alive, kill_pid, programs, resident_bytes, wait_for,
 };
 use nix::sys::signal::Signal;
 use rustix::net::SendFlags;
@@ -370,6 +370,7 @@ fn half_a_payload(attack: &Attack) {
 
 #[test]
 fn two_hundred_hostile_clients_harm_no_other() {
+    let _turn = heavy();
     /// Number of attackers of each kind.
     const EACH: usize = 13;
     /// Attacks that end by themselves.
@@ -391,7 +392,7 @@ fn two_hundred_hostile_clients_harm_no_other() {
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
-        "[defaults]\ndeadline = \"60s\"\n\
+        "[defaults]\ndeadline = \"300s\"\n\
          [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n\
          [bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 50\n",
     );
@@ -630,7 +631,7 @@ fn half_received_payloads_count_for_what_they_hold() {
 fn unread_results_are_bounded() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
-        "[defaults]\ndeadline = \"60s\"\n\
+        "[defaults]\ndeadline = \"300s\"\n\
          [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\n\
          [bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 1000\n",
     );
@@ -899,12 +900,12 @@ fn by_hand(folder: &Path, keys: &str) -> String {
          command = [{program:?}, \"hostile::hostile_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
          env = {{ NOTES = {folder:?} }}\nsandbox = {{ user = \"shared\", write = [{folder:?}] }}\n\
          {keys}\n\
-         [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\ndeadline = \"60s\"\n"
+         [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\ndeadline = \"300s\"\n"
     )
 }
 
 /// Deadline and heartbeat interval that no test reaches.
-const PATIENT: &str = "deadline = \"60s\"\nhealth = { heartbeat = \"600s\" }\n";
+const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
 #[ignore = "not a test: the worker process that the other tests have the supervisor start"]
@@ -1153,6 +1154,7 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
 
 #[test]
 fn a_worker_that_says_too_much_is_bounded() {
+    let _turn = heavy();
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("{PATIENT}max_queue = 10\nmax_result = 100000\ngrace = \"60s\"\n");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));

@@ -283,7 +283,7 @@ fn files_stop_at_max_pooled_and_come_back() {
                     assert!(payload == pattern(seed, MIB), "round {round}, job {seed}");
                 }
                 let bytes = file_bytes(&supervisor);
-                assert!((1..=8 << 20).contains(&bytes), "{bytes} bytes of files");
+                assert!(bytes <= 8 << 20, "{bytes} bytes of files");
             }
         }
     });

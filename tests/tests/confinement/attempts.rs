@@ -11,7 +11,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, Ground, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
 use bulkhead_tests::subuid::User;
-use bulkhead_tests::{descriptors, not_run, programs, refuses_descriptors, wait_for};
+use bulkhead_tests::{descriptors, heavy, not_run, programs, refuses_descriptors, wait_for};
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement/attempts.md");
 const MARKER: &str = "<!-- attempts -->\n";
@@ -284,6 +284,7 @@ fn strict_stops_as_much_under_a_supervisor_without_privileges() {
 /// Checks that the supervisor does not keep descriptors that a worker sends.
 #[test]
 fn descriptors_that_a_worker_sends_do_not_pile_up() {
+    let _turn = heavy();
     for profile in [NONE, STRICT] {
         if profile == STRICT && !has_layers(STRICT_LAYERS) {
             return;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root, namespaces,
 };
-use bulkhead_tests::{descriptors, is_alive, kill_pid, outcome, processes_with, wait_for};
+use bulkhead_tests::{descriptors, heavy, is_alive, kill_pid, outcome, processes_with, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -174,6 +174,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
 
 #[test]
 fn a_thousand_strict_workers_leave_nothing() {
+    let _turn = heavy();
     if has_layers(STRICT_LAYERS) {
         assert_no_traces(STRICT, None);
     }
@@ -182,6 +183,7 @@ fn a_thousand_strict_workers_leave_nothing() {
 /// Starts and kills a thousand workers.
 #[test]
 fn strict_workers_of_unprivileged_supervisor_leave_nothing() {
+    let _turn = heavy();
     if is_root() && has_layers(STRICT_LAYERS) {
         assert_no_traces(STRICT, Some(NOBODY));
     }
@@ -189,6 +191,7 @@ fn strict_workers_of_unprivileged_supervisor_leave_nothing() {
 
 #[test]
 fn a_thousand_default_workers_leave_nothing() {
+    let _turn = heavy();
     if has_layers(DEFAULT_LAYERS) {
         assert_no_traces(DEFAULT, None);
     }
@@ -201,6 +204,7 @@ fn marker(place: &Place) -> String {
 
 #[test]
 fn processes_that_a_worker_left_behind_end_with_it() {
+    let _turn = heavy();
     for (sandbox, layers) in
         [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)]
     {
@@ -221,6 +225,7 @@ fn processes_that_a_worker_left_behind_end_with_it() {
 
 #[test]
 fn the_supervisors_sudden_death_leaves_nothing() {
+    let _turn = heavy();
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         if !has_layers(layers) {
             continue;
@@ -245,6 +250,7 @@ fn the_supervisors_sudden_death_leaves_nothing() {
 
 #[test]
 fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
+    let _turn = heavy();
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -261,6 +267,7 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
 /// process groups.
 #[test]
 fn nothing_outlives_supervisor_and_keeper_killed_together() {
+    let _turn = heavy();
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -287,6 +294,7 @@ fn nothing_outlives_supervisor_and_keeper_killed_together() {
 
 #[test]
 fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
+    let _turn = heavy();
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in [None, Some(NOBODY)] {
             if !has_layers(layers) || (user.is_some() && !is_root()) {

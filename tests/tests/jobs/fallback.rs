@@ -5,7 +5,9 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
-use bulkhead_tests::{Auditor, SAME_NUMBERS, Supervisor, connect, outcome, run, spawn, tally, wait_for};
+use bulkhead_tests::{
+    Auditor, SAME_NUMBERS, Supervisor, connect, heavy, outcome, run, spawn, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -756,6 +758,7 @@ fn a_stop_lets_guests_finish_and_tells_those_that_wait() {
 
 #[test]
 fn while_bulkheads_come_and_go_every_job_has_one_outcome() {
+    let _turn = heavy();
     let quick = "restart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }";
     let supervisor = start_more(
         &format!("fallback = [\"one\", \"two\"]\nmax_in_flight = 2\nmax_queue = 20\n{quick}"),

@@ -201,23 +201,6 @@ fn a_drain_takes_back_what_is_ahead() {
     });
 }
 
-/// `recycle.jobs` also limits prefetched jobs, so no worker begins more than 7 jobs.
-#[test]
-fn a_worker_with_few_jobs_left_gets_no_more_ahead() {
-    let supervisor = start(&format!("recycle = {{ jobs = 7 }}\n{LONG}"));
-    run(async {
-        let client = connect(&supervisor).await;
-        let jobs: Vec<Running> = (0..MANY).map(|_| spawn(steps(&client, "pid"))).collect();
-        let mut pids = Vec::new();
-        for job in jobs {
-            let reply = job.await.unwrap().unwrap();
-            pids.push(String::from_utf8_lossy(reply.payload()).into_owned());
-        }
-        let by_pid = tally(pids.iter().map(String::as_str));
-        assert!(by_pid.values().all(|&count| count <= 7), "{by_pid:?}");
-    });
-}
-
 /// `lookahead = "0s"` turns prefetching off.
 #[test]
 fn nothing_is_ahead_where_it_is_off() {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_shared::{Executed, RejectReason, Verdict};
-use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{Supervisor, heavy, outcome, run, tally, wait_for};
 
 #[test]
 fn payloads_of_every_size_come_back_unchanged() {
@@ -237,6 +237,7 @@ fn what_is_wrong_with_a_job_is_said_precisely() {
 
 #[test]
 fn waiting_payloads_stop_at_max_buffered() {
+    let _turn = heavy();
     let supervisor = Supervisor::start_with(
         "max_payload = \"1MiB\"\nmax_buffered = \"64MiB\"",
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10000\ndeadline = \"120s\"\n\
@@ -281,6 +282,7 @@ fn waiting_payloads_stop_at_max_buffered() {
 
 #[test]
 fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(
         "[defaults]\nmax_queue = 1000\ndeadline = \"60s\"\n\
          [bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\

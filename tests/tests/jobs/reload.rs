@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bulkhead_client::{Client, Job};
 use bulkhead_tests::{
-    Auditor, Running, SAME_NUMBERS, Supervisor, connect, descriptors, is_alive, kill_pid, not_run, outcome,
-    run, spawn, tally, threads, wait_for,
+    Auditor, Running, SAME_NUMBERS, Supervisor, connect, descriptors, heavy, is_alive, kill_pid, not_run,
+    outcome, run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -642,6 +642,7 @@ async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<A
 
 #[test]
 fn a_hundred_reloads_under_load_cost_no_job() {
+    let _turn = heavy();
     const ROUNDS: usize = 100;
     const JOBS_MIN: usize = 50_000;
     let file = |round: usize| {

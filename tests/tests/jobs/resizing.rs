@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bulkhead_client::{Client, Job, Priority};
 use bulkhead_tests::{
-    Auditor, Running, SAME_NUMBERS, Supervisor, children, connect, descriptors, is_alive, kill_pid, name,
-    outcome, run, spawn, tally, wait_for,
+    Auditor, Running, SAME_NUMBERS, Supervisor, children, connect, descriptors, heavy, is_alive, kill_pid,
+    name, outcome, run, spawn, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -492,6 +492,7 @@ fn resize_under_load(
 
 #[test]
 fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
+    let _turn = heavy();
     let supervisor = start("processes = 3\nmax_in_flight = 5\nmax_queue = 100000");
     wait_workers(&supervisor, 3);
     let open = |supervisor: &Supervisor| (descriptors(supervisor.pid()), descriptors(supervisor.keeper()));
@@ -539,6 +540,7 @@ fn started_job_is_not_repeated_after_missed_resize() {
 
 #[test]
 fn resizes_among_crashes_and_retries_lose_no_innocent() {
+    let _turn = heavy();
     let supervisor = start(
         "processes = 2\nmax_in_flight = 4\nmax_queue = 100000\nretry = { budget = 1.0 }\nbreaker = { min_calls = 1000000 }",
     );
@@ -563,6 +565,7 @@ fn resizes_among_crashes_and_retries_lose_no_innocent() {
 
 #[test]
 fn the_bound_holds_while_it_moves() {
+    let _turn = heavy();
     // Each job reports how many jobs ran at once. The number must not exceed the highest limit.
     let supervisor = start("max_in_flight = 2\nmax_queue = 100000");
     let ends = run(async {

@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-use bulkhead_tests::{is_alive, kill_pid, programs, wait_for};
+use bulkhead_tests::{heavy, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
@@ -58,11 +58,13 @@ fn killed_keeper_or_guard_is_replaced() {
 /// No job begins twice.
 #[test]
 fn each_job_has_one_outcome_while_processes_are_killed() {
+    let _turn = heavy();
     runs("holds");
 }
 
 #[test]
 fn outcomes_hold_on_the_application_thread() {
+    let _turn = heavy();
     runs("local-holds");
 }
 

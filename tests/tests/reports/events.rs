@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, outcome, programs, wait_for};
+use bulkhead_tests::{Supervisor, heavy, outcome, programs, wait_for};
 use nix::sys::ptrace;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
@@ -18,6 +18,7 @@ const PER_SECOND: u64 = 10;
 
 #[test]
 fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(
         "[bulkhead.storm]\nexec = [\"sh\", \"-c\", \"kill -9 $$\"]\nmax_in_flight = 8\ndeadline = \"60s\"\n\
          [bulkhead.quiet]\nexec = [\"cat\"]\n",
@@ -84,6 +85,7 @@ impl Drop for Stopped {
 /// The control plane is stopped while the events arrive. The descriptors of a new worker's output have to wait for it.
 #[test]
 fn a_storm_of_events_closes_no_output_of_new_workers() {
+    let _turn = heavy();
     let hostile = programs().join("hostile");
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.storm]\ncommand = [{hostile:?}]\nmax_in_flight = 8\nmax_queue = 1000\ndeadline = \"60s\"\n\

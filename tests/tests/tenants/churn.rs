@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::tenants::{assert_balanced, isolated, part, patch, wait_for_rest};
-use bulkhead_tests::{SAME_NUMBERS, Supervisor, connect, is_alive, kill_pid, outcome, run, tally, wait_for};
+use bulkhead_tests::{
+    SAME_NUMBERS, Supervisor, connect, heavy, is_alive, kill_pid, outcome, run, tally, wait_for,
+};
 use nix::sys::signal::Signal;
 
 async fn told(client: &Client, tenant: &str) -> String {
@@ -64,6 +66,7 @@ fn workers_that_are_replaced_after_each_job_make_way_as_well() {
 
 #[test]
 fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"20ms\"", "max_queue = 20"));
     run(async {
         let end = Arc::new(AtomicBool::new(false));

@@ -9,8 +9,8 @@ use bulkhead_tests::tenants::{
     assert_balanced, isolated, outcomes, part, patch, pids, wait_for_rest, wait_part,
 };
 use bulkhead_tests::{
-    Running, Supervisor, children, connect, descriptors, is_alive, kill_pid, outcome, resident_bytes, run,
-    spawn, tally, threads, wait_for,
+    Running, Supervisor, children, connect, descriptors, heavy, is_alive, kill_pid, outcome, resident_bytes,
+    run, spawn, tally, threads, wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -110,6 +110,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
 
 #[test]
 fn two_hundred_tenants_take_turns_and_none_is_lost() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
     // Every run has the same order. The prime step mixes the tenants.
@@ -368,6 +369,7 @@ fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
 
 #[test]
 fn two_thousand_tenants_in_sequence_leave_nothing() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 2", ""));
     run(async {
         let client = connect(&supervisor).await;
@@ -393,6 +395,7 @@ fn two_thousand_tenants_in_sequence_leave_nothing() {
 
 #[test]
 fn a_flood_of_tenants_without_room_is_forgotten() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2"));
     run(async {
         let client = connect(&supervisor).await;

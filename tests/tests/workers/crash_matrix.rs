@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use bulkhead_client::Client;
 use bulkhead_tests::{
-    SAME_NUMBERS, Supervisor, descriptors, is_alive, outcome, resident_bytes, run, threads, wait_for,
+    SAME_NUMBERS, Supervisor, descriptors, heavy, is_alive, outcome, resident_bytes, run, threads, wait_for,
 };
 
-const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n\
+const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
 
 const SPARED: &str =
-    "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart = { spares = 2 }\n";
+    "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart = { spares = 2 }\n";
 
 /// Names and sandboxes of bulkheads with forked workers, one for each profile.
 const FORKED: [(&str, &str); 3] = [
@@ -23,7 +23,7 @@ const FORKED: [(&str, &str); 3] = [
 fn forked() -> String {
     let one = |(name, sandbox): &(&str, &str)| {
         format!(
-            "[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart.mode = \"fork\"\n\
+            "[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"300s\"\nstart.mode = \"fork\"\n\
              sandbox = {{ {sandbox} }}\n"
         )
     };
@@ -33,15 +33,17 @@ fn forked() -> String {
 /// Sends one bad job to each kind of bulkhead, and checks that the bulkhead and its neighbour still serve jobs. Returns
 /// the outcome. Except for `die-answering`, the outcome must be the same everywhere.
 fn after(operation: &str, payload: &str) -> String {
-    let plain = after_in("b", operation, payload);
-    let spared = after_in("spared", operation, payload);
+    let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}{}", forked()));
+    let after_in = |bulkhead, payload: &str| after_in(&supervisor, bulkhead, operation, payload);
+    let plain = after_in("b", payload);
+    let spared = after_in("spared", payload);
     let large = format!("{payload}{}", " ".repeat(100_000));
-    let in_file = after_in("b", operation, &large);
+    let in_file = after_in("b", &large);
     if operation != "die-answering" {
         assert_eq!(plain, spared, "a spare changes nothing for the job in hand");
         assert_eq!(plain, in_file, "nor does it where its payload is");
         for (bulkhead, _) in FORKED {
-            assert_eq!(plain, after_in(bulkhead, operation, payload), "{bulkhead}: {operation}");
+            assert_eq!(plain, after_in(bulkhead, payload), "{bulkhead}: {operation}");
         }
         for embedded in after_embedded(operation, payload) {
             assert_eq!(plain, embedded, "embedded: {operation}");
@@ -65,8 +67,7 @@ fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
     told
 }
 
-fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {
-    let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}{}", forked()));
+fn after_in(supervisor: &Supervisor, bulkhead: &str, operation: &str, payload: &str) -> String {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let place =
@@ -89,6 +90,7 @@ fn deaths_with_a_job_in_hand_are_crashes() {
 
 #[test]
 fn a_panic_and_a_flood_of_output_are_no_deaths() {
+    let _turn = heavy();
     assert_eq!(after("panic", ""), "failed/panic");
     assert_eq!(after("flood", "20000"), "ok");
     assert_eq!(after("threads", "50"), "ok");
@@ -349,6 +351,7 @@ fn six_bad_payloads_do_not_close_a_bulkhead() {
 
 #[test]
 fn a_thousand_crashes_leave_nothing_behind() {
+    let _turn = heavy();
     let supervisor = Supervisor::start(PLAIN);
     let keeper = supervisor.keeper();
     let round = |count: u32| {

@@ -10,13 +10,14 @@ use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{Fault, HandlerFailure, Verdict};
 use bulkhead_tests::{
-    Supervisor, children, is_alive, kill_pid, name, outcome, resident_bytes, tally, wait_for,
+    Supervisor, children, heavy, is_alive, kill_pid, name, outcome, resident_bytes, tally, wait_for,
 };
 use nix::sys::signal::Signal;
 
 /// Keys of all bulkheads in this file: a `PATH` for the programs, and a deadline that no job reaches by
 /// accident.
-const COMMON: &str = "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"60s\"\ngrace = \"20ms\"\n";
+const COMMON: &str =
+    "[defaults]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"300s\"\ngrace = \"20ms\"\n";
 
 fn start(bulkheads: &str) -> (Supervisor, Client) {
     let supervisor = Supervisor::start(&format!("{COMMON}{bulkheads}"));
@@ -193,6 +194,7 @@ fn the_folder_is_cwd() {
 
 #[test]
 fn a_flood_of_output_keeps_its_head_and_its_end() {
+    let _turn = heavy();
     let (supervisor, client) = shell("seq -f 'line %.0f.' 20000 >&2", "");
     assert_eq!(text(client.job("x", "").send()), "");
     // The loss must be logged although the program writes nothing afterwards.
@@ -273,10 +275,7 @@ fn the_message_is_the_end_of_standard_error_and_the_log_has_it() {
     let failed = failure(client.job("x", "").send());
     assert!(failed.message.ends_with("line 1999 of much\ncafé \u{fffd} at last"), "{}", failed.message);
     assert!((1000..=8192).contains(&failed.message.len()), "{} bytes", failed.message.len());
-    wait_for("the log has it", || {
-        let logs = supervisor.try_get("/v1/bulkheads/x/logs")?.1;
-        logs.contains("line 7 of much").then_some(())
-    });
+    wait_for("the log has it", || supervisor.log().contains("line 7 of much").then_some(()));
 }
 
 #[test]
@@ -360,9 +359,10 @@ fn kills_processes_holding_output_of_ended_program() {
 
 #[test]
 fn flooding_child_does_not_delay_end_of_program() {
+    let _turn = heavy();
     // `yes` writes as fast as possible, so the pipes are never empty for long.
     let script = "yes >&2 & yes >&2 & exit 6";
-    let (supervisor, client) = shell(script, "deadline = \"20s\"\n");
+    let (supervisor, client) = shell(script, "");
     let tenant = tenant("FLOOD");
     let result = client.job("x", "").tenant(&tenant).send();
     assert_eq!(outcome(&result), "failed/exit_6");
@@ -372,11 +372,12 @@ fn flooding_child_does_not_delay_end_of_program() {
 
 #[test]
 fn pipe_flood_after_exit_harms_neither_job_nor_neighbour() {
+    let _turn = heavy();
     let script = "case $BULKHEAD_OPERATION in \
                   wait) n=0; while [ ! -e go ] && [ $n -lt 6000 ]; do sleep 0.01; n=$((n+1)); done; echo here;; \
                   out) yes & yes >&2 & sleep .1; exit 0;; \
                   *) yes >&2 & yes >&2 & sleep .1; exit 0;; esac";
-    let (supervisor, client) = shell(script, "max_in_flight = 2\ndeadline = \"60s\"\n");
+    let (supervisor, client) = shell(script, "max_in_flight = 2\n");
     let worker = supervisor.worker_pids("x");
     let neighbour = client.job("x", "").operation("wait").start().unwrap();
     for _ in 0..3 {
@@ -394,7 +395,7 @@ fn pipe_flood_after_exit_harms_neither_job_nor_neighbour() {
 
 #[test]
 fn at_the_deadline_the_whole_tree_is_killed_and_nothing_else() {
-    let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\n");
+    let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\ngrace = \"60s\"\n");
     let worker = supervisor.worker_pids("x");
     let (ours, theirs) = (tenant("DEADLINE"), tenant("NEIGHBOUR"));
     let neighbour = client.job("x", "").tenant(&theirs).start().unwrap();
@@ -484,6 +485,7 @@ fn killed_worker_takes_program_trees_along() {
 /// Covers success, failure and death by a signal.
 #[test]
 fn many_programs_leave_no_process_or_descriptor() {
+    let _turn = heavy();
     let script = "(setsid sleep 1000 &); \
                   case $BULKHEAD_OPERATION in kill) kill -KILL $$;; fail) exit 3;; esac; echo fine";
     let (supervisor, client) = shell(script, "max_in_flight = 4\nmax_queue = 1000\n");
