@@ -97,7 +97,7 @@ def test_coverage_measures_workers(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sandbox", ["default", "strict"])
-def test_errors_name_the_sandbox_as_the_cause(sandbox: str, tmp_path: Path) -> None:
+def test_errors_explain_denied_access(sandbox: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
     note.write_text("read")
     with BulkheadExecutor(1, sandbox=sandbox) as pool:
@@ -320,7 +320,7 @@ def test_import_fails_outside_of_linux() -> None:
         except ImportError as error:
             print(error)
     """)
-    assert "needs Linux" in ended.stdout, ended.stderr
+    assert "runs only on Linux" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(
