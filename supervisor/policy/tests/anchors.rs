@@ -303,15 +303,15 @@ fn retry_budget_has_a_minimum_and_a_share() {
 /// Beyond the floor, the budget is a share of the jobs of the last seconds.
 #[test]
 fn retry_budget_grows_with_the_number_of_jobs() {
-    let mut stage = Stage::ready(retrying(1, 0.1));
-    (0..200).for_each(|_| stage.reply_to_next());
-    let jobs: Vec<_> = (0..40).map(|_| stage.idempotent_job()).collect();
-    while stage.answers.len() < 200 + jobs.len() {
-        stage.die(stage.newest_worker(), Death::Signal(11));
-        stage.wait(20 * MS);
-        stage.bring_up(stage.newest_worker());
+    let mut fixture = Fixture::ready(retrying(1, 0.1));
+    (0..200).for_each(|_| fixture.reply_to_next());
+    let jobs: Vec<_> = (0..40).map(|_| fixture.idempotent_job()).collect();
+    while fixture.outcomes.len() < 200 + jobs.len() {
+        fixture.exit_worker(fixture.newest_worker(), Death::Signal(11));
+        fixture.wait(20 * MS);
+        fixture.bring_up(fixture.newest_worker());
     }
-    let retries = stage.bulkhead.counters().retries;
+    let retries = fixture.bulkhead.counters().retries;
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
@@ -360,15 +360,15 @@ fn no_retry_after_the_deadline() {
 /// A second attempt gets no more time: the deadline counts from the submission.
 #[test]
 fn deadline_covers_all_attempts() {
-    let mut stage = Stage::ready(retrying(1, 1.0));
-    let job = stage.idempotent_job();
-    let limit = stage.bulkhead.limits().deadline;
-    stage.wait(limit / 2);
-    stage.die(stage.holder(job), Death::Signal(11));
-    stage.bring_up(stage.newest_worker());
-    stage.wait(limit / 2);
-    stage.expect(job, "deadline_exceeded", Some("running"));
-    assert_eq!(stage.answers[0].attempts, 2);
+    let mut fixture = Fixture::ready(retrying(1, 1.0));
+    let job = fixture.idempotent_job();
+    let limit = fixture.bulkhead.limits().deadline;
+    fixture.wait(limit / 2);
+    fixture.exit_worker(fixture.holder(job), Death::Signal(11));
+    fixture.bring_up(fixture.newest_worker());
+    fixture.wait(limit / 2);
+    fixture.expect(job, "deadline_exceeded", Some("running"));
+    assert_eq!(fixture.outcomes[0].attempts, 2);
 }
 
 /// SQS, `maxReceiveCount`: a message that was received too often is set aside, and other messages are served.
