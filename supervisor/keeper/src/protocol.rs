@@ -17,6 +17,6 @@ pub(crate) mod socket;
 pub(crate) use guard::{GUARDED_ARGUMENT, GuardReady, PROBE_ARGUMENT, VERSION};
 pub use layer_support::LayerSupport;
 pub use orders::{KEEPER_ARGUMENT, ORDER_BYTES_MAX, Rlimit, SpawnOrder};
-pub(crate) use orders::{Order, SERVICE_MANAGER_VARIABLES, SPAWN_DESCRIPTORS, WORKER_DESCRIPTORS};
+pub(crate) use orders::{Order, SERVICE_MANAGER_VARIABLES, SPAWN_DESCRIPTORS};
 pub use reports::{Exit, Report, TemplateReport, Usage};
 pub(crate) use reports::{REPORT_BYTES_MAX, ReportMessage, STEP_BYTES_MAX};

@@ -6,8 +6,8 @@
 //! name, and the worker does not start.
 //!
 //! - `prepared`, `confinement`: everything that the child needs, prepared before the fork.
-//! - `forker`: the thread that forks.
-//! - `child`: the child, which executes the steps.
+//! - `forker`: the thread that forks. `clone`: the system call.
+//! - `child`: the child, which executes the steps. `plan`: the input of the steps.
 //! - `progress`: messages between the child and the keeper.
 //! - `program_rules`: the rules that a host of programs receives about its own confinement.
 //! - `mounts`: a private root folder, a private `/proc`, and paths that the worker's user cannot reach.
@@ -16,10 +16,12 @@
 #![expect(unsafe_code, reason = "fork, execve and the calls in a forked child have no safe wrapper")]
 
 mod child;
+mod clone;
 mod confinement;
 mod forker;
 mod init;
 mod mounts;
+mod plan;
 mod prepared;
 mod program_rules;
 mod progress;
@@ -33,9 +35,10 @@ use bulkhead_linux::errno;
 use rustix::io::Errno;
 
 pub(crate) use self::confinement::{FilterCache, PreparedConfinement};
-pub(crate) use self::forker::{Forker, Job, OomSettings, OriginalSettings, distinguishes_orphans, fork_step};
+pub(crate) use self::forker::{Forker, Job, distinguishes_orphans, fork_step};
 pub(crate) use self::init::template::{ChildExit, EXIT_BYTES_MAX, NAMED_CHILDREN_MAX, Order as InitOrder};
 pub(crate) use self::init::worker::read_status;
+pub(crate) use self::plan::{OomSettings, OriginalSettings};
 pub(crate) use self::prepared::{ChildConnections, Prepared};
 pub(crate) use self::progress::{Progress, let_continue, read as read_progress};
 pub(crate) use self::steps::duplicate_to;
@@ -43,6 +46,11 @@ pub(crate) use self::steps::duplicate_to;
 /// Descriptor of the worker's link. In the keeper, this number belongs to the order socket. So no other
 /// descriptor of the keeper has one of the numbers that a child needs.
 pub(crate) const LINK_FD: RawFd = 3;
+
+// Names of steps that can also fail before the fork.
+const ROOT_STEP: &str = "mount namespace";
+const LANDLOCK_STEP: &str = "landlock";
+const SECCOMP_STEP: &str = "seccomp";
 
 /// Exit code of a child that failed before `execve`. It is not reported.
 const FAILED_EXIT_CODE: i32 = 127;

@@ -24,19 +24,13 @@
 pub mod descriptors;
 pub mod errno;
 pub mod folder;
-pub mod fork;
 pub mod landlock;
-pub mod listener;
-pub mod liveness;
-pub mod peer;
-pub mod process_tree;
-pub mod rlimits;
-pub mod scheduler;
-pub mod scm_rights;
+mod names;
+mod processes;
 pub mod shared_words;
-pub mod signals;
+mod sockets;
 pub mod standard_output;
-pub mod syscalls;
-pub mod unread;
-pub mod vfork;
-pub mod wait;
+
+pub use self::names::{rlimits, signals, syscalls};
+pub use self::processes::{fork, liveness, process_tree, scheduler, vfork, wait};
+pub use self::sockets::{listener, peer, scm_rights, unread};

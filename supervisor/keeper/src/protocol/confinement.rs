@@ -5,6 +5,9 @@
 
 use bincode::{BorrowDecode, Encode};
 
+/// Number of descriptors that a worker starts with: standard input, output and error, and the link.
+const WORKER_DESCRIPTORS: u32 = 4;
+
 /// The ordered confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
@@ -177,7 +180,7 @@ impl Observed {
             ("network namespace", !wanted.network || found.network),
             ("Landlock", !layers.landlock || self.landlock.is_some()),
             ("cgroup", layers.cgroup.is_none() || self.cgroup),
-            ("descriptors", self.descriptors == super::WORKER_DESCRIPTORS),
+            ("descriptors", self.descriptors == WORKER_DESCRIPTORS),
         ];
         rows.iter().find(|(_, is_right)| !is_right).map(|(name, _)| *name)
     }
@@ -210,7 +213,7 @@ mod tests {
             gid: Some(8),
             namespaces: everything,
             landlock: Some(1),
-            descriptors: super::super::WORKER_DESCRIPTORS,
+            descriptors: WORKER_DESCRIPTORS,
             ..Observed::default()
         };
         assert_eq!(right.mismatch(&layers), None);

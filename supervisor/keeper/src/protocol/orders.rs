@@ -20,9 +20,6 @@ pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 /// Number of descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
 pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 
-/// Number of descriptors that a worker starts with: standard input, output and error, and the link.
-pub(crate) const WORKER_DESCRIPTORS: u32 = 4;
-
 /// An order to start a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct SpawnOrder<'a> {

@@ -1,41 +1,18 @@
 //! The child, from the fork to the execution of the worker's program.
 
-use std::ffi::c_char;
 use std::os::fd::AsFd;
 
 use rustix::io::Errno;
-use rustix::process::Pid;
 
-use super::forker::{OriginalSettings, clone};
+use super::clone::clone;
 use super::init;
-use super::prepared::Prepared;
+use super::plan::Plan;
 use super::progress::{self, StepError, StepFailure};
 use super::steps::{self, NAMESPACE_STEPS, WORKER_STEPS};
 use super::{FAILED_EXIT_CODE, exit};
-use crate::protocol::confinement::{Identity, Layers, Namespaces};
-
-/// Input of the steps. Borrows from the data prepared before the fork, which outlives it.
-pub(super) struct Plan<'p> {
-    pub(super) prepared: &'p Prepared,
-    pub(super) arguments: Vec<*const c_char>,
-    pub(super) environment: Vec<*const c_char>,
-    pub(super) keeper: Pid,
-    /// User and group of the keeper.
-    pub(super) keeper_identity: Identity,
-    pub(super) original: OriginalSettings,
-}
+use crate::protocol::confinement::Namespaces;
 
 impl Plan<'_> {
-    pub(super) fn layers(&self) -> &Layers {
-        &self.prepared.confinement.layers
-    }
-
-    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
-    pub(super) fn fork_namespaces(&self) -> Namespaces {
-        let wanted = self.layers().namespaces;
-        Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }
-    }
-
     pub(super) fn run(&self) -> ! {
         // Otherwise this process would wait forever for a keeper that died before the parent-death signal was
         // set.

@@ -13,8 +13,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 use super::mounts::covers::Covers;
 use super::mounts::proc_entries;
 use super::mounts::root::{self, PrivateRoot};
-use super::steps;
-use super::{SpawnError, program_rules};
+use super::{LANDLOCK_STEP, ROOT_STEP, SECCOMP_STEP, SpawnError, program_rules};
 use crate::confine::landlock::{self, Ruleset};
 use crate::confine::reach::{self, GrantedPaths, Unreachable};
 use crate::confine::seccomp::{self, FatalAction, Filter};
@@ -178,7 +177,7 @@ fn create_ruleset(
         network: layers.network,
     };
     Ruleset::prepare(&rules).map_err(|failure| {
-        SpawnError::new(&format!("{}: {}", steps::LANDLOCK_STEP, failure.attempted), failure.errno)
+        SpawnError::new(&format!("{}: {}", LANDLOCK_STEP, failure.attempted), failure.errno)
     })
 }
 
@@ -189,9 +188,8 @@ fn create_root<'p>(
     layers: &Layers,
 ) -> Result<PrivateRoot, SpawnError> {
     proc_entries::prepare();
-    PrivateRoot::prepare(granted, withheld, unreachable, layers).map_err(|path| {
-        SpawnError::new(&format!("{}: show {}", steps::ROOT_STEP, path.display()), Errno::NOENT)
-    })
+    PrivateRoot::prepare(granted, withheld, unreachable, layers)
+        .map_err(|path| SpawnError::new(&format!("{}: show {}", ROOT_STEP, path.display()), Errno::NOENT))
 }
 
 /// Returns the folder to show at `/dev/shm`: the temporary folder on disk. A file system in memory is shown
@@ -258,9 +256,8 @@ impl FilterCache {
         if is_template {
             rules = seccomp::allow_siblings(rules);
         }
-        let unknown = |name| {
-            SpawnError::new(&format!("{}: unknown system call {name}", steps::SECCOMP_STEP), Errno::INVAL)
-        };
+        let unknown =
+            |name| SpawnError::new(&format!("{}: unknown system call {name}", SECCOMP_STEP), Errno::INVAL);
         let rules = rules.with_overrides(&ordered.allow, &ordered.deny).map_err(unknown)?;
         let fatal_action = if layers.seccomp_names { FatalAction::Notify } else { FatalAction::Kill };
         let filter = Arc::new(rules.compile(fatal_action));

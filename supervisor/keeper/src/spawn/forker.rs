@@ -1,17 +1,15 @@
 //! The second thread of the keeper, which forks all workers.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+use bulkhead_linux::vfork;
 use bulkhead_linux::wait::thread_has_children;
-use bulkhead_linux::{errno, vfork};
-use rustix::io::Errno;
 
-use super::child::Plan;
+use super::clone::clone;
+use super::plan::{OriginalSettings, Plan};
 use super::prepared::Prepared;
 use super::{exit, user_namespace};
-use crate::confine::cgroup;
 use crate::protocol::confinement::{Identity, Namespaces};
 use crate::wait::{self, Waited};
 
@@ -22,26 +20,6 @@ pub(crate) enum Job {
     Child,
     /// Exits immediately and leaves a child that does the same.
     Grandchild,
-}
-
-/// Scheduling and memory settings that the keeper was started with.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OriginalSettings {
-    /// Nice value, which workers get too.
-    pub(crate) nice: i32,
-    /// How likely the kernel is to kill a process when memory runs out.
-    pub(crate) oom: OomSettings,
-    /// Soft and hard limit of open files.
-    pub(crate) open_files: (u64, u64),
-}
-
-/// Preference of the kernel when memory runs out.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OomSettings {
-    /// True if the supervisor is protected by a negative score, which workers must not inherit.
-    pub(crate) is_protected: bool,
-    /// `oom_score_adj` of workers.
-    pub(crate) worker_score: i32,
 }
 
 /// The second thread of the keeper, which is the parent of all workers. It lives as long as the process,
@@ -111,41 +89,6 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
             }
         },
         pid => Ok(pid),
-    }
-}
-
-/// Forks, and returns 0 in the child, which is in new namespaces and in the given control group.
-///
-/// This is the bare system call, without the C library's preparations for a child that continues to run. The
-/// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
-pub(super) fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
-    clone_as(namespaces, cgroup, 0)
-}
-
-/// Forks like `clone`, with an additional flag.
-pub(super) fn clone_as(
-    namespaces: Namespaces,
-    cgroup: Option<&OwnedFd>,
-    flag: libc::c_int,
-) -> Result<u32, Errno> {
-    let rows = [
-        (namespaces.user, libc::CLONE_NEWUSER),
-        (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
-        (namespaces.mount || namespaces.proc, libc::CLONE_NEWNS),
-        (namespaces.network, libc::CLONE_NEWNET),
-    ];
-    let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
-    let flags = wanted.fold(flag, |flags, (_, flag)| flags | flag);
-    if let Some(cgroup) = cgroup {
-        // SAFETY: see `clone` for the child.
-        return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);
-    }
-    let flags = flags | libc::SIGCHLD;
-    const NONE: usize = 0;
-    // SAFETY: without a stack and without shared memory this is a fork; see `clone` for the child.
-    match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
-        -1 => Err(errno::last()),
-        pid => Ok(pid as u32),
     }
 }
 

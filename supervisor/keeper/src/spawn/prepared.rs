@@ -12,8 +12,8 @@ use rustix::pipe::PipeFlags;
 use super::confinement::PreparedConfinement;
 use super::mounts::covers::Covers;
 use super::mounts::root::PrivateRoot;
-use super::progress::{self, StepFailure};
-use super::{LINK_FD, SpawnError, steps};
+use super::progress;
+use super::{LINK_FD, SpawnError};
 use crate::protocol::confinement::TemporaryFiles;
 use crate::protocol::socket;
 use crate::protocol::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
@@ -65,17 +65,10 @@ pub(crate) struct ChildConnections {
     /// Socket of the first process of a pid namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
     /// Names the paths of a failed mount.
-    root: Option<Arc<PrivateRoot>>,
-    covers: Option<Arc<Covers>>,
+    pub(super) root: Option<Arc<PrivateRoot>>,
+    pub(super) covers: Option<Arc<Covers>>,
     /// Number of the child's descriptors in addition to those of every worker and the progress socket.
     pub(crate) extra_descriptors: u32,
-}
-
-impl ChildConnections {
-    pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
-        let step = steps::describe(failure, self.root.as_deref(), self.covers.as_deref());
-        SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
-    }
 }
 
 /// Converts the environment of an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.

@@ -14,12 +14,12 @@ use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use super::child::Plan;
-use super::forker::OomSettings;
 use super::mounts::covers::Covers;
 use super::mounts::root::{self, PrivateRoot};
+use super::plan::{OomSettings, Plan};
+use super::prepared::ChildConnections;
 use super::progress::{self, StepError, StepFailure};
-use super::{LINK_FD, mounts};
+use super::{LANDLOCK_STEP, LINK_FD, ROOT_STEP, SECCOMP_STEP, SpawnError, mounts};
 use crate::confine::landlock::RestrictError;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::Identity;
@@ -89,10 +89,7 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("exec", exec),
 ];
 
-pub(super) const ROOT_STEP: &str = "mount namespace";
 const COVERS_STEP: &str = "what its user cannot reach";
-pub(super) const LANDLOCK_STEP: &str = "landlock";
-pub(super) const SECCOMP_STEP: &str = "seccomp";
 const RLIMIT_STEP: &str = "rlimit";
 
 /// Detail of the Landlock step if the kernel accepted the rules but does not enforce them.
@@ -104,7 +101,15 @@ pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 /// Step number for the requirements of the first process in a template's namespace.
 pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
-pub(super) fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&Covers>) -> String {
+impl ChildConnections {
+    /// Describes the failure of a child.
+    pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
+        let step = describe(failure, self.root.as_deref(), self.covers.as_deref());
+        SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
+    }
+}
+
+fn describe(failure: &StepFailure, root: Option<&PrivateRoot>, covers: Option<&Covers>) -> String {
     let mut steps = NAMESPACE_STEPS.iter().chain(&WORKER_STEPS);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
         Some(RLIMIT_STEP) => format!("{RLIMIT_STEP} {}", rlimit_name(failure.detail)),

@@ -11,21 +11,21 @@ use bulkhead_linux::wait;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 
+use super::clone::{self, clone_as};
 use super::exit;
-use super::forker::{self, clone_as};
 use crate::protocol::confinement::Namespaces;
 
 /// Size of the report in bytes: the child's pid, or a negative error number.
 const REPORT_BYTES: usize = 4;
 
-/// Forks like [`forker::clone`], with the child in this user namespace.
+/// Forks like [`clone::clone`], with the child in this user namespace.
 pub(super) fn clone(
     user_namespace: &OwnedFd,
     namespaces: Namespaces,
     cgroup: Option<&OwnedFd>,
 ) -> Result<u32, Errno> {
     let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-    let intermediate = match forker::clone(Namespaces::default(), None)? {
+    let intermediate = match clone::clone(Namespaces::default(), None)? {
         0 => match enter(user_namespace).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
             // In the child. Its copy of the pipe would hide the end of the intermediate process.
             Ok(0) => {

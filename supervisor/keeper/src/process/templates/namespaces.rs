@@ -40,13 +40,13 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of a template's pid namespace.
-pub(in crate::process) struct TemplateNamespace {
+pub(crate) struct TemplateNamespace {
     socket: OwnedFd,
     /// Orders that the first process has not read: at most one kill of each worker and of the template, and one
     /// order to kill leftover processes.
     outbox: Outbox,
     /// The template's pid in the namespace, once it is known.
-    pub(in crate::process) template: Option<u32>,
+    pub(crate) template: Option<u32>,
     /// Workers: the pid in the namespace, and the pid outside.
     workers: HashMap<u32, u32>,
     /// Other children of the first process, each with the time of its discovery.
@@ -71,17 +71,17 @@ struct ExitedWorker {
 
 /// A worker's place in a namespace.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::process) struct NamespaceMember {
+pub(crate) struct NamespaceMember {
     /// The first process of the namespace.
-    pub(in crate::process) namespace: u32,
+    pub(crate) namespace: u32,
     /// The worker's pid in the namespace.
-    pub(in crate::process) inner: u32,
+    pub(crate) inner: u32,
     /// Part of the name of the worker's temporary folder, if the folder is in the namespace too.
-    pub(in crate::process) secret: Option<u128>,
+    pub(crate) secret: Option<u128>,
 }
 
 impl TemplateNamespace {
-    pub(in crate::process) fn new(socket: OwnedFd) -> Self {
+    pub(crate) fn new(socket: OwnedFd) -> Self {
         Self {
             socket,
             outbox: Outbox::default(),
@@ -95,21 +95,21 @@ impl TemplateNamespace {
         }
     }
 
-    pub(in crate::process) fn socket(&self) -> &OwnedFd {
+    pub(crate) fn socket(&self) -> &OwnedFd {
         &self.socket
     }
 
     /// True if the template or a worker has this pid in the namespace.
-    pub(in crate::process) fn contains(&self, inner: u32) -> bool {
+    pub(crate) fn contains(&self, inner: u32) -> bool {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
     /// True if an unknown process with this pid has ended.
-    pub(in crate::process) fn has_ended(&self, inner: u32) -> bool {
+    pub(crate) fn has_ended(&self, inner: u32) -> bool {
         self.recent_exits.contains(&inner)
     }
 
-    pub(in crate::process) fn add_worker(&mut self, inner: u32, pid: u32) {
+    pub(crate) fn add_worker(&mut self, inner: u32, pid: u32) {
         self.workers.insert(inner, pid);
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
@@ -138,7 +138,7 @@ impl EventLoop {
     }
 
     /// Handles messages of a namespace's first process.
-    pub(in crate::process) fn handle_namespace_messages(&mut self, pid: u32) {
+    pub(crate) fn handle_namespace_messages(&mut self, pid: u32) {
         let has_more = self.handle_exits(pid);
         self.send_namespace_orders(pid, has_more);
     }
@@ -156,7 +156,7 @@ impl EventLoop {
     }
 
     /// Handles some exits. Returns true if there may be more.
-    pub(in crate::process) fn handle_exits(&mut self, pid: u32) -> bool {
+    pub(crate) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
@@ -241,7 +241,7 @@ impl EventLoop {
     }
 
     /// Reports workers of which nothing is left, and orders the remaining processes to be killed.
-    pub(in crate::process) fn clean_namespace(&mut self, pid: u32, now: Instant) {
+    pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
         // A child that was discovered before the oldest fork in progress cannot be its result.
@@ -283,12 +283,12 @@ impl EventLoop {
     }
 
     /// Returns the next time at which an order to kill is due.
-    pub(in crate::process) fn next_namespace_kill(&self) -> Option<Instant> {
+    pub(crate) fn next_namespace_kill(&self) -> Option<Instant> {
         let namespaces = self.templates.iter().filter_map(|pid| self.children.get(pid)?.namespace.as_ref());
         namespaces.filter_map(|namespace| namespace.kills.map(|(_, due, _)| due)).min()
     }
 
-    pub(in crate::process) fn clean_namespaces(&mut self, now: Instant) {
+    pub(crate) fn clean_namespaces(&mut self, now: Instant) {
         let is_due = |pid: &&u32| {
             let namespace = self.children.get(pid).and_then(|child| child.namespace.as_ref());
             namespace.and_then(|namespace| namespace.kills).is_some_and(|(_, due, _)| due <= now)
@@ -311,10 +311,7 @@ impl EventLoop {
     }
 
     /// Orders a worker in a namespace to be killed, with its process group.
-    pub(in crate::process) fn kill_in_namespace(
-        &mut self,
-        NamespaceMember { namespace, inner, .. }: NamespaceMember,
-    ) {
+    pub(crate) fn kill_in_namespace(&mut self, NamespaceMember { namespace, inner, .. }: NamespaceMember) {
         if let Some(found) = self.namespace_mut(namespace) {
             found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());
             self.send_namespace_orders(namespace, false);
@@ -322,7 +319,7 @@ impl EventLoop {
     }
 
     /// Orders a template to be killed. Its workers continue.
-    pub(in crate::process) fn kill_template(&mut self, pid: u32) {
+    pub(crate) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.namespace) {
             (Stage::Running, Some(namespace)) => {
@@ -336,7 +333,7 @@ impl EventLoop {
     }
 
     /// Handles the end of a namespace's first process. All processes in the namespace have ended with it.
-    pub(in crate::process) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
+    pub(crate) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
         const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
         let TemplateNamespace { workers, mut exited, .. } = namespace;
         for here in workers.into_values() {

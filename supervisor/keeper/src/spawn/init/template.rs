@@ -119,12 +119,12 @@ impl ChildExit {
 }
 
 /// Opens the file that lists the children of the first process.
-pub(in crate::spawn) fn open_children() -> Result<OwnedFd, Errno> {
+pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Becomes the first process, with the child `template`.
-pub(in crate::spawn) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
+pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
     // The processes in the namespace can have another user. CAP_KILL reaches only these, because no others
     // are visible here.

@@ -17,7 +17,7 @@ use crate::protocol::{Exit, Usage};
 use crate::wait;
 
 /// Becomes the first process, with the child `worker`.
-pub(in crate::spawn) fn run(worker: u32, status: &OwnedFd) -> ! {
+pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {

@@ -30,7 +30,7 @@ const ENTRIES_MAX: usize = 4096;
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided in advance.
-pub(in crate::spawn) struct Covers {
+pub(crate) struct Covers {
     /// Folders that are covered with an empty folder.
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
@@ -55,10 +55,7 @@ const COMMON_STEPS_FIRST: u32 = 1 << 16;
 impl Covers {
     /// Decides the layout. Returns `None` if the user can reach everything. Fails with a folder that cannot
     /// be covered.
-    pub(in crate::spawn) fn prepare(
-        unreachable: &Unreachable,
-        withheld: &[&Path],
-    ) -> Result<Option<Self>, PathBuf> {
+    pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
             return Ok(None);
         }
@@ -157,7 +154,7 @@ impl Covers {
     }
 
     /// Describes a step for people.
-    pub(in crate::spawn) fn describe(&self, step: u32) -> String {
+    pub(crate) fn describe(&self, step: u32) -> String {
         let shown = |path: &CString| path.to_string_lossy().into_owned();
         match step.checked_sub(COMMON_STEPS_FIRST) {
             Some(0) => "make mounts private".to_owned(),
@@ -177,7 +174,7 @@ impl Covers {
 
     /// Makes the mounts in a private mount namespace, which the process may already have, and adds the mounts
     /// to the rules. Runs in the forked child, and makes only system calls.
-    pub(in crate::spawn) fn enter(
+    pub(crate) fn enter(
         &self,
         ruleset: Option<&Ruleset>,
         has_mount_namespace: bool,

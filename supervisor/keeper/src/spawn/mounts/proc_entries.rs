@@ -43,7 +43,7 @@ struct HiddenEntry {
 }
 
 /// Looks up the entries to hide. Runs in the keeper, before the fork.
-pub(in crate::spawn) fn prepare() {
+pub(crate) fn prepare() {
     HIDDEN_ENTRIES.get_or_init(|| {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let hidden = entries.filter_map(|entry| {

@@ -46,7 +46,7 @@ const LINKS: [(&CStr, &CStr); 5] = [
 ];
 
 /// A step in making a root folder, or in making the content of a covered folder.
-pub(in crate::spawn) enum LayoutStep {
+pub(crate) enum LayoutStep {
     Folder(CString),
     File(CString),
     Link {
@@ -66,7 +66,7 @@ pub(in crate::spawn) enum LayoutStep {
 }
 
 /// All steps that make a root folder, decided in advance.
-pub(in crate::spawn) struct PrivateRoot {
+pub(crate) struct PrivateRoot {
     steps: Vec<LayoutStep>,
     /// Folders whose entries are shown individually.
     expanded: Vec<CString>,
@@ -85,7 +85,7 @@ const COMMON_STEPS: [&str; 6] =
 
 impl PrivateRoot {
     /// Decides the layout. Fails with a path of the configuration that does not exist.
-    pub(in crate::spawn) fn prepare<'v>(
+    pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
         unreachable: &Unreachable,
@@ -128,12 +128,12 @@ impl PrivateRoot {
 
     /// Returns the folders whose entries are shown individually. The Landlock rules do not contain these
     /// folders.
-    pub(in crate::spawn) fn expanded(&self) -> &[CString] {
+    pub(crate) fn expanded(&self) -> &[CString] {
         &self.expanded
     }
 
     /// Describes a step for an error message.
-    pub(in crate::spawn) fn describe(&self, step: u32) -> String {
+    pub(crate) fn describe(&self, step: u32) -> String {
         if let Some(common) = step.checked_sub(COMMON_STEPS_FIRST) {
             return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
         }
@@ -149,7 +149,7 @@ impl PrivateRoot {
 
     /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
     /// In a new pid namespace, the process must be the first.
-    pub(in crate::spawn) fn enter(&self) -> Result<(), StepError> {
+    pub(crate) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
         };
@@ -184,7 +184,7 @@ impl PrivateRoot {
 }
 
 impl LayoutStep {
-    pub(in crate::spawn) fn execute(&self) -> Result<(), Errno> {
+    pub(crate) fn execute(&self) -> Result<(), Errno> {
         match self {
             Self::Folder(at) => make_folder(at),
             Self::File(at) => {
@@ -382,14 +382,14 @@ impl Layout {
 }
 
 /// Returns the mount options of a memory file system with this size in bytes.
-pub(in crate::spawn) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
+pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
     let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
     let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
 /// True if a folder denies access to the worker's user, so that it is shown by its entries.
-pub(in crate::spawn) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
+pub(crate) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
@@ -417,7 +417,7 @@ fn folders_to(path: &Path) -> Vec<CString> {
     folders
 }
 
-pub(in crate::spawn) fn c_string(path: &Path) -> Option<CString> {
+pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
@@ -428,7 +428,7 @@ fn old_path(path: &Path) -> Option<CString> {
 
 /// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
 /// process there. The new `/proc` is visible only to this process and its descendants.
-pub(in crate::spawn) fn mount_private_proc() -> Result<(), Errno> {
+pub(crate) fn mount_private_proc() -> Result<(), Errno> {
     // Later unmounts of the system propagate here, but nothing from here propagates to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;

@@ -1,0 +1,44 @@
+//! The bare system call that forks.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use bulkhead_linux::errno;
+use rustix::io::Errno;
+
+use crate::confine::cgroup;
+use crate::protocol::confinement::Namespaces;
+
+/// Forks, and returns 0 in the child, which is in new namespaces and in the given control group.
+///
+/// This is the bare system call, without the C library's preparations for a child that continues to run. The
+/// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
+pub(super) fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
+    clone_as(namespaces, cgroup, 0)
+}
+
+/// Forks like `clone`, with an additional flag.
+pub(super) fn clone_as(
+    namespaces: Namespaces,
+    cgroup: Option<&OwnedFd>,
+    flag: libc::c_int,
+) -> Result<u32, Errno> {
+    let rows = [
+        (namespaces.user, libc::CLONE_NEWUSER),
+        (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
+        (namespaces.mount || namespaces.proc, libc::CLONE_NEWNS),
+        (namespaces.network, libc::CLONE_NEWNET),
+    ];
+    let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
+    let flags = wanted.fold(flag, |flags, (_, flag)| flags | flag);
+    if let Some(cgroup) = cgroup {
+        // SAFETY: see `clone` for the child.
+        return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);
+    }
+    let flags = flags | libc::SIGCHLD;
+    const NONE: usize = 0;
+    // SAFETY: without a stack and without shared memory this is a fork; see `clone` for the child.
+    match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
+        -1 => Err(errno::last()),
+        pid => Ok(pid as u32),
+    }
+}

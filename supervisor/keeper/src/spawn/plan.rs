@@ -1,0 +1,51 @@
+//! The input of the child's steps.
+
+use std::ffi::c_char;
+
+use rustix::process::Pid;
+
+use super::prepared::Prepared;
+use crate::protocol::confinement::{Identity, Layers, Namespaces};
+
+/// Input of the steps. Borrows from the data prepared before the fork, which outlives it.
+pub(super) struct Plan<'p> {
+    pub(super) prepared: &'p Prepared,
+    pub(super) arguments: Vec<*const c_char>,
+    pub(super) environment: Vec<*const c_char>,
+    pub(super) keeper: Pid,
+    /// User and group of the keeper.
+    pub(super) keeper_identity: Identity,
+    pub(super) original: OriginalSettings,
+}
+
+impl Plan<'_> {
+    pub(super) fn layers(&self) -> &Layers {
+        &self.prepared.confinement.layers
+    }
+
+    /// Returns the namespaces that the fork creates. A user namespace can also be created later.
+    pub(super) fn fork_namespaces(&self) -> Namespaces {
+        let wanted = self.layers().namespaces;
+        Namespaces { user: wanted.user && !self.prepared.confinement.makes_root_first(), ..wanted }
+    }
+}
+
+/// Scheduling and memory settings that the keeper was started with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OriginalSettings {
+    /// Nice value, which workers get too.
+    pub(crate) nice: i32,
+    /// How likely the kernel is to kill a process when memory runs out.
+    pub(crate) oom: OomSettings,
+    /// Soft and hard limit of open files.
+    pub(crate) open_files: (u64, u64),
+}
+
+/// Preference of the kernel when memory runs out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OomSettings {
+    /// True if the supervisor is protected by a negative score, which workers must not inherit.
+    pub(crate) is_protected: bool,
+    /// `oom_score_adj` of workers.
+    pub(crate) worker_score: i32,
+}

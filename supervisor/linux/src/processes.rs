@@ -1,0 +1,8 @@
+//! Processes: starts, waits and kills.
+
+pub mod fork;
+pub mod liveness;
+pub mod process_tree;
+pub mod scheduler;
+pub mod vfork;
+pub mod wait;

@@ -1,0 +1,6 @@
+//! Sockets: peers, passed descriptors, and queues.
+
+pub mod listener;
+pub mod peer;
+pub mod scm_rights;
+pub mod unread;
