@@ -529,7 +529,7 @@ fn check_forks_a_worker_from_a_template() {
         out.contains("bulkhead 'forked' starts") && out.contains("bulkhead 'again' starts"),
         "{out}{error}"
     );
-    assert!(error.contains("'ends' does not start: the template of /bin/sh ended"), "{error}");
+    assert!(error.contains("'ends' does not start: the template of /bin/sh exited"), "{error}");
     assert!(error.contains("(exit code 3)") && error.contains("so be it"), "{error}");
 }
 
@@ -545,6 +545,6 @@ fn check_says_how_a_worker_ended() {
         let output = check(folder.path());
         let (out, error) = texts(&output);
         assert_eq!(output.status.code(), Some(2), "{out}{error}");
-        assert!(error.contains(&format!("ended before becoming ready {how}")), "{error}");
+        assert!(error.contains(&format!("exited before it was ready {how}")), "{error}");
     }
 }
