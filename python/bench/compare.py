@@ -321,7 +321,8 @@ def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, boo
 def compile_package() -> None:
     """Compiles the package to byte code, as pip does when it installs one. The rivals are installed."""
     spec = importlib.util.find_spec("bulkhead")
-    assert spec and spec.submodule_search_locations
+    assert spec
+    assert spec.submodule_search_locations
     for folder in spec.submodule_search_locations:
         compileall.compile_dir(folder, quiet=1)
 

@@ -1,4 +1,4 @@
-"""Memory files (``docs/protocol-extensions.md``): encoding of values with large buffers, and the leases of client and worker.
+"""Memory files (``docs/protocol-extensions.md``): encoding of values with large buffers, and leases.
 
 An encoded value consists of a head, the sizes of the buffers, the pickle, and the buffers, each at the start of a page.
 The head contains sizes and no offsets, so that buffers cannot overlap even if the writer is hostile.

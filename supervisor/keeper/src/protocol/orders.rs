@@ -6,7 +6,7 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// The undocumented first argument with which a program must call [`run_as_keeper`].
+/// The undocumented first argument with which a program must call [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
 /// Environment variables of the service manager for the supervisor, which other processes must not inherit.
