@@ -15,7 +15,7 @@ const POOL_SEGMENTS_MAX: usize = 32;
 /// same time.
 pub(super) const POOL_SPARES_MAX: usize = 128;
 
-/// Size from which on a coalescing buffer takes no further frames, in bytes.
+/// Size in bytes at which a coalescing buffer is full. A full buffer takes no further frame.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
 /// Capacity of a coalescing buffer. The last frame in it can have the size of the largest inline frame.

@@ -54,7 +54,7 @@ impl<K> Deref for Raw<K> {
 /// Keys that select the program. They cannot be shared by all bulkheads.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Tables of tenants. They cannot be shared by all bulkheads either.
+/// Tables of tenants, which are not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
 /// Returns true if a bulkhead's key is not allowed in `[defaults]`.

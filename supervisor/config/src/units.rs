@@ -10,7 +10,7 @@ use serde::Serializer;
 pub(super) enum UnitError {
     /// A number without a required unit.
     NoUnit,
-    /// `M`, which can also mean a month.
+    /// The unit `M`, which could mean minutes or months.
     AmbiguousMonth,
     /// A single letter. Contains the replacements for powers of 1024 and for powers of 1000.
     AmbiguousPower(&'static str, &'static str),

@@ -102,7 +102,7 @@ impl DataPlane {
         }
     }
 
-    /// Counts notes of policy that are counted nowhere else.
+    /// Counts those events of policy that no other code counts.
     pub(super) fn count_note(&mut self, compartment: CompartmentIndex, note: &OperatorEvent) {
         if self.compartments[compartment].is_replay {
             return;

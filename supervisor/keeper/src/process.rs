@@ -275,7 +275,7 @@ struct EventLoop {
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     outbox: Outbox,
-    /// True if the socket may have more orders.
+    /// True if unread orders can be left in the socket.
     has_orders: bool,
     /// True if the outbox waits for the socket to become writable.
     is_blocked: bool,

@@ -231,7 +231,7 @@ impl Breaker {
         Some((claim, transition))
     }
 
-    /// Returns true if every job passes without evidence being collected, so that no claim is needed.
+    /// Returns true if the breaker admits every job and records no results.
     pub(crate) const fn is_disabled(&self) -> bool {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }

@@ -167,7 +167,7 @@ fn alter(pid: u32) {
 /// Time after which the chains of [`leave_chains`] end by themselves.
 const CHAINS_MAX: Duration = Duration::from_secs(20);
 
-/// Leaves chains of processes behind in which each process forks a successor and exits.
+/// Leaves chains of processes behind. Each process of a chain forks a successor and exits.
 #[expect(unsafe_code, reason = "fork")]
 fn leave_chains(count: u64) {
     let end = Instant::now() + CHAINS_MAX;

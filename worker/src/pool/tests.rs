@@ -137,7 +137,8 @@ impl Fixture {
     }
 }
 
-/// Receives the numbers of answered and returned jobs; with `with_kinds`, kinds and heartbeats too.
+/// Receives the ids of answered and returned jobs. If `with_kinds` is set, also receives the kind of each frame,
+/// and heartbeats.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();

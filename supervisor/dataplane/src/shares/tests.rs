@@ -146,7 +146,8 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder like the data plane: checks, counts, and frees memory of others.
+/// Requests `wanted` bytes for a holder as the data plane does: checks the share, counts the bytes, and frees
+/// memory of other holders if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
     if !shares.may_have(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;

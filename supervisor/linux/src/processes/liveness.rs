@@ -52,7 +52,7 @@ impl LivenessDescriptor {
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits for the end of the other side. Discards data that arrives in the meantime.
+    /// Waits until the peer closes its end. Discards data that arrives before.
     pub fn wait(&self) {
         let mut discarded = [0; 4096];
         loop {

@@ -222,7 +222,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Empties a slot whose workers finish their jobs, and sets the slot to `state`.
+    /// Sets a slot to `state`. The slot's workers finish their jobs and then exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState, out: &mut Vec<Action<T>>) {
         let entry = &mut self.slots[slot as usize];
         let successor = entry.successor.take();

@@ -365,7 +365,7 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// The tests' answer to notifications: an error that none of these calls returns itself.
+/// Error with which the tests answer seccomp notifications. None of the tested calls returns it otherwise.
 const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
