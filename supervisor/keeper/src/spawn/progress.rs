@@ -7,6 +7,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 
+use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -137,6 +138,12 @@ pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     wait_for_keeper(socket)
 }
 
+/// Maximum number of further attempts to send the listener: two seconds in all, well within `start.handshake`.
+const LISTENER_RETRIES_MAX: u32 = 200;
+
+/// Interval between attempts to send the listener.
+const LISTENER_RETRY_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+
 /// Reports that the child is confined, passes the listener to the keeper, and waits for permission to
 /// continue.
 pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
@@ -144,13 +151,28 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     // Close-on-exec closes the descriptor. `close` must not be called here, because the filter can make the
     // call fatal.
     let listener = listener.map(|listener| unsafe { BorrowedFd::borrow_raw(listener) });
+    let mut retries = 0;
+    while let Err(errno) = send_listener(socket, listener) {
+        // The kernel limits how many descriptors of a user are in flight. Other processes of the user can
+        // exhaust this limit for a moment.
+        if errno != Errno::TOOMANYREFS || retries == LISTENER_RETRIES_MAX {
+            return Err(errno);
+        }
+        retries += 1;
+        let _ = rustix::thread::nanosleep(&LISTENER_RETRY_INTERVAL);
+    }
+    wait_for_keeper(socket)
+}
+
+/// Sends the message that the child is confined, with the listener if there is one.
+fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !ancillary.push(SendAncillaryMessage::ScmRights(listener.as_slice())) {
         return Err(Errno::INVAL);
     }
     rustix::net::sendmsg(socket, &[IoSlice::new(&[CONFINED])], &mut ancillary, SendFlags::NOSIGNAL)?;
-    wait_for_keeper(socket)
+    Ok(())
 }
 
 /// Waits for the keeper. Fails if the keeper is gone.
