@@ -47,6 +47,8 @@ impl Drop for OwnFolder {
             && errno != rustix::io::Errno::NOENT
         {
             tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own folder: {errno}");
+            // The program exits next, and the logging thread with it.
+            bulkhead_control::observe::logging::finish();
         }
     }
 }
