@@ -6,14 +6,15 @@
 //! the given seed. Time and seed are arguments, so that a history can be replayed.
 //!
 //! ```
-//! use bulkhead_policy::{Abilities, Action, Bulkhead, Event, Limits, Submission, Time};
+//! use bulkhead_policy::{Action, Bulkhead, Capabilities, Event, Limits, Submission, Time};
 //!
 //! let mut bulkhead = Bulkhead::<&str>::new(Limits::default(), 42);
 //! let mut actions = Vec::new();
 //! bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
 //! let Some(Action::Spawn { worker, .. }) = actions.pop() else { panic!() };
 //! bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 7 }, &mut actions);
-//! bulkhead.apply(Time::ZERO, Event::Hello { worker, can: Abilities::default(), claims: None }, &mut actions);
+//! let hello = Event::Hello { worker, capabilities: Capabilities::default(), journal: None };
+//! bulkhead.apply(Time::ZERO, hello, &mut actions);
 //! bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
 //! actions.clear();
 //! bulkhead.apply(Time::ZERO, Event::Submit(Submission::new("my job")), &mut actions);
