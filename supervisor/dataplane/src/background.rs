@@ -112,7 +112,12 @@ impl Background {
     }
 
     /// Checks if a watched worker is starved. The result is [`Done::Looked`].
-    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch>) {
+    pub(super) fn check_starvation(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        watch: Arc<Watch>,
+    ) {
         self.send(Task::Look { compartment, worker, watch });
     }
 

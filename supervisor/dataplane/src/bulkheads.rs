@@ -16,7 +16,7 @@ use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
 use super::JobData;
-use super::crashes::Allowance;
+use super::crashes::ReportLimit;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::start_failures::StartFailures;
 
@@ -28,7 +28,7 @@ pub(super) struct Bulkheads {
     /// Bulkheads that were removed from the configuration and still have jobs or workers.
     pub(super) leaving: Vec<BulkheadIndex>,
     /// Bulkheads with isolated tenants in which the assignment of workers must be updated.
-    pub(super) unsettled: Vec<BulkheadIndex>,
+    pub(super) needing_update: Vec<BulkheadIndex>,
     /// Sorted names of the tenants that metrics report.
     pub(super) labels: Arc<[String]>,
 }
@@ -36,7 +36,7 @@ pub(super) struct Bulkheads {
 impl Bulkheads {
     pub(super) fn new(labels: Arc<[String]>) -> Self {
         let (slab, by_name) = (Slab::default(), HashMap::default());
-        Self { slab, by_name, leaving: Vec::new(), unsettled: Vec::new(), labels }
+        Self { slab, by_name, leaving: Vec::new(), needing_update: Vec::new(), labels }
     }
 }
 
@@ -55,11 +55,11 @@ pub(super) struct BulkheadEntry {
     /// skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
     /// For each fallback: time of the last event, and number of jobs sent there since.
-    pub(super) fallback_told: HashMap<Arc<str>, (Option<Time>, u64)>,
+    pub(super) fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     /// True if jobs can be retried.
     pub(super) retries: bool,
     /// True if poison detection is on.
-    pub(super) knows_poison: bool,
+    pub(super) has_poison_detection: bool,
     pub(super) latency: Latency,
     /// Recent outcomes.
     pub(super) service: Window,
@@ -72,10 +72,10 @@ pub(super) struct BulkheadEntry {
     /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
     pub(super) memory_limit: Option<u64>,
     /// Maximum total size of the memory files lent to a worker, in bytes.
-    pub(super) lent_max: Option<u64>,
+    pub(super) loaned_bytes_max: Option<u64>,
     pub(super) demand: Demand,
     /// Rate limit of crash reports.
-    pub(super) crash_allowance: Allowance,
+    pub(super) crash_report_limit: ReportLimit,
     /// Crashes of workers that were never ready.
     pub(super) start_failures: StartFailures,
     /// Individual limits of tenants, if all tenants share the workers.
@@ -113,21 +113,21 @@ pub(super) struct Isolated {
     /// Compartments without workers, ordered by the time of the last worker.
     pub(super) resting: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments that have workers or jobs, or that wait for workers. All others rest.
-    pub(super) awake: BTreeSet<CompartmentIndex>,
+    pub(super) active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
     pub(super) tripped: BTreeSet<CompartmentIndex>,
     /// Compartments that wait until another compartment has no workers left.
-    pub(super) awaiting: VecDeque<CompartmentIndex>,
+    pub(super) waiting: VecDeque<CompartmentIndex>,
     /// Number of compartments with workers, including workers that are ending.
     pub(super) running: usize,
     /// Number of compartments in which all workers are ending.
-    pub(super) leaving: usize,
+    pub(super) ending: usize,
     /// Counters of forgotten tenants.
-    pub(super) past: Counters,
-    pub(super) past_restarts: u64,
+    pub(super) forgotten_counters: Counters,
+    pub(super) forgotten_restarts: u64,
     pub(super) is_draining: bool,
     pub(super) is_forced_open: bool,
-    pub(super) is_unsettled: bool,
+    pub(super) needs_update: bool,
 }
 
 /// A policy state machine with workers.
@@ -147,14 +147,14 @@ pub(super) struct Compartment {
     /// Load since the last event.
     pub(super) level: Level,
     /// State as recorded in [`Isolated`].
-    pub(super) standing: Standing,
+    pub(super) tenant_state: TenantState,
     /// True if [`Isolated`] lists the compartment as tripped.
-    pub(super) was_tripped: bool,
+    pub(super) is_listed_tripped: bool,
 }
 
 /// State of a tenant's compartment, as recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum TenantState {
     /// No workers since this time.
     Resting(Time),
     /// No workers, and waits for some.
@@ -184,21 +184,21 @@ impl Compartment {
             is_touched: false,
             latency: Latency::default(),
             level: Level::default(),
-            standing: Standing::Resting(now),
-            was_tripped: false,
+            tenant_state: TenantState::Resting(now),
+            is_listed_tripped: false,
         }
     }
 
     /// Returns the current state. If the compartment has just started to rest, the state contains `now`.
-    pub(super) fn standing_now(&self, now: Time) -> Standing {
+    pub(super) fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
-            (Activity::Started, Some(since)) => Standing::Idle(since),
-            (Activity::Started, None) => Standing::Busy,
-            (_, _) if !self.policy.has_no_workers() => Standing::Leaving,
-            (Activity::Awaiting, _) => Standing::Awaiting,
-            (Activity::Resting, _) => match self.standing {
-                Standing::Resting(since) => Standing::Resting(since),
-                _ => Standing::Resting(now),
+            (Activity::Started, Some(since)) => TenantState::Idle(since),
+            (Activity::Started, None) => TenantState::Busy,
+            (_, _) if !self.policy.has_no_workers() => TenantState::Leaving,
+            (Activity::Awaiting, _) => TenantState::Awaiting,
+            (Activity::Resting, _) => match self.tenant_state {
+                TenantState::Resting(since) => TenantState::Resting(since),
+                _ => TenantState::Resting(now),
             },
         }
     }
@@ -224,18 +224,18 @@ impl BulkheadEntry {
             max_result: 0,
             heartbeat: Duration::ZERO,
             fallback: Arc::default(),
-            fallback_told: HashMap::new(),
+            fallback_events: HashMap::new(),
             retries: false,
-            knows_poison: false,
+            has_poison_detection: false,
             latency: Latency::default(),
             service: Window::default(),
             tally: Tally::new(spec.limits.tenants.labelled.len()),
             possible: Possible::default(),
             has_own_pressure: false,
             memory_limit: None,
-            lent_max: None,
+            loaned_bytes_max: None,
             demand: Demand::default(),
-            crash_allowance: Allowance::default(),
+            crash_report_limit: ReportLimit::default(),
             start_failures: StartFailures::default(),
             own: BTreeMap::new(),
             layout,
@@ -250,14 +250,14 @@ impl BulkheadEntry {
         self.max_result = spec.max_result;
         self.heartbeat = limits.health.heartbeat;
         self.retries = limits.retry.is_some();
-        self.knows_poison = limits.poison.is_some();
+        self.has_poison_detection = limits.poison.is_some();
         self.has_own_pressure = spec.has_own_pressure;
         self.memory_limit = spec.memory_limit;
-        self.lent_max = spec.lent_max;
+        self.loaned_bytes_max = spec.lent_max;
         self.tally.name_fallbacks(&spec.fallback);
         if self.fallback != spec.fallback {
             self.fallback = spec.fallback.clone();
-            self.fallback_told.clear();
+            self.fallback_events.clear();
         }
         if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, spec.max_active) {
             isolated.max_active = max_active;
@@ -268,7 +268,7 @@ impl BulkheadEntry {
     }
 
     /// Returns the individual limits of tenants.
-    pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantConfig> {
+    pub(super) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
             Layout::Isolated(isolated) => &isolated.own,
@@ -294,7 +294,7 @@ impl BulkheadEntry {
 
     /// Returns the digest that identifies an operation with a payload, if poison detection is on.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
-        self.knows_poison.then(|| {
+        self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();
             hasher.update(&(operation.len() as u64).to_le_bytes());
             hasher.update(operation.as_bytes());

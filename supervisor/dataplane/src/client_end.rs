@@ -13,7 +13,7 @@ use mio::{Registry, Token};
 use rustix::io::Errno;
 
 use super::descriptors::Intake;
-use super::lends::{Lends, Unread};
+use super::unread_loans::{ReceiverLoans, UnreadLoans};
 use super::{INTEREST, memory_files};
 
 pub(super) enum ClientEnd {
@@ -23,7 +23,7 @@ pub(super) enum ClientEnd {
 }
 
 impl ClientEnd {
-    /// Registers a socket for events. In-process clients signal through `Bell` instead.
+    /// Registers a socket for events. In-process clients signal through `InProcessWaker` instead.
     pub(super) fn register(&self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Self::Socket(socket) => registry.register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST),
@@ -67,9 +67,9 @@ impl ClientEnd {
     }
 
     /// Returns true if memory files can be lent to this client now.
-    pub(super) fn may_lend(&self, lends: &mut Lends, receiver: &mut Unread) -> bool {
+    pub(super) fn can_lend(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) -> bool {
         match self {
-            Self::Socket(socket) => lends.may_lend(socket, receiver),
+            Self::Socket(socket) => lends.can_lend(socket, receiver),
             // In-process descriptors do not pass through a socket and are never in transit.
             Self::InProcess(_) => true,
         }
@@ -81,7 +81,7 @@ impl ClientEnd {
         said: (u8, u64),
         named: Named,
         files: [BorrowedFd<'_>; FILES],
-        (lends, receiver): (&mut Lends, &mut Unread),
+        (lends, receiver): (&mut UnreadLoans, &mut ReceiverLoans),
     ) -> io::Result<()> {
         match self {
             Self::Socket(socket) => {
@@ -98,8 +98,8 @@ impl ClientEnd {
         }
     }
 
-    /// Prepares the connection for closing. Unread lends still count as in transit.
-    pub(super) fn let_go(&self, lends: &mut Lends, receiver: &mut Unread) {
+    /// Prepares the connection for closing. Unread loans still count as in transit.
+    pub(super) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);
         }

@@ -9,7 +9,7 @@ use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, cut};
 use bulkhead_shared::worker_protocol::Empty;
 
-use super::sessions::{Breach, Stage, UNREAD_BYTES_PAUSE};
+use super::sessions::{Stage, UNREAD_BYTES_PAUSE, Violation};
 use super::slab::SessionIndex;
 use super::{DataPlane, Endpoint, Incoming};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
@@ -18,10 +18,10 @@ fn is_hello(header: Header) -> bool {
     header.kind == kind::HELLO && header.number == MAGIC
 }
 
-fn no_hello() -> Breach {
+fn no_hello() -> Violation {
     let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
                    HTTP is spoken on the admin socket";
-    Breach(RejectReason::Invalid, message.into())
+    Violation(RejectReason::Invalid, message.into())
 }
 
 /// Checks that the protocol versions of a peer include the supervisor's. The error message contains `help` for the
@@ -41,7 +41,7 @@ pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String>
 impl DataPlane {
     /// Reads once: frames of up to `most` bytes in total, or the rest of an incomplete frame. Returns the number of
     /// bytes read.
-    pub(super) fn session_readable(&mut self, index: SessionIndex, most: usize) -> usize {
+    pub(super) fn read_session_input(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
             session.is_paused = true;
@@ -49,8 +49,8 @@ impl DataPlane {
         }
         let most = most.max(session.inbox.missing_bytes());
         let (growth, holder, frame_for) = (session.inbox.growth(), session.holder, session.frame_for);
-        if growth > 0 && !self.may_hold(holder, frame_for, growth) {
-            self.give_frame(holder);
+        if growth > 0 && !self.can_hold(holder, frame_for, growth) {
+            self.evict_frame(holder);
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
@@ -62,9 +62,9 @@ impl DataPlane {
         self.buffers.scratch = scratch;
         self.sessions[index].inbox = inbox;
         match result {
-            Ok(received) => self.after_read(index, received),
-            Err(Some(Breach(reason, message))) => self.refuse_session(index, reason, &message),
-            Err(None) => self.drop_session(index),
+            Ok(received) => self.finish_read(index, received),
+            Err(Some(Violation(reason, message))) => self.reject_session(index, reason, &message),
+            Err(None) => self.close_session(index),
         }
         bytes
     }
@@ -75,36 +75,37 @@ impl DataPlane {
         inbox: &mut Inbox,
         scratch: &mut bulkhead_shared::connection::Scratch,
         (most, bytes): (usize, &mut usize),
-    ) -> Result<Received, Option<Breach>> {
+    ) -> Result<Received, Option<Violation>> {
         let session = &self.sessions[index];
         let is_closing = session.stage == Stage::Closing;
         let is_large = inbox.is_within_large();
         let mut is_cut = false;
         let read = inbox.receive_by(scratch, |buffer| {
             let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
-            *bytes = session.end.receive(&self.entrance.intake, &mut buffer[..most])?;
+            *bytes = session.end.receive(&self.acceptor.intake, &mut buffer[..most])?;
             is_cut = *bytes == most;
             Ok(*bytes)
         });
         let (received, mut batch) = read.map_err(|error| {
             let is_foreign = error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error());
-            (is_foreign && !is_closing).then(|| Breach(RejectReason::Invalid, NOT_TAKEN.into()))
+            (is_foreign && !is_closing).then(|| Violation(RejectReason::Invalid, NOT_TAKEN.into()))
         })?;
         let received = if is_cut && received == Received::Drained { Received::More } else { received };
         if is_closing {
             return Ok(received);
         }
-        let invalid = |error: &dyn std::fmt::Display| Some(Breach(RejectReason::Invalid, error.to_string()));
+        let invalid =
+            |error: &dyn std::fmt::Display| Some(Violation(RejectReason::Invalid, error.to_string()));
         while let Some(item) = batch.next().map_err(|error| invalid(&error))? {
             match item {
                 Item::Frame { header, metadata, payload } => {
-                    self.client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                    self.handle_client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
                 }
                 Item::Large { header, metadata, payload } => {
-                    self.client_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                    self.handle_client_frame(index, header, &metadata, Incoming::Owned(payload))?;
                 }
                 Item::Announced { header, metadata } => {
-                    if self.client_announces(index, header, metadata)? {
+                    if self.handle_client_announcement(index, header, metadata)? {
                         let fit = self.buffers.pool.take(batch.buffer_bytes());
                         batch.accept(fit);
                     }
@@ -121,7 +122,7 @@ impl DataPlane {
         Ok(received)
     }
 
-    pub(super) fn after_read(&mut self, index: SessionIndex, received: Received) {
+    pub(super) fn finish_read(&mut self, index: SessionIndex, received: Received) {
         let now = self.now;
         self.count_frame(index);
         let session = &mut self.sessions[index];
@@ -134,34 +135,36 @@ impl DataPlane {
             (false, _) => None,
         };
         let is_mid_frame = session.mid_frame_since.is_some();
-        let is_read_closed = session.standing.is_read_closed;
+        let is_read_closed = session.queue_state.is_read_closed;
         if is_mid_frame {
-            self.want_housekeeping();
+            self.schedule_checks();
         }
         match received {
-            Received::More => self.sessions.want_read(index),
-            Received::Drained if is_read_closed => self.sessions.want_read(index),
+            Received::More => self.sessions.schedule_client_read(index),
+            Received::Drained if is_read_closed => self.sessions.schedule_client_read(index),
             Received::Drained => {}
-            Received::Closed => self.drop_session(index),
+            Received::Closed => self.close_session(index),
         }
         let wants = self.sessions.get(index).map(|session| (session.holder, session.frame_for));
-        self.settle_memory(wants);
+        self.enforce_memory_limit(wants);
     }
 
-    pub(super) fn client_frame(
+    pub(super) fn handle_client_frame(
         &mut self,
         index: SessionIndex,
         header: Header,
         metadata: &[u8],
         payload: Incoming<'_>,
-    ) -> Result<(), Option<Breach>> {
+    ) -> Result<(), Option<Violation>> {
         let session = &self.sessions[index];
         match (session.stage, header.kind) {
-            (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
+            (Stage::AwaitingHello { .. }, _) => {
+                self.handle_client_hello(index, header, metadata).map_err(Some)
+            }
             (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
             (Stage::Open, kind::CANCEL) => {
                 let (_, extensions) = codec::decode::<Empty>(metadata, &[tag::UNLESS_BEGUN])
-                    .map_err(|error| Some(Breach(RejectReason::Invalid, error.to_string())))?;
+                    .map_err(|error| Some(Violation(RejectReason::Invalid, error.to_string())))?;
                 self.cancel_request(index, header.number, extensions.get(tag::UNLESS_BEGUN).is_some());
                 Ok(())
             }
@@ -170,11 +173,11 @@ impl DataPlane {
             }
             (Stage::Open, unknown) if header.is_critical() => {
                 let message = format!("a frame of the unknown kind {unknown} must be understood");
-                Err(Some(Breach(RejectReason::Invalid, message)))
+                Err(Some(Violation(RejectReason::Invalid, message)))
             }
             (Stage::Open, _) => {
                 if let Some(session) = self.sessions.get_mut(index) {
-                    session.standing.refuse();
+                    session.queue_state.count_rejection();
                 }
                 Ok(())
             }
@@ -182,13 +185,13 @@ impl DataPlane {
         }
     }
 
-    pub(super) fn client_hello(
+    pub(super) fn handle_client_hello(
         &mut self,
         index: SessionIndex,
         header: Header,
         metadata: &[u8],
-    ) -> Result<(), Breach> {
-        let invalid = |message: String| Breach(RejectReason::Invalid, message);
+    ) -> Result<(), Violation> {
+        let invalid = |message: String| Violation(RejectReason::Invalid, message);
         if !is_hello(header) {
             return Err(no_hello());
         }
@@ -208,27 +211,27 @@ impl DataPlane {
             session.stage = Stage::Open;
             let _ = session.outbox.push(kind::CLIENT_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
         }
-        self.mark_dirty(Endpoint::Session(index));
+        self.schedule_flush(Endpoint::Session(index));
         Ok(())
     }
 
     /// Handles the beginning of a large frame. Returns true if the payload is wanted. Otherwise the client has
     /// already been answered.
-    pub(super) fn client_announces(
+    pub(super) fn handle_client_announcement(
         &mut self,
         index: SessionIndex,
         header: Header,
         metadata: &[u8],
-    ) -> Result<bool, Option<Breach>> {
+    ) -> Result<bool, Option<Violation>> {
         if self.sessions[index].stage != Stage::Open || header.kind != kind::SUBMIT {
-            self.client_frame(index, header, metadata, Incoming::None)?;
+            self.handle_client_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
-        self.check_number(index, header.number).map_err(Some)?;
+        self.check_request_number(index, header.number).map_err(Some)?;
         match self.check_submit(index, header, metadata) {
             // The job would be rejected on arrival, so the payload is not received.
-            Ok(_) if self.stopping => {
-                self.reject_frame(
+            Ok(_) if self.is_stopping => {
+                self.reject_submission(
                     index,
                     header,
                     metadata,
@@ -244,7 +247,7 @@ impl DataPlane {
                 Ok(true)
             }
             Err((reason, message)) => {
-                self.reject_frame(index, header, metadata, reason, &message);
+                self.reject_submission(index, header, metadata, reason, &message);
                 Ok(false)
             }
         }

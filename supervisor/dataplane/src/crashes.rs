@@ -19,33 +19,34 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
 /// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
-const BURST: u32 = 10;
+const REPORT_BURST_MAX: u32 = 10;
 
 /// Minimum interval between events about unreported crashes.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rate limit of crash reports (token bucket).
 #[derive(Debug)]
-pub(super) struct Allowance {
+pub(super) struct ReportLimit {
     left: u32,
     /// Time up to which the bucket has been refilled.
     filled_to: Time,
     /// Number of unreported crashes since the last event about unreported crashes.
     skipped: u64,
-    told_at: Option<Time>,
+    reported_at: Option<Time>,
 }
 
-impl Default for Allowance {
+impl Default for ReportLimit {
     fn default() -> Self {
-        Self { left: BURST, filled_to: Time::ZERO, skipped: 0, told_at: None }
+        Self { left: REPORT_BURST_MAX, filled_to: Time::ZERO, skipped: 0, reported_at: None }
     }
 }
 
-impl Allowance {
+impl ReportLimit {
     fn take(&mut self, now: Time) -> bool {
         let seconds = now.since(self.filled_to).as_secs();
         self.filled_to = self.filled_to + Duration::from_secs(seconds);
-        self.left = self.left.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).min(BURST);
+        self.left =
+            self.left.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).min(REPORT_BURST_MAX);
         let has_some = self.left > 0;
         self.left -= u32::from(has_some);
         has_some
@@ -53,17 +54,17 @@ impl Allowance {
 
     /// Returns the number of unreported crashes, if an event is due.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
-        let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
+        let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
             return None;
         }
-        self.told_at = Some(now);
+        self.reported_at = Some(now);
         Some(std::mem::take(&mut self.skipped))
     }
 }
 
 /// Circumstances of a death.
-struct Finding {
+struct CrashContext {
     victim: Victim,
     cause: Cause,
     stage: Stage,
@@ -81,16 +82,22 @@ impl DataPlane {
             return;
         }
         let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
-        let Some(cause) = crash_of(&post, death) else { return };
+        let Some(cause) = crash_cause(&post, death) else { return };
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        let death =
-            Finding { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None };
-        self.report(compartment, worker, (&post, Some(link)), death);
+        let death = CrashContext {
+            victim: Victim::Worker,
+            cause,
+            stage,
+            culprit,
+            usage: Some(usage),
+            stderr_tail: None,
+        };
+        self.send_crash_report(compartment, worker, (&post, Some(link)), death);
     }
 
     /// Reports that a program was killed by a signal, while the worker continues.
@@ -116,7 +123,7 @@ impl DataPlane {
         let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let said = said.trim_start_matches(": ");
         let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let death = Finding {
+        let death = CrashContext {
             victim: Victim::Program,
             cause,
             stage: Stage::Working,
@@ -124,21 +131,21 @@ impl DataPlane {
             usage: None,
             stderr_tail,
         };
-        self.report(compartment, worker, (&post, None), death);
+        self.send_crash_report(compartment, worker, (&post, None), death);
     }
 
     /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
-    fn report(
+    fn send_crash_report(
         &mut self,
         compartment: CompartmentIndex,
         worker: WorkerId,
         (post, link): (&PostMortem, Option<&Link>),
-        death: Finding,
+        death: CrashContext,
     ) {
         let entry = &self.compartments[compartment];
         let bulkhead = entry.bulkhead;
         let tenant = entry.tenant.as_deref().map(str::to_owned);
-        let place = self.place_for_report(bulkhead, death.stage);
+        let place = self.report_permit_for(bulkhead, death.stage);
         let before = match death.stage {
             Stage::Starting => self.bulkheads[bulkhead].start_failures.count_again(&death.cause),
             _ => None,
@@ -146,7 +153,7 @@ impl DataPlane {
         if let Some((id, _)) = before {
             self.reporter.last_report = Some((post.pid, id));
         }
-        let Some(place) = place else { return self.want_housekeeping() };
+        let Some(place) = place else { return self.schedule_checks() };
         let at = SystemTime::now();
         let (id, count) = before.unwrap_or_else(|| {
             self.reporter.crashes = self.reporter.crashes.wrapping_add(1);
@@ -155,7 +162,7 @@ impl DataPlane {
         if death.stage == Stage::Starting && before.is_none() {
             self.bulkheads[bulkhead].start_failures.begin(death.cause.clone(), id);
         }
-        let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
+        let CrashContext { victim, cause, stage, culprit, usage, stderr_tail } = death;
         let of_living = || self.links.get(self.link_of(compartment, worker)?);
         let confinement = link.or_else(of_living).and_then(Link::confinement);
         let report = CrashReport {
@@ -185,15 +192,15 @@ impl DataPlane {
 
     /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
     /// permits are reserved for workers that had been ready.
-    fn place_for_report(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
+    fn report_permit_for(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
         let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
-        let (allowance, spared) = match stage {
-            Stage::Starting => (&mut bulkhead.start_failures.allowance, REPORTS_WAITING_MAX / 2),
-            Stage::Idle | Stage::Working => (&mut bulkhead.crash_allowance, 0),
+        let (report_limit, spared) = match stage {
+            Stage::Starting => (&mut bulkhead.start_failures.report_limit, REPORTS_WAITING_MAX / 2),
+            Stage::Idle | Stage::Working => (&mut bulkhead.crash_report_limit, 0),
         };
-        let is_allowed = allowance.take(now) && self.reporter.places.available_permits() > spared;
-        let place = self.reporter.place().filter(|_| is_allowed);
-        allowance.skipped += u64::from(place.is_none());
+        let is_allowed = report_limit.take(now) && self.reporter.report_permits.available_permits() > spared;
+        let place = self.reporter.report_permit().filter(|_| is_allowed);
+        report_limit.skipped += u64::from(place.is_none());
         place
     }
 
@@ -204,29 +211,29 @@ impl DataPlane {
     }
 
     /// Reports at intervals the number of unreported crashes and of further jobs sent to fallbacks.
-    pub(super) fn tell_unreported(&mut self) {
+    pub(super) fn report_skipped_crashes(&mut self) {
         let now = self.now;
         for bulkhead in self.bulkheads.indices() {
             let Some(entry) = self.bulkheads.get_mut(bulkhead) else { continue };
-            let allowances = [&mut entry.crash_allowance, &mut entry.start_failures.allowance];
-            let unreported =
-                allowances.map(|allowance| (allowance.take_unreported(now), allowance.skipped > 0));
+            let report_limits = [&mut entry.crash_report_limit, &mut entry.start_failures.report_limit];
+            let unreported = report_limits
+                .map(|report_limit| (report_limit.take_unreported(now), report_limit.skipped > 0));
             for (skipped, is_waiting) in unreported {
                 if let Some(skipped) = skipped {
                     let what = What::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
                     self.bulkhead_event(Severity::Warning, bulkhead, what);
                 } else if is_waiting {
-                    self.want_housekeeping();
+                    self.schedule_checks();
                 }
             }
-            self.tell_more_fallbacks(bulkhead);
+            self.report_skipped_fallbacks(bulkhead);
         }
     }
 }
 
 /// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
 /// was not killed, and exited with status 0.
-fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
+fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
 }
@@ -266,19 +273,22 @@ mod tests {
 
     #[test]
     fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
-        let mut allowance = Allowance::default();
+        let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
         // A hundred crashes per second for a minute.
         for tick in 0..6000 {
             let now = Time::ZERO + Duration::from_millis(10 * tick);
-            let is_reported = allowance.take(now);
+            let is_reported = report_limit.take(now);
             reported += u32::from(is_reported);
-            allowance.skipped += u64::from(!is_reported);
-            told += allowance.take_unreported(now).unwrap_or(0);
+            report_limit.skipped += u64::from(!is_reported);
+            told += report_limit.take_unreported(now).unwrap_or(0);
         }
-        assert_eq!(reported, BURST + 59);
+        assert_eq!(reported, REPORT_BURST_MAX + 59);
         let later = Time::ZERO + Duration::from_secs(90);
-        assert_eq!(told + allowance.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
-        assert!((0..20).filter(|_| allowance.take(later)).count() == BURST as usize, "a pause fills it up");
+        assert_eq!(told + report_limit.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
+        assert!(
+            (0..20).filter(|_| report_limit.take(later)).count() == REPORT_BURST_MAX as usize,
+            "a pause fills it up"
+        );
     }
 }

@@ -11,7 +11,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 
 impl DataPlane {
     /// Records the load of a compartment up to now.
-    pub(super) fn count_demand(&mut self, index: CompartmentIndex) {
+    pub(super) fn record_load(&mut self, index: CompartmentIndex) {
         let Some(compartment) = self.compartments.get_mut(index) else { return };
         let level = Level::of(&compartment.policy, self.now);
         let before = std::mem::replace(&mut compartment.level, level);
@@ -20,13 +20,13 @@ impl DataPlane {
         }
         let bulkhead = compartment.bulkhead;
         if self.bulkheads[bulkhead].demand.is_due(self.now, self.limits_of(bulkhead)) {
-            self.settle_demand(bulkhead);
+            self.update_demand(bulkhead);
         }
         self.bulkheads[bulkhead].demand.stood(before, self.now);
     }
 
     #[cold]
-    fn settle_demand(&mut self, bulkhead: BulkheadIndex) {
+    fn update_demand(&mut self, bulkhead: BulkheadIndex) {
         let (numbers, counters) = (numbers_of(self.limits_of(bulkhead)), self.counters_of(bulkhead));
         self.bulkheads[bulkhead].demand.settle(self.now, numbers, counters);
     }
@@ -35,9 +35,9 @@ impl DataPlane {
     pub(super) fn observation(&mut self, name: &str) -> Option<Box<Observation>> {
         let &bulkhead = self.bulkheads.by_name.get(name)?;
         for compartment in self.compartments_of(bulkhead) {
-            self.count_demand(compartment);
+            self.record_load(compartment);
         }
-        self.settle_demand(bulkhead);
+        self.update_demand(bulkhead);
         let (limits, counters) = (self.limits_of(bulkhead), self.counters_of(bulkhead));
         let observation = self.bulkheads[bulkhead].demand.observation(self.now, limits, counters);
         Some(Box::new(Observation { adaptive: self.adaptive_of(bulkhead), ..observation }))
@@ -47,7 +47,7 @@ impl DataPlane {
     pub(super) fn counters_of(&self, bulkhead: BulkheadIndex) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
-            sum.add(&isolated.past);
+            sum.add(&isolated.forgotten_counters);
         }
         for compartment in self.compartments_of(bulkhead) {
             sum.add(self.compartments[compartment].policy.counters());

@@ -14,7 +14,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
 /// Minimum interval between events about a fallback.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of a job that can go to a fallback.
 pub(super) struct FallbackState {
@@ -31,11 +31,11 @@ pub(super) struct FallbackState {
     pub(super) idempotent: bool,
     pub(super) cost: u32,
     /// Result of earlier bulkheads. `None` in the first bulkhead.
-    pub(super) before: Option<Before>,
+    pub(super) earlier: Option<EarlierResult>,
 }
 
 /// Result of a job in earlier bulkheads.
-pub(super) struct Before {
+pub(super) struct EarlierResult {
     /// First answer. The client gets this answer if no fallback gives a better answer.
     first: Outcome,
     attempts: u32,
@@ -61,7 +61,7 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 
 impl DataPlane {
     /// Passes a job to the next fallback. Returns the answer if the client should get the answer instead.
-    pub(super) fn pass_on(
+    pub(super) fn pass_to_fallback(
         &mut self,
         compartment: CompartmentIndex,
         mut answer: Answer<Box<JobData>>,
@@ -70,20 +70,20 @@ impl DataPlane {
         let Some(mut fallback) = answer.cargo.fallback.take() else { return Some(answer) };
         let next = self.next_target(&fallback, &answer);
         // Only the payload of a job that was rejected on arrival is still in `incoming`.
-        let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
-        let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
+        let has_payload = answer.job.is_none() || !answer.cargo.held.is_empty();
+        let (Some((place, target, left)), true, false) = (next, has_payload, self.is_stopping) else {
             answer.cargo.fallback = Some(fallback);
             return Some(answer);
         };
-        if let Some(wait) = self.charge_at_entry(&fallback, &answer) {
+        if let Some(wait) = self.charge_origin(&fallback, &answer) {
             answer.retryable = wait <= left;
             answer.retry_after = (wait < Duration::MAX).then_some(wait);
             answer.verdict = Verdict::rejected(RejectReason::RateLimited);
             answer.cargo.fallback = Some(fallback);
             return Some(answer);
         }
-        self.note_fallback(&fallback, place, &answer.verdict);
-        match fallback.before {
+        self.report_fallback(&fallback, place, &answer.verdict);
+        match fallback.earlier {
             Some(_) => {
                 let target_before = fallback.chain[fallback.next - 1].clone();
                 self.count_guest_end(compartment, (fallback.entry.0, &target_before), &answer.verdict);
@@ -91,42 +91,38 @@ impl DataPlane {
             None => self.bulkheads[fallback.entry.0].tally.elsewhere += 1,
         }
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
-            self.note_answer(compartment, &answer);
+            self.report_failed_job(compartment, &answer);
         }
-        let payload = self.payload_of(&mut answer.cargo, incoming);
+        let payload = self.take_payload(&mut answer.cargo, incoming);
         let Answer { cargo, attempts, ran, worker_pid, .. } = &answer;
         let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
         debug_assert!(cargo.held.payload.is_none() && cargo.held.copy.is_none());
-        match &mut fallback.before {
-            Some(before) => {
-                before.attempts += attempts;
-                before.ran += ran;
-                before.worker_pid = worker_pid.or(before.worker_pid);
+        match &mut fallback.earlier {
+            Some(earlier) => {
+                earlier.attempts += attempts;
+                earlier.ran += ran;
+                earlier.worker_pid = worker_pid.or(earlier.worker_pid);
             }
             None => {
                 let first = self.outcome_of(compartment, &answer);
-                fallback.before = Some(Before { first, attempts, ran, worker_pid });
+                fallback.earlier = Some(EarlierResult { first, attempts, ran, worker_pid });
                 self.compartments[fallback.entry.1].policy.passed_on(&answer.verdict);
             }
         }
         fallback.next = place + 1;
         answer.cargo.status = None;
-        self.enter_as_guest(target, left, answer.cargo, fallback, payload);
+        self.submit_to_fallback(target, left, answer.cargo, fallback, payload);
         None
     }
 
     /// Charges the rate limit of the bulkhead that the client addressed, if the job was rejected before the charge.
     /// Returns the necessary wait if the job is over the rate.
-    fn charge_at_entry(
-        &mut self,
-        fallback: &FallbackState,
-        answer: &Answer<Box<JobData>>,
-    ) -> Option<Duration> {
+    fn charge_origin(&mut self, fallback: &FallbackState, answer: &Answer<Box<JobData>>) -> Option<Duration> {
         let is_early = matches!(
             &answer.verdict,
             Verdict::Rejected { reason: RejectReason::CircuitOpen | RejectReason::Draining, .. }
         );
-        if fallback.before.is_some() || answer.job.is_some() || !is_early {
+        if fallback.earlier.is_some() || answer.job.is_some() || !is_early {
             return None;
         }
         let (now, policy) = (self.now, &mut self.compartments[fallback.entry.1].policy);
@@ -139,7 +135,8 @@ impl DataPlane {
         fallback: &FallbackState,
         answer: &Answer<Box<JobData>>,
     ) -> Option<(usize, BulkheadIndex, Duration)> {
-        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_awaited(&answer.cargo) {
+        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_client_connected(&answer.cargo)
+        {
             return None;
         }
         let left = fallback.limit.checked_sub(self.now.since(fallback.received))?;
@@ -152,7 +149,7 @@ impl DataPlane {
         (!left.is_zero()).then_some((place, target, left))
     }
 
-    fn payload_of<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
+    fn take_payload<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut cargo.charge);
         if cargo.held.file.is_some() {
             // The file stays with the job.
@@ -168,7 +165,7 @@ impl DataPlane {
         }
     }
 
-    fn enter_as_guest(
+    fn submit_to_fallback(
         &mut self,
         bulkhead: BulkheadIndex,
         left: Duration,
@@ -198,38 +195,40 @@ impl DataPlane {
             prefers: None,
             tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
             cost,
-            bytes: super::ahead::link_bytes(cargo.payload_bytes + cargo.operation.len() + cargo.tenant.len()),
+            bytes: super::prefetch::frame_bytes(
+                cargo.payload_bytes + cargo.operation.len() + cargo.tenant.len(),
+            ),
             cargo,
         };
-        let job = self.enter(compartment, submission, payload);
+        let job = self.submit_to_compartment(compartment, submission, payload);
         if let Some(job) = job {
-            self.sessions.remember_request(session, request, compartment, job);
+            self.sessions.record_request(session, request, compartment, job);
         }
     }
 
     /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
-    pub(super) fn outcome_in_all(
+    pub(super) fn combined_outcome(
         &mut self,
         compartment: CompartmentIndex,
         answer: &Answer<Box<JobData>>,
     ) -> Outcome {
         let outcome = self.outcome_of(compartment, answer);
         let Some(fallback) = &answer.cargo.fallback else { return outcome };
-        let Some(before) = &fallback.before else { return outcome };
-        let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
+        let Some(earlier) = &fallback.earlier else { return outcome };
+        let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });
         let (entry, target_before) = (fallback.entry.0, fallback.chain[fallback.next - 1].clone());
         let is_refused = match &outcome.verdict {
             Verdict::Rejected { .. } => true,
             Verdict::DeadlineQueued => has_crashed,
             _ => false,
         };
-        let mut told = if is_refused { before.first.clone() } else { outcome.clone() };
-        told.attempts = before.attempts + outcome.attempts;
-        told.ran = before.ran + outcome.ran;
+        let mut told = if is_refused { earlier.first.clone() } else { outcome.clone() };
+        told.attempts = earlier.attempts + outcome.attempts;
+        told.ran = earlier.ran + outcome.ran;
         told.queued = self.now.since(fallback.received).saturating_sub(told.ran);
-        told.worker_pid = outcome.worker_pid.or(before.worker_pid);
+        told.worker_pid = outcome.worker_pid.or(earlier.worker_pid);
         told.deadline = fallback.limit;
-        if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, before.attempts > 0) {
+        if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, earlier.attempts > 0) {
             *executed = bulkhead_shared::Executed::Yes;
         }
         self.compartments[fallback.entry.1].policy.came_back(&told.verdict);
@@ -258,15 +257,15 @@ impl DataPlane {
     }
 
     /// Reports that jobs go to another bulkhead. Repeated events are rate-limited and contain the number of jobs.
-    fn note_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
+    fn report_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
         let (entry, target) = (fallback.entry.0, fallback.chain[place].clone());
         let now = self.now;
-        let (told_at, jobs) = self.bulkheads[entry].fallback_told.entry(target.clone()).or_default();
+        let (reported_at, jobs) = self.bulkheads[entry].fallback_events.entry(target.clone()).or_default();
         *jobs += 1;
-        if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
-            return self.want_housekeeping();
+        if reported_at.is_some_and(|at| now < at + REPEAT_INTERVAL) {
+            return self.schedule_checks();
         }
-        *told_at = Some(now);
+        *reported_at = Some(now);
         let jobs = std::mem::take(jobs);
         let reason = verdict.reason().map(|reason| reason.to_owned().into());
         let what = What::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
@@ -274,11 +273,11 @@ impl DataPlane {
     }
 
     /// Reports, when due, the jobs sent to fallbacks since the last report.
-    pub(super) fn tell_more_fallbacks(&mut self, bulkhead: BulkheadIndex) {
+    pub(super) fn report_skipped_fallbacks(&mut self, bulkhead: BulkheadIndex) {
         let (now, mut due, mut is_waiting) = (self.now, Vec::new(), false);
-        for (target, (told_at, jobs)) in &mut self.bulkheads[bulkhead].fallback_told {
-            if *jobs > 0 && told_at.is_some_and(|at| now >= at + TELL_AGAIN_AFTER) {
-                *told_at = Some(now);
+        for (target, (reported_at, jobs)) in &mut self.bulkheads[bulkhead].fallback_events {
+            if *jobs > 0 && reported_at.is_some_and(|at| now >= at + REPEAT_INTERVAL) {
+                *reported_at = Some(now);
                 due.push((target.as_ref().to_owned(), std::mem::take(jobs)));
             }
             is_waiting |= *jobs > 0;
@@ -288,7 +287,7 @@ impl DataPlane {
             self.bulkhead_event(Severity::Warning, bulkhead, what);
         }
         if is_waiting {
-            self.want_housekeeping();
+            self.schedule_checks();
         }
     }
 }

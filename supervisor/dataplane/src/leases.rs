@@ -25,17 +25,17 @@ use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 
-use super::lends::Lends;
 use super::memory_files::{Files, Lending, lend};
-use super::sessions::{Breach, Stage as SessionStage};
+use super::sessions::{Stage as SessionStage, Violation};
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
+use super::unread_loans::UnreadLoans;
 use super::{DataPlane, Endpoint};
 
 /// Maximum number of leases per client.
 const LEASES_MAX: usize = 64;
 
 /// Maximum number of leases per client whose files are being made.
-const MAKING_MAX: usize = 4;
+const CREATING_MAX: usize = 4;
 
 /// Minimum size of a file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
@@ -44,20 +44,20 @@ const FILE_BYTES_MIN: u64 = 256 * 1024;
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
 /// Time limit for the return of a recalled lease.
-const RETURN_WITHIN: Duration = Duration::from_secs(5);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of revoked leases remembered per client. A client may still use such a lease until the client has
 /// processed the recall.
-const LOST_MAX: usize = LEASES_MAX;
+const REVOKED_MAX: usize = LEASES_MAX;
 
 /// Message for a client that uses a revoked lease.
-const LOST: &str = "this lease was recalled and not returned in time; send the job again";
+const REVOKED: &str = "this lease was recalled and not returned in time; send the job again";
 
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
     /// Limit of open files of this process.
     open_files: u64,
-    pub(super) lends: Lends,
+    pub(super) lends: UnreadLoans,
     /// Number of the latest lease.
     last: u64,
     /// Total size of all live files, in bytes. Includes files of ended leases that are still in use by a job.
@@ -68,13 +68,13 @@ pub(super) struct Leases {
     to_offer: Vec<SessionId>,
     /// Files that a worker may still read. The client has the outcome of the job, but the worker has not answered for
     /// the job. The first field is the worker's spawn number.
-    left: Vec<(u64, JobId, Arc<Files>)>,
+    lingering: Vec<(u64, JobId, Arc<Files>)>,
 }
 
 struct Lease {
     session: SessionId,
     /// Request number of the client.
-    asked_as: u64,
+    request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
     bytes: u64,
@@ -82,7 +82,7 @@ struct Lease {
     files: Option<Arc<Files>>,
     stage: Stage,
     is_busy: bool,
-    user: User,
+    loan: LoanState,
     /// Time of the last use.
     used_at: Time,
 }
@@ -90,28 +90,28 @@ struct Lease {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// The files are being made.
-    Making,
+    Creating,
     /// The files exist. The client has not confirmed the previous offer yet.
-    Made,
+    Created,
     /// The files were sent to the client, which has not confirmed the lease.
     Offered,
     Held,
-    CalledBack(Time),
+    Recalled(Time),
 }
 
 /// Worker that has the files, identified by spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum User {
+enum LoanState {
     None,
     /// The worker has not confirmed the loan.
     Offered(u64),
-    Has(u64),
+    Confirmed(u64),
     /// The files must not be lent to another worker.
     Barred,
 }
 
 /// A job's payload in a memory file.
-pub(super) struct Leased {
+pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
     pub(super) bytes: usize,
@@ -131,12 +131,14 @@ impl Leases {
         Self {
             by_number: HashMap::default(),
             open_files: limit,
-            lends: Lends::new(usize::try_from(limit / open_files::LIMIT_PER_UNREAD).unwrap_or(usize::MAX)),
+            lends: UnreadLoans::new(
+                usize::try_from(limit / open_files::LIMIT_PER_UNREAD).unwrap_or(usize::MAX),
+            ),
             last: 0,
             bytes: 0,
             live: 0,
             to_offer: Vec::new(),
-            left: Vec::new(),
+            lingering: Vec::new(),
         }
     }
 
@@ -145,7 +147,7 @@ impl Leases {
     }
 
     /// Returns true if a client or a worker may have files.
-    pub(super) fn are_there(&self) -> bool {
+    pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
 
@@ -168,12 +170,12 @@ impl DataPlane {
         index: SessionIndex,
         header: Header,
         metadata: &[u8],
-    ) -> Result<(), Breach> {
-        let invalid = |error: codec::CodecError| Breach(RejectReason::Invalid, error.to_string());
+    ) -> Result<(), Violation> {
+        let invalid = |error: codec::CodecError| Violation(RejectReason::Invalid, error.to_string());
         if header.kind == kind::LEASE {
             let (wanted, _) = codec::decode::<LeaseWanted<'_>>(metadata, &[]).map_err(invalid)?;
             if !self.begin_lease(index, header.number, wanted) {
-                self.sessions[index].standing.refuse();
+                self.sessions[index].queue_state.count_rejection();
                 self.send_to_client(index, kind::LEASE_REFUSED, header.number);
             }
             return Ok(());
@@ -183,17 +185,17 @@ impl DataPlane {
         let id = SessionId { index, epoch: self.sessions[index].epoch };
         let Some(lease) = self.leases.by_number.get_mut(&number).filter(|lease| lease.session == id) else {
             let session = &mut self.sessions[index];
-            session.standing.refuse();
+            session.queue_state.count_rejection();
             if header.kind == kind::LEASE_RETURNED {
-                session.leases_lost.retain(|lost| *lost != number);
+                session.revoked_leases.retain(|lost| *lost != number);
             }
             return Ok(());
         };
         // The client cannot know a lease that was not sent yet.
-        if matches!(lease.stage, Stage::Making | Stage::Made) {
-            self.sessions[index].standing.refuse();
+        if matches!(lease.stage, Stage::Creating | Stage::Created) {
+            self.sessions[index].queue_state.count_rejection();
         } else if header.kind == kind::LEASE_RETURNED {
-            self.drop_lease(number);
+            self.end_lease(number);
         } else if lease.stage == Stage::Offered {
             lease.stage = Stage::Held;
         }
@@ -202,30 +204,31 @@ impl DataPlane {
     }
 
     /// Returns true if this bulkhead or any fallback needs payload digests.
-    fn needs_bytes(&self, bulkhead: BulkheadIndex) -> bool {
+    fn needs_payload_bytes(&self, bulkhead: BulkheadIndex) -> bool {
         let entry = &self.bulkheads[bulkhead];
         let targets = entry.fallback.iter().filter_map(|name| self.bulkheads.by_name.get(name));
-        entry.knows_poison || targets.into_iter().any(|target| self.bulkheads[*target].knows_poison)
+        entry.has_poison_detection
+            || targets.into_iter().any(|target| self.bulkheads[*target].has_poison_detection)
     }
 
     /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes
     /// of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
-    pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
+    pub(super) fn recall_leases_needing_bytes(&mut self, bulkhead: BulkheadIndex) {
         let entry = &self.bulkheads[bulkhead];
         let mut needing = Vec::new();
-        if self.needs_bytes(bulkhead) {
+        if self.needs_payload_bytes(bulkhead) {
             needing.push(entry.name.clone());
         }
-        if entry.knows_poison {
+        if entry.has_poison_detection {
             let falls_back = |other: &&BulkheadIndex| self.bulkheads[**other].fallback.contains(&entry.name);
             let others = self.bulkheads.by_name.values().filter(falls_back);
             needing.extend(others.map(|other| self.bulkheads[*other].name.clone()));
         }
-        needing.iter().for_each(|name| self.end_leases_for(name));
+        needing.iter().for_each(|name| self.recall_leases_of_bulkhead(name));
     }
 
     /// Starts to make a lease. Returns false if the request must be refused.
-    fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseWanted<'_>) -> bool {
+    fn begin_lease(&mut self, index: SessionIndex, request: u64, wanted: LeaseWanted<'_>) -> bool {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let Some(&bulkhead) = self.bulkheads.by_name.get(wanted.bulkhead) else { return false };
@@ -236,10 +239,11 @@ impl DataPlane {
         }
         let entry = &self.bulkheads[bulkhead];
         // Poison detection needs the bytes of each payload.
-        let is_welcome = !self.needs_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.stopping;
-        let is_making = |(_, lease): &(u64, &Lease)| lease.stage == Stage::Making;
+        let is_welcome =
+            !self.needs_payload_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.is_stopping;
+        let is_making = |(_, lease): &(u64, &Lease)| lease.stage == Stage::Creating;
         let has_room = self.leases.of_session(id).count() < LEASES_MAX
-            && self.leases.of_session(id).filter(is_making).count() < MAKING_MAX;
+            && self.leases.of_session(id).filter(is_making).count() < CREATING_MAX;
         if !is_welcome || !has_room || wanted.tenant.len() > TENANT_BYTES_MAX {
             return false;
         }
@@ -254,19 +258,19 @@ impl DataPlane {
         let (number, used_at) = (self.leases.last, self.now);
         let lease = Lease {
             session: id,
-            asked_as,
+            request,
             bulkhead: name,
             tenant: wanted.tenant.into(),
             bytes,
             files: None,
-            stage: Stage::Making,
+            stage: Stage::Creating,
             is_busy: false,
-            user: User::None,
+            loan: LoanState::None,
             used_at,
         };
         self.leases.by_number.insert(number, lease);
         self.background.make_files(number, bytes);
-        self.want_housekeeping();
+        self.schedule_checks();
         true
     }
 
@@ -281,12 +285,12 @@ impl DataPlane {
         let over = (self.leases.bytes + more).saturating_sub(most);
         let live_max = open_files::leases_max(self.leases.open_files, self.limits.pooled_bytes_max);
         let is_full = self.leases.live >= live_max;
-        self.call_back_idle(over.max(u64::from(is_full)));
+        self.recall_idle(over.max(u64::from(is_full)));
         over == 0 && !is_full
     }
 
     /// Recalls idle leases of at least `bytes` in total. The lease that has been idle the longest is recalled first.
-    fn call_back_idle(&mut self, bytes: u64) {
+    fn recall_idle(&mut self, bytes: u64) {
         let mut idle: Vec<_> = self
             .leases
             .by_number
@@ -301,12 +305,12 @@ impl DataPlane {
                 return;
             }
             freed += worth;
-            self.call_back(number);
+            self.recall(number);
         }
     }
 
     /// Recalls idle leases if waiting data and memory files together exceed the memory budget.
-    pub(super) fn settle_files(&mut self, held: usize) {
+    pub(super) fn recall_leases_over_budget(&mut self, held: usize) {
         let room = (self.limits.buffered_bytes_max as u64).saturating_sub(held as u64);
         if self.leases.bytes <= room.min(self.limits.pooled_bytes_max) {
             return;
@@ -316,18 +320,18 @@ impl DataPlane {
             self.leases.by_number.values().filter(|lease| is(lease)).map(|lease| 2 * lease.bytes).sum()
         };
         let (idle, given) =
-            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::CalledBack(_))));
+            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::Recalled(_))));
         let over =
             idle.saturating_sub(room).max(self.leases.bytes.saturating_sub(self.limits.pooled_bytes_max));
-        self.call_back_idle(over.saturating_sub(given));
+        self.recall_idle(over.saturating_sub(given));
     }
 
     /// Handles the result of making the files of a lease.
-    pub(super) fn files_made(&mut self, number: u64, bytes: u64, made: rustix::io::Result<Files>) {
+    pub(super) fn files_created(&mut self, number: u64, bytes: u64, made: rustix::io::Result<Files>) {
         let lease = self.leases.by_number.get_mut(&number);
         match (made, lease) {
             (Ok(files), Some(lease)) => {
-                (lease.stage, lease.files) = (Stage::Made, Some(Arc::new(files)));
+                (lease.stage, lease.files) = (Stage::Created, Some(Arc::new(files)));
                 let session = lease.session;
                 self.offer_next(session);
             }
@@ -337,7 +341,7 @@ impl DataPlane {
                 if let Ok(files) = made {
                     self.background.free_files(files);
                 }
-                self.decline(number);
+                self.decline_lease(number);
             }
         }
     }
@@ -360,42 +364,42 @@ impl DataPlane {
             }
         }
         // Sends the refusals.
-        self.flush_dirty();
+        self.flush_connections();
     }
 
     /// Offers the next lease to a client that has confirmed the previous one.
     fn offer_one(&mut self, session: SessionId) {
         let of = || self.leases.of_session(session);
-        let made = of().find(|(_, lease)| lease.stage == Stage::Made).map(|(number, _)| number);
+        let made = of().find(|(_, lease)| lease.stage == Stage::Created).map(|(number, _)| number);
         let is_behind = of().any(|(_, lease)| lease.stage == Stage::Offered);
         let Some(number) = made.filter(|_| !is_behind) else { return };
         // A reload may have changed the bulkhead since the request.
         let name = self.leases.by_number.get(&number).map(|lease| &lease.bulkhead);
         let bulkhead = name.and_then(|name| self.bulkheads.by_name.get(name).copied());
-        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_bytes(bulkhead));
+        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_payload_bytes(bulkhead));
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
         let Some(files) = &lease.files else { return };
         let lends = &mut self.leases.lends;
         let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
         let is_sent = client.is_some_and(|client| {
             let (named, unread) = (Named { lease: number, bytes: lease.bytes }, &mut client.unread);
-            let said = (kind::LEASED, lease.asked_as);
-            client.end.may_lend(lends, unread)
+            let said = (kind::LEASED, lease.request);
+            client.end.can_lend(lends, unread)
                 && client.end.lend(said, named, files.of_client(), (lends, unread)).is_ok()
         });
         if is_sent {
             (lease.stage, lease.used_at) = (Stage::Offered, self.now);
         } else {
             // The client cannot receive files, or too many descriptors are in transit. The next lease can be offered.
-            self.decline(number);
+            self.decline_lease(number);
             self.offer_next(session);
         }
     }
 
     /// Ends a lease that is not offered after all, and refuses the client's request.
-    fn decline(&mut self, number: u64) {
-        if let Some((session, asked_as)) = self.drop_lease(number) {
-            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+    fn decline_lease(&mut self, number: u64) {
+        if let Some((session, request)) = self.end_lease(number) {
+            self.send_to_client(session.index, kind::LEASE_REFUSED, request);
         }
     }
 
@@ -403,47 +407,47 @@ impl DataPlane {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if session.stage == SessionStage::Open {
             let _ = session.outbox.push(kind, number, &Empty, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Session(index));
+            self.schedule_flush(Endpoint::Session(index));
         }
     }
 
     /// Recalls a lease from its client. The files are not lent to another worker afterwards.
-    fn call_back(&mut self, number: u64) {
+    fn recall(&mut self, number: u64) {
         let lease = self.leases.by_number.get_mut(&number);
         let is_out = |lease: &&mut Lease| matches!(lease.stage, Stage::Held | Stage::Offered);
         let Some(lease) = lease.filter(is_out) else { return };
-        lease.stage = Stage::CalledBack(self.now);
-        let user = std::mem::replace(&mut lease.user, User::Barred);
+        lease.stage = Stage::Recalled(self.now);
+        let user = std::mem::replace(&mut lease.loan, LoanState::Barred);
         let (session, bytes) = (lease.session, lease.bytes);
-        self.take_from_worker(user, number, bytes);
-        self.want_housekeeping();
+        self.end_loan(user, number, bytes);
+        self.schedule_checks();
         if self.sessions.of(session).is_some() {
             self.send_to_client(session.index, kind::LEASE_ENDED, number);
         }
     }
 
-    fn take_from_worker(&mut self, user: User, number: u64, bytes: u64) {
-        let (User::Offered(spawn) | User::Has(spawn)) = user else { return };
+    fn end_loan(&mut self, loan: LoanState, number: u64, bytes: u64) {
+        let (LoanState::Offered(spawn) | LoanState::Confirmed(spawn)) = loan else { return };
         if let Some(&index) = self.links.by_spawn.get(&spawn) {
             self.links[index].lent_bytes -= 2 * bytes;
             let _ = self.links[index].outbox.push(kind::FILES_ENDED, number, &Empty, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Link(index));
+            self.schedule_flush(Endpoint::Link(index));
         }
     }
 
     /// Ends a lease. A job that uses the files keeps them until the job's end. Returns the client and the number of
     /// the client's request.
-    fn drop_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
+    fn end_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
         let lease = self.leases.by_number.remove(&number)?;
-        self.take_from_worker(lease.user, number, lease.bytes);
-        // If the files are still being made, `files_made` subtracts the bytes later.
+        self.end_loan(lease.loan, number, lease.bytes);
+        // If the files are still being made, `files_created` subtracts the bytes later.
         if let Some(files) = lease.files {
-            self.let_go(files);
+            self.release_files(files);
         }
-        Some((lease.session, lease.asked_as))
+        Some((lease.session, lease.request))
     }
 
-    fn let_go(&mut self, files: Arc<Files>) {
+    fn release_files(&mut self, files: Arc<Files>) {
         if let Some(files) = Arc::into_inner(files) {
             self.leases.bytes -= 2 * files.bytes;
             self.leases.live -= 1;
@@ -452,41 +456,40 @@ impl DataPlane {
     }
 
     /// Ends all leases of a client that is gone.
-    pub(super) fn drop_leases_of(&mut self, session: SessionId) {
+    pub(super) fn end_leases_of_client(&mut self, session: SessionId) {
         if let Some(client) = self.sessions.of_mut(session) {
-            client.end.let_go(&mut self.leases.lends, &mut client.unread);
-            self.want_housekeeping();
+            client.end.release_files(&mut self.leases.lends, &mut client.unread);
+            self.schedule_checks();
         }
         if self.leases.len() > 0 {
             let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
             for number in numbers {
-                self.drop_lease(number);
+                self.end_lease(number);
             }
         }
     }
 
     /// Recalls the leases that a dead worker used, because the files must not be lent to another worker.
-    pub(super) fn end_leases_at(&mut self, spawn: u64) {
-        while let Some(at) = self.leases.left.iter().position(|(at, ..)| *at == spawn) {
-            let (_, _, files) = self.leases.left.swap_remove(at);
-            self.let_go(files);
+    pub(super) fn end_leases_of_worker(&mut self, spawn: u64) {
+        while let Some(at) = self.leases.lingering.iter().position(|(at, ..)| *at == spawn) {
+            let (_, _, files) = self.leases.lingering.swap_remove(at);
+            self.release_files(files);
         }
         if self.leases.len() > 0 {
-            let is_its =
-                |lease: &Lease| matches!(lease.user, User::Offered(at) | User::Has(at) if at == spawn);
-            self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+            let matches = |lease: &Lease| matches!(lease.loan, LoanState::Offered(at) | LoanState::Confirmed(at) if at == spawn);
+            self.leases.numbers(matches).into_iter().for_each(|number| self.recall(number));
         }
     }
 
     /// Recalls all leases for a bulkhead. Called when the bulkhead starts to need payload digests.
-    pub(super) fn end_leases_for(&mut self, bulkhead: &str) {
-        let is_its = |lease: &Lease| *lease.bulkhead == *bulkhead;
-        self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+    pub(super) fn recall_leases_of_bulkhead(&mut self, bulkhead: &str) {
+        let matches = |lease: &Lease| *lease.bulkhead == *bulkhead;
+        self.leases.numbers(matches).into_iter().for_each(|number| self.recall(number));
     }
 
-    pub(super) fn look_after_leases(&mut self) {
-        if self.leases.lends.look_after_closed() {
-            self.want_housekeeping();
+    pub(super) fn check_leases(&mut self) {
+        if self.leases.lends.remove_closed() {
+            self.schedule_checks();
         }
         if self.leases.len() == 0 {
             return;
@@ -494,42 +497,42 @@ impl DataPlane {
         let now = self.now;
         let is_unused = |lease: &Lease| match lease.stage {
             Stage::Held => !lease.is_busy && now.since(lease.used_at) >= IDLE_MAX,
-            Stage::Offered => now.since(lease.used_at) >= RETURN_WITHIN,
+            Stage::Offered => now.since(lease.used_at) >= RETURN_TIMEOUT,
             _ => false,
         };
         for number in self.leases.numbers(is_unused) {
-            self.refuse_made(number);
-            self.call_back(number);
+            self.refuse_created(number);
+            self.recall(number);
         }
         let is_late = |lease: &Lease| {
-            matches!(lease.stage, Stage::CalledBack(since) if now.since(since) >= RETURN_WITHIN)
+            matches!(lease.stage, Stage::Recalled(since) if now.since(since) >= RETURN_TIMEOUT)
                 && !lease.is_busy
-                && now.since(lease.used_at) >= RETURN_WITHIN
+                && now.since(lease.used_at) >= RETURN_TIMEOUT
         };
         for number in self.leases.numbers(is_late) {
-            let Some((session, _)) = self.drop_lease(number) else { continue };
+            let Some((session, _)) = self.end_lease(number) else { continue };
             if let Some(client) = self.sessions.of_mut(session) {
-                if client.leases_lost.len() >= LOST_MAX {
-                    client.leases_lost.pop_front();
+                if client.revoked_leases.len() >= REVOKED_MAX {
+                    client.revoked_leases.pop_front();
                 }
-                client.leases_lost.push_back(number);
+                client.revoked_leases.push_back(number);
             }
             // The next lease of this client may have waited for the confirmation of the previous lease.
             self.offer_next(session);
         }
-        self.want_housekeeping();
+        self.schedule_checks();
     }
 
     /// Refuses the further leases of a client that has not confirmed an offer in time, so that the client does not
     /// wait for them any longer.
-    fn refuse_made(&mut self, offered: u64) {
+    fn refuse_created(&mut self, offered: u64) {
         let Some(lease) = self.leases.by_number.get(&offered) else { return };
         if lease.stage != Stage::Offered {
             return;
         }
         let session = lease.session;
-        let is_made = |lease: &Lease| lease.session == session && lease.stage == Stage::Made;
-        self.leases.numbers(is_made).into_iter().for_each(|number| self.decline(number));
+        let is_made = |lease: &Lease| lease.session == session && lease.stage == Stage::Created;
+        self.leases.numbers(is_made).into_iter().for_each(|number| self.decline_lease(number));
     }
 
     // Jobs.
@@ -550,9 +553,9 @@ impl DataPlane {
             _ if self
                 .sessions
                 .of(session)
-                .is_some_and(|client| client.leases_lost.contains(&named.lease)) =>
+                .is_some_and(|client| client.revoked_leases.contains(&named.lease)) =>
             {
-                return Err((RejectReason::Overloaded, LOST.to_owned()));
+                return Err((RejectReason::Overloaded, REVOKED.to_owned()));
             }
             _ => {
                 return Err(invalid(
@@ -561,11 +564,11 @@ impl DataPlane {
                 ));
             }
         };
-        if lease.is_busy || !matches!(lease.stage, Stage::Held | Stage::CalledBack(_)) {
+        if lease.is_busy || !matches!(lease.stage, Stage::Held | Stage::Recalled(_)) {
             return Err(invalid("this lease is in use by another job, or was not taken"));
         }
-        if matches!(lease.stage, Stage::CalledBack(since) if self.now.since(since) >= RETURN_WITHIN) {
-            return Err((RejectReason::Overloaded, LOST.to_owned()));
+        if matches!(lease.stage, Stage::Recalled(since) if self.now.since(since) >= RETURN_TIMEOUT) {
+            return Err((RejectReason::Overloaded, REVOKED.to_owned()));
         }
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
             return Err(invalid("this lease is for another bulkhead or tenant"));
@@ -577,12 +580,12 @@ impl DataPlane {
     }
 
     /// Marks a lease as used by a job. The reference must have been checked.
-    pub(super) fn use_lease(&mut self, named: Named) -> Option<Box<Leased>> {
+    pub(super) fn begin_leased_job(&mut self, named: Named) -> Option<Box<LeasedPayload>> {
         let lease = self.leases.by_number.get_mut(&named.lease)?;
         let files = lease.files.clone()?;
         lease.is_busy = true;
         let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
-        Some(Box::new(Leased {
+        Some(Box::new(LeasedPayload {
             lease: named.lease,
             files,
             bytes,
@@ -595,7 +598,9 @@ impl DataPlane {
 
     /// Returns the worker that has the files of a lease.
     pub(super) fn user_of(&self, number: u64) -> Option<WorkerId> {
-        let (User::Offered(spawn) | User::Has(spawn)) = self.leases.by_number.get(&number)?.user else {
+        let (LoanState::Offered(spawn) | LoanState::Confirmed(spawn)) =
+            self.leases.by_number.get(&number)?.loan
+        else {
             return None;
         };
         Some(self.links.of_spawn(spawn)?.worker)
@@ -603,7 +608,7 @@ impl DataPlane {
 
     /// Returns a job's payload in the form for this worker: a reference if the worker has the file, otherwise bytes.
     /// If no worker has the file, the file is lent to this worker for the next job.
-    pub(super) fn give_leased(
+    pub(super) fn leased_payload_for(
         &mut self,
         index: LinkIndex,
         compartment: CompartmentIndex,
@@ -619,12 +624,12 @@ impl DataPlane {
         (leased.at, leased.given_to) = (Some(spawn), None);
         let (number, bytes) = (leased.lease, leased.bytes);
         let user = self.leases.by_number.get(&number).filter(|lease| lease.bulkhead == bulkhead);
-        match user.map(|lease| lease.user) {
-            Some(User::Has(has)) if has == spawn => {
+        match user.map(|lease| lease.loan) {
+            Some(LoanState::Confirmed(has)) if has == spawn => {
                 leased.given_to = Some(spawn);
                 (Some(Named { lease: number, bytes: bytes as u64 }), Payload::NONE)
             }
-            Some(User::None) => {
+            Some(LoanState::None) => {
                 let payload = Payload::File(leased.files.payload(), bytes);
                 self.lend_to_worker(index, number);
                 (None, payload)
@@ -635,15 +640,15 @@ impl DataPlane {
 
     /// Returns true if the loan fits within `lent_max`. Lent files count as memory of the worker, and must not be the
     /// reason for exceeding the memory limit.
-    fn may_be_lent(&self, index: LinkIndex, number: u64) -> bool {
+    fn fits_loan_limit(&self, index: LinkIndex, number: u64) -> bool {
         let link = &self.links[index];
         let more = self.leases.by_number.get(&number).map_or(0, |lease| 2 * lease.bytes);
-        let most = self.owner(link.compartment).lent_max;
+        let most = self.owner(link.compartment).loaned_bytes_max;
         most.is_none_or(|most| link.lent_bytes + more <= most)
     }
 
     fn lend_to_worker(&mut self, index: LinkIndex, number: u64) {
-        if self.links[index].lending != Lending::Open || !self.may_be_lent(index, number) {
+        if self.links[index].lending != Lending::Open || !self.fits_loan_limit(index, number) {
             return;
         }
         if !self.links[index].outbox.is_empty() {
@@ -653,17 +658,17 @@ impl DataPlane {
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
         let Some(files) = lease.files.as_ref().filter(|_| link.outbox.is_empty()) else { return };
         let lends = &mut self.leases.lends;
-        if !lends.may_lend(&link.socket, &mut link.unread) {
+        if !lends.can_lend(&link.socket, &mut link.unread) {
             return;
         }
         let named = Named { lease: number, bytes: lease.bytes };
         match lend(&link.socket, (kind::FILES, number), &named, &files.of_worker()) {
             Ok(sent) => {
-                link.reading.written(sent);
+                link.read_position.add_written(sent);
                 link.lent_bytes += 2 * lease.bytes;
                 lends.lent(&mut link.unread);
                 link.lending = Lending::Unacknowledged;
-                lease.user = User::Offered(link.spawn);
+                lease.loan = LoanState::Offered(link.spawn);
             }
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(_) => link.lending = Lending::Never,
@@ -671,23 +676,23 @@ impl DataPlane {
     }
 
     /// Handles a worker's confirmation of a loan.
-    pub(super) fn files_taken(&mut self, index: LinkIndex, number: u64) {
+    pub(super) fn loan_confirmed(&mut self, index: LinkIndex, number: u64) {
         let link = &mut self.links[index];
         if link.lending != Lending::Unacknowledged {
-            return link.stray();
+            return link.count_unknown_reply();
         }
         link.lending = Lending::Open;
         let spawn = link.spawn;
         if let Some(lease) = self.leases.by_number.get_mut(&number)
-            && lease.user == User::Offered(spawn)
+            && lease.loan == LoanState::Offered(spawn)
         {
-            lease.user = User::Has(spawn);
+            lease.loan = LoanState::Confirmed(spawn);
         }
     }
 
     /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
     /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
-    pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
+    pub(super) fn end_file_use(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job)
             && let Some(leased) = record.held.file.as_deref_mut()
             && leased.at == Some(spawn)
@@ -695,9 +700,11 @@ impl DataPlane {
             (leased.at, leased.given_to) = (None, None);
         }
         // The client may have been answered earlier.
-        while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
-            let (_, _, files) = self.leases.left.swap_remove(at);
-            self.let_go(files);
+        while let Some(at) =
+            self.leases.lingering.iter().position(|(at, left, _)| (*at, *left) == (spawn, job))
+        {
+            let (_, _, files) = self.leases.lingering.swap_remove(at);
+            self.release_files(files);
         }
     }
 
@@ -717,29 +724,34 @@ impl DataPlane {
         // A cancelled job may have no record any more.
         let Some(record) = policy.cargo_mut(job) else { return Ok(()) };
         let leased = record.held.file.as_deref_mut();
-        let is_its = |leased: &&mut Leased| {
+        let matches = |leased: &&mut LeasedPayload| {
             leased.lease == named.lease && leased.given_to == Some(spawn) && named.bytes <= leased.files.bytes
         };
-        let leased = leased.filter(is_its).ok_or("the worker reported a result in a file of another job")?;
+        let leased = leased.filter(matches).ok_or("the worker reported a result in a file of another job")?;
         leased.result = Some(named.bytes);
         Ok(())
     }
 
     /// Ends a job's use of a lease. Returns the location of the result if the result is in the file.
-    pub(super) fn end_use(&mut self, leased: Leased, job: Option<JobId>, verdict: &Verdict) -> Option<Named> {
-        let Leased { lease: number, files, at, result, .. } = leased;
+    pub(super) fn end_leased_job(
+        &mut self,
+        leased: LeasedPayload,
+        job: Option<JobId>,
+        verdict: &Verdict,
+    ) -> Option<Named> {
+        let LeasedPayload { lease: number, files, at, result, .. } = leased;
         let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
         if let Some(lease) = self.leases.by_number.get_mut(&number) {
             lease.is_busy = false;
             lease.used_at = self.now;
             // The worker may still run the job, and could write a result after the next job has begun.
             if at.is_some() && !is_answered {
-                self.call_back(number);
+                self.recall(number);
             }
         }
         match (at.filter(|at| !is_answered && self.links.by_spawn.contains_key(at)), job) {
-            (Some(at), Some(job)) => self.leases.left.push((at, job, files)),
-            _ => self.let_go(files),
+            (Some(at), Some(job)) => self.leases.lingering.push((at, job, files)),
+            _ => self.release_files(files),
         }
         result.filter(|_| *verdict == Verdict::Ok).map(|bytes| Named { lease: number, bytes })
     }

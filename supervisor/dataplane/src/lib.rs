@@ -8,57 +8,57 @@
 //! From `/proc` the data plane reads only `stat`, at about 7 µs each. This happens for the ancestors of a process
 //! that connects for the first time, and for a worker that closed the link a second ago and is not reported dead.
 
-mod ahead;
-mod allowance;
+mod acceptor;
 mod background;
-mod bell;
 mod buffers;
 mod bulkheads;
 mod client_end;
 mod client_frames;
+mod command_queue;
 mod commands;
 mod compartments;
 mod crashes;
 mod demand;
 pub mod descriptors;
-mod ending;
-mod entrance;
+mod fair_queue;
 mod fallback;
-mod held_up;
+mod in_process_waker;
 mod journal;
 mod keeper_link;
+mod keeper_reports;
+mod last_iteration;
 mod leases;
-mod lends;
 mod link_table;
 mod links;
 mod memory;
 mod memory_files;
 mod metrics;
-mod notes;
-mod notices;
+mod operator_events;
 mod outcomes;
 mod output;
-mod refusals;
+mod pauses;
+mod prefetch;
+mod read_position;
+mod rejections;
 mod reload;
 mod replay;
 mod reporter;
-mod reports;
 mod session_table;
 mod sessions;
 mod shares;
 mod slab;
+mod snapshot_sums;
 mod snapshots;
 mod spans;
 mod start_failures;
 mod starvation;
-mod steer;
 mod submits;
 mod templates;
-mod temporary;
+mod temporary_folders;
 mod tenants;
-mod turns;
-mod unread;
-mod view;
+mod time_budget;
+mod unread_loans;
+mod unsolicited_frames;
 mod worker_frames;
 
 use std::io;
@@ -89,16 +89,16 @@ use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
+use acceptor::Acceptor;
 use background::Background;
-use bell::Bell;
 use buffers::Buffers;
 use bulkheads::Bulkheads;
-use commands::Orders;
+use command_queue::CommandQueue;
 use compartments::Compartments;
-use entrance::Entrance;
 use fallback::FallbackState;
-use keeper_link::{KeeperLink, Wanted};
-use leases::{Leased, Leases};
+use in_process_waker::InProcessWaker;
+use keeper_link::{KeeperLink, WorkerOrder};
+use leases::{LeasedPayload, Leases};
 use link_table::Links;
 use memory::{Charge, Memory};
 use reporter::Reporter;
@@ -107,10 +107,10 @@ use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::Trace;
 
 /// Maximum number of socket events per iteration.
-const EVENTS_PER_TURN: usize = 1024;
+const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
 /// Interval between periodic checks, such as checks for stalled peers. Checks run only while needed.
-const HOUSEKEEPING: Duration = Duration::from_millis(250);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -138,7 +138,7 @@ pub(crate) struct JobData {
     label: u32,
     held: Held,
     /// Position on the link of the job's worker.
-    given: unread::Given,
+    position: read_position::JobPosition,
     charge: Charge,
     /// Exit status of the program that ran the job.
     status: Option<i32>,
@@ -170,7 +170,7 @@ struct Held {
     /// Copy of a small payload while a worker has the job.
     copy: Option<Box<[u8]>>,
     /// Set if the payload is in a memory file.
-    file: Option<Box<Leased>>,
+    file: Option<Box<LeasedPayload>>,
     /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
     /// reading the job.
     is_repeatable: bool,
@@ -188,7 +188,7 @@ impl Held {
 
     /// Returns the payload for a worker: the held payload if any, otherwise `coming`. Keeps the payload if it is
     /// repeatable.
-    fn give<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
+    fn take_for_worker<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
         }
@@ -217,11 +217,11 @@ impl Held {
 /// The data plane: the event loop, and the parts that handle the events.
 pub struct DataPlane {
     poll: Poll,
-    bell: Bell,
+    in_process_waker: InProcessWaker,
     origin: Instant,
     now: Time,
-    entrance: Entrance,
-    orders: Orders,
+    acceptor: Acceptor,
+    commands: CommandQueue,
     reporter: Reporter,
     keeper: KeeperLink,
     background: Background,
@@ -237,15 +237,15 @@ pub struct DataPlane {
     /// Connections with pending writes.
     dirty: Vec<Endpoint>,
     limits: DataPlaneLimits,
-    housekeeping_at: Option<Time>,
+    check_at: Option<Time>,
     /// Next deadline, as of the last `settle`.
     due: Option<Time>,
     events: Events,
     /// True if there were more events than the maximum per iteration.
     has_more_events: bool,
-    pauses: held_up::Pauses,
-    stopping: bool,
-    started: bool,
+    pause_detector: pauses::PauseDetector,
+    is_stopping: bool,
+    has_started: bool,
     fate: Fate,
 }
 
@@ -343,12 +343,12 @@ impl DataPlane {
         let mut plane = Self {
             origin: Instant::now(),
             now: Time::ZERO,
-            entrance: Entrance::new(&poll, listener, Access::new(&config, own))?,
+            acceptor: Acceptor::new(&poll, listener, Access::new(&config, own))?,
             poll,
-            orders: Orders::new(commands, commander.stops()),
+            commands: CommandQueue::new(commands, commander.stops()),
             reporter: Reporter::new(notices, pulse, spans),
             keeper: KeeperLink::new(keeper),
-            bell: Bell::new(waker.clone()),
+            in_process_waker: InProcessWaker::new(waker.clone()),
             background: Background::start(&fate, waker)?,
             bulkheads: Bulkheads::new(labels),
             compartments: Compartments::new(seed()),
@@ -360,13 +360,13 @@ impl DataPlane {
             buffers: Buffers::default(),
             dirty: Vec::new(),
             limits: DataPlaneLimits::new(&config.supervisor),
-            housekeeping_at: None,
+            check_at: None,
             due: None,
-            events: Events::with_capacity(EVENTS_PER_TURN),
+            events: Events::with_capacity(EVENTS_PER_ITERATION_MAX),
             has_more_events: false,
-            pauses: held_up::Pauses::default(),
-            stopping: false,
-            started: false,
+            pause_detector: pauses::PauseDetector::default(),
+            is_stopping: false,
+            has_started: false,
             fate,
         };
         for bulkhead in &config.bulkheads {
@@ -374,23 +374,23 @@ impl DataPlane {
                 SpecInputs { host: host.as_deref(), support: &support, labels: &plane.bulkheads.labels };
             let spec = BulkheadSpec::new(bulkhead, inputs);
             spec.program.log_warnings(&bulkhead.name);
-            plane.open(spec);
+            plane.add_bulkhead(spec);
         }
         Ok((plane, commander))
     }
 
-    /// Runs until everything is stopped. Errors are those of [`DataPlane::take_turn`] and [`DataPlane::end`].
+    /// Runs until everything is stopped. Errors are those of [`DataPlane::run_iteration`] and [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
-        while self.goes_on() {
-            let patience = self.settle();
-            self.take_turn(patience)?;
+        while self.is_running() {
+            let wait_time = self.finish_iteration();
+            self.run_iteration(wait_time)?;
         }
         self.end()
     }
 
     /// Orders the first workers. A thread with other work can use this in place of [`DataPlane::run`], and then call
-    /// [`DataPlane::settle`] and [`DataPlane::take_turn`] in turns while [`DataPlane::goes_on`] returns true.
+    /// [`DataPlane::settle`] and [`DataPlane::run_iteration`] in turns while [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.fate.begin();
         for index in self.compartments.indices() {
@@ -401,132 +401,132 @@ impl DataPlane {
     }
 
     /// Returns true until everything is stopped or an essential thread has ended.
-    pub fn goes_on(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         !self.is_over() && self.fate.lost().is_none()
     }
 
     /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
-    /// [`DataPlane::arrivals`] becomes readable, or `None` if no timer is set.
-    pub fn settle(&mut self) -> Option<Duration> {
+    /// [`DataPlane::event_descriptor`] becomes readable, or `None` if no timer is set.
+    pub fn finish_iteration(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
-        self.report_looks();
-        self.settle_tenants();
-        self.settle_replays();
-        self.settle_leaving();
-        self.settle_memory(None);
-        self.flush_dirty();
-        self.links.gone.clear();
+        self.report_starvation_results();
+        self.assign_workers();
+        self.advance_replays();
+        self.continue_removals();
+        self.enforce_memory_limit(None);
+        self.flush_connections();
+        self.links.closed.clear();
         self.offer_leases();
-        self.order_wanted();
+        self.spawn_queued_workers();
         self.set_timers();
-        self.tell_memory();
+        self.publish_memory();
         self.sessions.recycle();
         self.links.recycle();
         self.due = self.next_due();
-        self.patience(self.due)
+        self.wait_time(self.due)
     }
 
     /// Returns a descriptor that is readable when an event has arrived.
-    pub fn arrivals(&self) -> io::Result<OwnedFd> {
+    pub fn event_descriptor(&self) -> io::Result<OwnedFd> {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits up to `patience` for events and applies them. Errors are those of `epoll_wait(2)`, and of a keeper that
+    /// Waits up to `wait_time` for events and applies them. Errors are those of `epoll_wait(2)`, and of a keeper that
     /// can neither be reached nor replaced.
-    pub fn take_turn(&mut self, patience: Option<Duration>) -> io::Result<()> {
-        let may_wait = patience != Some(Duration::ZERO) && self.bell.may_sleep();
-        let patience = if may_wait { patience } else { Some(Duration::ZERO) };
+    pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
+        let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
+        let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
         let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
-        let polled = self.poll.poll(&mut events, patience);
-        self.bell.rise();
+        let polled = self.poll.poll(&mut events, wait_time);
+        self.in_process_waker.unpark();
         let heard = match polled {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(error),
             Ok(()) => {
-                self.has_more_events = events.iter().nth(EVENTS_PER_TURN - 1).is_some();
+                self.has_more_events = events.iter().nth(EVENTS_PER_ITERATION_MAX - 1).is_some();
                 self.read_clock();
-                let was_paused = self.mind_pause(self.due);
-                self.turn(&events, was_paused)
+                let was_paused = self.detect_pause(self.due);
+                self.handle_events(&events, was_paused)
             }
         };
         self.events = events;
         heard
     }
 
-    /// Returns ready when an in-process client has signalled; [`DataPlane::hear_clients`] is then sufficient.
+    /// Returns ready when an in-process client has signalled; [`DataPlane::handle_in_process_clients`] is then sufficient.
     /// Otherwise registers the task to be woken.
-    pub fn poll_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
-        self.bell.poll_rung(context)
+    pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
+        self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles the input of in-process clients without waiting. Works like [`DataPlane::take_turn`], but leaves all
+    /// Handles the input of in-process clients without waiting. Works like [`DataPlane::run_iteration`], but leaves all
     /// socket events for the next iteration.
-    pub fn hear_clients(&mut self) -> io::Result<()> {
-        self.bell.rise();
+    pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
+        self.in_process_waker.unpark();
         self.read_clock();
-        let was_paused = self.mind_pause(self.due);
-        self.turn(&Events::with_capacity(0), was_paused)
+        let was_paused = self.detect_pause(self.due);
+        self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
     /// Ends the keeper and all workers. Returns an error if an essential thread had ended before.
     pub fn end(self) -> io::Result<()> {
         match self.fate.lost() {
-            Some(name) => Err(self.give_up(name)),
+            Some(name) => Err(self.abort(name)),
             None => {
-                self.finish();
+                self.shut_down();
                 Ok(())
             }
         }
     }
 
-    fn turn(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
+    fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
         // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
         self.resume_links();
-        let again = std::mem::take(&mut self.links.again);
-        again.into_iter().for_each(|link| self.link_readable(link));
-        let mut has_others = self.entrance.accept_pending;
+        let again = std::mem::take(&mut self.links.unfinished_reads);
+        again.into_iter().for_each(|link| self.read_link_input(link));
+        let mut has_others = self.acceptor.accept_pending;
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready(),
-                (_, Some(link @ Endpoint::Link(_))) => self.ready(link, event),
+                (_, Some(link @ Endpoint::Link(_))) => self.handle_readiness(link, event),
                 _ => has_others = true,
             }
         }
-        self.hear_late_reports();
+        self.handle_deferred_reports();
         if has_others {
-            self.hear_others(events)?;
+            self.handle_other_events(events)?;
         }
-        self.hear_bell();
-        self.obey();
+        self.handle_in_process_signals();
+        self.run_commands();
         self.read_clients();
         if !was_paused {
-            self.tick();
+            self.check_timers();
         }
         Ok(())
     }
 
     /// Handles clients, new connections, commands, and results of the background threads.
-    fn hear_others(&mut self, events: &Events) -> io::Result<()> {
+    fn handle_other_events(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (LISTENER, _) => self.entrance.accept_pending = true,
+                (LISTENER, _) => self.acceptor.accept_pending = true,
                 (WAKER, _) => {
-                    self.orders.has_commands = true;
-                    self.hear_background()?;
+                    self.commands.has_commands = true;
+                    self.handle_background_results()?;
                 }
-                (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
+                (_, Some(session @ Endpoint::Session(_))) => self.handle_readiness(session, event),
                 _ => {}
             }
         }
-        if self.entrance.accept_pending {
+        if self.acceptor.accept_pending {
             self.accept();
         }
         Ok(())
     }
 
-    fn ready(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
+    fn handle_readiness(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
         if event.is_writable() {
-            self.mark_dirty(endpoint);
+            self.schedule_flush(endpoint);
         }
         if event.is_read_closed() {
             self.peer_closed(endpoint);
@@ -545,7 +545,7 @@ impl DataPlane {
         match endpoint {
             Endpoint::Session(index) => {
                 if let Some(session) = self.sessions.get_mut(index) {
-                    session.standing.is_read_closed = true;
+                    session.queue_state.is_read_closed = true;
                 }
             }
             Endpoint::Link(index) => {
@@ -558,18 +558,18 @@ impl DataPlane {
 
     fn readable(&mut self, endpoint: Endpoint) {
         match endpoint {
-            Endpoint::Session(index) => self.sessions.want_read(index),
-            Endpoint::Link(index) => self.link_readable(index),
+            Endpoint::Session(index) => self.sessions.schedule_client_read(index),
+            Endpoint::Link(index) => self.read_link_input(index),
         }
     }
 
     /// Ends a connection with out-of-band bytes, which break the order of all other bytes and are reported only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
-            Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // If the process of a worker is not known yet, `process_runs` checks for out-of-band bytes later.
+            Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
+            // If the process of a worker is not known yet, `worker_spawned` checks for out-of-band bytes later.
             Endpoint::Link(index) if self.links.get(index).is_some_and(|link| link.running().is_some()) => {
-                self.break_link(index, OUT_OF_BAND.to_owned());
+                self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }
             Endpoint::Link(_) => {}
         }
@@ -582,20 +582,20 @@ impl DataPlane {
     }
 
     fn next_due(&self) -> Option<Time> {
-        let (accept_at, patient_at) = (self.entrance.accept_at(), self.sessions.patient_at());
-        [self.compartments.next_timer(), self.housekeeping_at, self.links.resume_at, accept_at, patient_at]
+        let (accept_at, low_priority_at) = (self.acceptor.accept_at(), self.sessions.low_priority_at());
+        [self.compartments.next_timer(), self.check_at, self.links.resume_at, accept_at, low_priority_at]
             .into_iter()
             .flatten()
             .min()
     }
 
-    fn patience(&self, due: Option<Time>) -> Option<Duration> {
+    fn wait_time(&self, due: Option<Time>) -> Option<Duration> {
         let has_more = self.has_more_events
-            || !self.links.again.is_empty()
-            || !self.sessions.turns.is_empty()
-            || self.orders.is_waiting();
+            || !self.links.unfinished_reads.is_empty()
+            || !self.sessions.fair_queue.is_empty()
+            || self.commands.is_waiting();
         // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
-        if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
+        if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds. The time is rounded up so that the loop does not wake just before the
@@ -607,32 +607,32 @@ impl DataPlane {
     /// Updates the timers of all compartments with events, once per iteration.
     fn set_timers(&mut self) {
         while let Some(index) = self.compartments.next_touched() {
-            self.count_demand(index);
+            self.record_load(index);
             self.compartments.set_timer(index);
         }
     }
 
-    fn tick(&mut self) {
+    fn check_timers(&mut self) {
         self.set_timers();
         while let Some(index) = self.compartments.pop_due(self.now) {
             self.apply(index, Event::Tick, Incoming::None);
         }
-        if self.housekeeping_at.is_some_and(|at| at <= self.now) {
-            self.housekeeping_at = None;
-            self.look_after_sessions();
-            self.look_after_refusals();
-            self.look_after_links();
-            self.look_after_leases();
-            self.look_after_templates();
-            self.hand_outputs_over();
-            self.look_after_keeper();
-            self.tell_unreported();
+        if self.check_at.is_some_and(|at| at <= self.now) {
+            self.check_at = None;
+            self.check_sessions();
+            self.report_skipped_rejections();
+            self.check_closed_links();
+            self.check_leases();
+            self.check_templates();
+            self.forward_pending_outputs();
+            self.check_keeper();
+            self.report_skipped_crashes();
         }
     }
 
-    fn want_housekeeping(&mut self) {
-        if self.housekeeping_at.is_none() {
-            self.housekeeping_at = Some(self.now + HOUSEKEEPING);
+    fn schedule_checks(&mut self) {
+        if self.check_at.is_none() {
+            self.check_at = Some(self.now + CHECK_INTERVAL);
         }
     }
 
@@ -657,7 +657,7 @@ impl DataPlane {
         self.buffers.actions = actions;
         self.compartments.touch(index);
         if self.compartments[index].tenant.is_some() {
-            self.observe_tenant(index);
+            self.update_tenant_state(index);
         }
         if let Some(job) = job {
             self.keep_payload(index, job, incoming);
@@ -697,24 +697,24 @@ impl DataPlane {
                 self.dispatch(index, worker, job, (remaining, is_ahead), incoming);
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
-            Action::TookBack { worker, job } => self.job_taken_back(index, worker, job),
+            Action::TookBack { worker, job } => self.job_recalled(index, worker, job),
             Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
             Action::Spawn { worker, slot, again } => {
                 self.count_restart(index, again);
-                self.keeper.want(Wanted { compartment: index, worker, slot });
+                self.keeper.queue_worker(WorkerOrder { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
             Action::Kill { worker, .. } => self.kill(index, worker),
             Action::Watch { worker } => self.watch(index, worker),
-            Action::Look { worker } => self.look(index, worker),
+            Action::Look { worker } => self.check_starvation(index, worker),
             Action::Limit { worker, max_in_flight } => {
                 self.send((index, worker), (kind::LIMITS, 0), &Limits { max_in_flight });
             }
-            Action::Note(note) => self.note(index, note),
+            Action::Note(note) => self.report_note(index, note),
         }
     }
 
-    fn mark_dirty(&mut self, endpoint: Endpoint) {
+    fn schedule_flush(&mut self, endpoint: Endpoint) {
         let is_dirty = match endpoint {
             Endpoint::Session(index) => self.sessions.get_mut(index).map(|s| &mut s.is_dirty),
             Endpoint::Link(index) => self.links.get_mut(index).map(|l| &mut l.is_dirty),
@@ -727,7 +727,7 @@ impl DataPlane {
     }
 
     /// Writes the output of this iteration, with a single write per connection.
-    fn flush_dirty(&mut self) {
+    fn flush_connections(&mut self) {
         // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
         while !self.dirty.is_empty() {
             let mut dirty = std::mem::take(&mut self.dirty);
@@ -746,23 +746,23 @@ impl DataPlane {
     // Shutdown.
 
     fn is_over(&self) -> bool {
-        self.stopping && self.compartments.values().all(|c| c.policy.is_stopped())
+        self.is_stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
     /// Waits up to a second for clients to read their last answers, then ends the keeper.
-    fn finish(mut self) {
+    fn shut_down(mut self) {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
-        self.hear_the_last();
+        self.handle_last_events();
         loop {
             for index in self.sessions.indices() {
                 self.flush_session(index);
             }
-            if self.sessions.undelivered == 0 || Instant::now() >= until {
+            if self.sessions.unread_bytes == 0 || Instant::now() >= until {
                 break;
             }
-            let mut events = Events::with_capacity(EVENTS_PER_TURN);
+            let mut events = Events::with_capacity(EVENTS_PER_ITERATION_MAX);
             let polled = self.poll.poll(&mut events, Some(Duration::from_millis(20)));
             if polled.is_err_and(|error| error.kind() != std::io::ErrorKind::Interrupted) {
                 break;
@@ -772,7 +772,7 @@ impl DataPlane {
     }
 
     /// Ends the keeper and all workers after an essential thread has ended.
-    fn give_up(self, name: &str) -> io::Error {
+    fn abort(self, name: &str) -> io::Error {
         self.fate.expect_end();
         self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
         self.end_keeper();

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use bulkhead_plane::worker_ids::Ids;
 use bulkhead_policy::{Time, WorkerId};
 
+use super::keeper_reports::Reaping;
 use super::links::Link;
-use super::reports::Sweeping;
 use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 
 #[derive(Default)]
@@ -21,17 +21,17 @@ pub(super) struct Links {
     /// Pool of user ids, if each worker has a separate user id.
     ids: Option<Arc<Ids>>,
     /// Dead workers whose descendants are still being reaped.
-    pub(super) sweeping: HashMap<u64, Sweeping>,
+    pub(super) reaping: HashMap<u64, Reaping>,
     /// Links of dead workers. The descriptors are closed after the clients have been answered.
-    pub(super) gone: Vec<Link>,
+    pub(super) closed: Vec<Link>,
     /// Links with more input than the maximum per iteration.
-    pub(super) again: Vec<LinkIndex>,
+    pub(super) unfinished_reads: Vec<LinkIndex>,
     /// Next time to read a paused link.
     pub(super) resume_at: Option<Time>,
     /// Workers that could not be ordered. Reported to policy at the end of the iteration.
     pub(super) failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
     /// Results about silent workers that needed no check. Reported to policy at the end of the iteration.
-    pub(super) looked: Vec<(CompartmentIndex, WorkerId, bool)>,
+    pub(super) starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
 }
 
 owns_slab!(Links, LinkIndex, Link);
@@ -63,14 +63,14 @@ impl Links {
     }
 
     /// Schedules another read of a link in the next iteration.
-    pub(super) fn read_again(&mut self, index: LinkIndex) {
-        if !self.again.contains(&index) {
-            self.again.push(index);
+    pub(super) fn schedule_read(&mut self, index: LinkIndex) {
+        if !self.unfinished_reads.contains(&index) {
+            self.unfinished_reads.push(index);
         }
     }
 
     /// Schedules the next read of a paused link.
-    pub(super) fn resume_by(&mut self, at: Time) {
+    pub(super) fn schedule_resume(&mut self, at: Time) {
         self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
     }
 }

@@ -23,13 +23,13 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::journal::Journal;
-use super::keeper_link::Wanted;
-use super::lends::Unread;
+use super::keeper_link::WorkerOrder;
 use super::memory_files::Lending;
-use super::notices::Notices;
+use super::read_position::ReadPosition;
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::starvation::Watch;
-use super::unread::Reading;
+use super::unread_loans::ReceiverLoans;
+use super::unsolicited_frames::UnsolicitedFrames;
 use super::{DataPlane, Endpoint, INTEREST, Incoming};
 
 /// Time limit for a worker to exit after closing the link. A worker that stays longer counts as broken.
@@ -58,7 +58,7 @@ pub(super) struct Link {
     /// Size of the outbox in bytes, as last counted.
     pub(super) counted_waiting: usize,
     /// Tracks which bytes the worker has read. Used after the worker's death.
-    pub(super) reading: Reading,
+    pub(super) read_position: ReadPosition,
     /// Answers that the worker has not sent yet. Used after the worker's death.
     pub(super) journal: Option<Journal>,
     /// State of lending memory files to the worker.
@@ -66,17 +66,17 @@ pub(super) struct Link {
     /// Total size of the files lent to the worker, in bytes.
     pub(super) lent_bytes: u64,
     /// Lends that the worker may not have read yet.
-    pub(super) unread: Unread,
+    pub(super) unread: ReceiverLoans,
     /// True if the worker writes heartbeats into the journal instead of sending frames.
-    pub(super) has_beats: bool,
+    pub(super) beats_in_journal: bool,
     // Input from the worker.
     pub(super) stage: Stage,
-    pub(super) notices: Notices,
+    pub(super) unsolicited: UnsolicitedFrames,
     pub(super) status: Option<String>,
 }
 
 /// Maximum number of workers ordered per iteration.
-const ORDERS_PER_TURN: usize = 4;
+const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
 /// Way in which a worker is created.
 enum Origin {
@@ -145,7 +145,7 @@ pub(super) enum Stage {
     AwaitingHello,
     Welcomed {
         /// Number of replies for jobs that the worker does not have.
-        strays: u32,
+        unknown_replies: u32,
         oversized: Option<Oversized>,
     },
     /// The worker broke the protocol. Further frames are ignored.
@@ -163,15 +163,17 @@ impl DataPlane {
     // Ordering workers.
 
     /// Orders queued workers, a few per iteration. Ordering takes time, and answers have precedence.
-    pub(super) fn order_wanted(&mut self) {
-        for _ in 0..ORDERS_PER_TURN {
-            let Some(Wanted { compartment, worker, slot }) = self.keeper.next_wanted() else { return };
+    pub(super) fn spawn_queued_workers(&mut self) {
+        for _ in 0..SPAWNS_PER_ITERATION_MAX {
+            let Some(WorkerOrder { compartment, worker, slot }) = self.keeper.next_worker_order() else {
+                return;
+            };
             self.spawn(compartment, worker, slot);
         }
     }
 
     fn spawn(&mut self, compartment: CompartmentIndex, worker: WorkerId, slot: u32) {
-        let template = match self.origin_of(compartment, worker, slot) {
+        let template = match self.spawn_origin(compartment, worker, slot) {
             Ok(Origin::Spawn) => None,
             Ok(Origin::Fork(template)) => Some(template),
             Ok(Origin::Awaited) => return,
@@ -200,7 +202,7 @@ impl DataPlane {
     }
 
     /// Chooses how to create a worker.
-    fn origin_of(
+    fn spawn_origin(
         &mut self,
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -265,8 +267,8 @@ impl DataPlane {
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
-        let reading = Reading::of(&theirs)?;
-        self.entrance.intake.prepare(&socket)?;
+        let read_position = ReadPosition::of(&theirs)?;
+        self.acceptor.intake.prepare(&socket)?;
         let program = self.owner(compartment).program.clone();
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
@@ -280,7 +282,7 @@ impl DataPlane {
             let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
             return Err(error);
         }
-        self.ask_keeper();
+        self.ping_keeper();
         Ok(self.links.insert(Link {
             compartment,
             worker,
@@ -297,14 +299,14 @@ impl DataPlane {
             outbox: Outbox::default(),
             is_dirty: false,
             counted_waiting: 0,
-            reading,
+            read_position,
             journal: None,
             lending: Lending::Never,
             lent_bytes: 0,
-            unread: Unread::default(),
-            has_beats: false,
+            unread: ReceiverLoans::default(),
+            beats_in_journal: false,
             stage: Stage::AwaitingHello,
-            notices: Notices::default(),
+            unsolicited: UnsolicitedFrames::default(),
             status: None,
         }))
     }
@@ -317,11 +319,11 @@ impl DataPlane {
     pub(super) fn kill(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         if let Some(index) = self.link_of(compartment, worker) {
             self.keeper.kill(self.links[index].spawn, self.now);
-            self.want_housekeeping();
-        } else if self.keeper.forget_wanted(compartment, worker) {
+            self.schedule_checks();
+        } else if self.keeper.cancel_worker_order(compartment, worker) {
             let message = "the worker was ended before the start".to_owned();
             self.defer_spawn_failure(compartment, worker, message);
-        } else if let Some(message) = self.forget_fork(compartment, worker) {
+        } else if let Some(message) = self.cancel_fork(compartment, worker) {
             self.defer_spawn_failure(compartment, worker, message);
         }
     }
@@ -340,23 +342,25 @@ impl DataPlane {
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
             // Ignoring this would make the link's count of jobs differ from the policy's.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
-            return self
-                .break_link(index, "a job was answered before the supervisor sent the job".to_owned());
+            return self.end_link_for_violation(
+                index,
+                "a job was answered before the supervisor sent the job".to_owned(),
+            );
         };
         if record.held.file.is_some() {
             return self.dispatch_leased(compartment, index, job, remaining);
         }
         let Some(link) = self.links.get_mut(index) else { return };
-        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
+        record.position = link.read_position.position_behind(link.outbox.waiting_bytes());
         let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
         self.memory.discharge(&mut record.charge);
-        let payload = record.held.give(coming);
+        let payload = record.held.take_for_worker(coming);
         let message = Job {
             operation: &record.operation,
             tenant: &record.tenant,
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
-        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
+        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.outgoing().as_bytes()));
         // The names were checked at submission, so the metadata fits.
         let pushed = link.outbox.push_pooled(
             kind::JOB,
@@ -367,13 +371,13 @@ impl DataPlane {
             &mut self.buffers.pool,
         );
         debug_assert!(pushed.is_ok(), "a job did not fit");
-        link.notices.add_job();
+        link.unsolicited.add_job();
         if is_ahead {
-            self.charge_ahead(compartment, job);
+            self.charge_prefetched(compartment, job);
         } else if record.held.payload.is_some() {
             self.charge_kept(compartment, job);
         }
-        self.mark_dirty(Endpoint::Link(index));
+        self.schedule_flush(Endpoint::Link(index));
     }
 
     /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
@@ -384,27 +388,27 @@ impl DataPlane {
         job: JobId,
         remaining: Duration,
     ) {
-        let (named, payload) = self.give_leased(index, compartment, job);
+        let (named, payload) = self.leased_payload_for(index, compartment, job);
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
         let Some(link) = self.links.get_mut(index) else { return };
-        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
+        record.position = link.read_position.position_behind(link.outbox.waiting_bytes());
         self.memory.discharge(&mut record.charge);
         let message = Job {
             operation: &record.operation,
             tenant: &record.tenant,
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
-        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
+        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.outgoing().as_bytes()));
         let named = named.map(Named::to_bytes);
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let extensions: Vec<_> = trace.into_iter().chain(named).collect();
         let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
         debug_assert!(pushed.is_ok(), "a job did not fit");
-        link.notices.add_job();
+        link.unsolicited.add_job();
         if record.held.file.as_ref().is_some_and(|file| file.is_kept) {
             self.charge_kept(compartment, job);
         }
-        self.mark_dirty(Endpoint::Link(index));
+        self.schedule_flush(Endpoint::Link(index));
     }
 
     /// Sends a frame without a payload to a worker.
@@ -416,7 +420,7 @@ impl DataPlane {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let _ = self.links[index].outbox.push(kind, number, message, &[], Payload::NONE);
-        self.mark_dirty(Endpoint::Link(index));
+        self.schedule_flush(Endpoint::Link(index));
     }
 
     pub(super) fn flush_link(&mut self, index: LinkIndex) {
@@ -427,12 +431,12 @@ impl DataPlane {
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.rest(&mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
-        link.reading.written(before - waiting);
+        link.read_position.add_written(before - waiting);
         let was = std::mem::replace(&mut link.counted_waiting, waiting);
         self.memory.recount_workers(was, waiting);
     }
 
-    pub(super) fn look_after_links(&mut self) {
+    pub(super) fn check_closed_links(&mut self) {
         let now = self.now;
         for index in self.links.indices() {
             let Some(link) = self.links.get(index) else { continue };
@@ -443,8 +447,8 @@ impl DataPlane {
                 self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
             } else {
                 // The report of the death may be late. A keeper that does not report at all is replaced.
-                self.ask_keeper();
-                self.want_housekeeping();
+                self.ping_keeper();
+                self.schedule_checks();
             }
         }
     }
@@ -495,9 +499,9 @@ impl Link {
     }
 
     /// Counts a frame about a job that the worker does not have.
-    pub(super) fn stray(&mut self) {
-        if let Stage::Welcomed { strays, .. } = &mut self.stage {
-            *strays = strays.saturating_add(1);
+    pub(super) fn count_unknown_reply(&mut self) {
+        if let Stage::Welcomed { unknown_replies, .. } = &mut self.stage {
+            *unknown_replies = unknown_replies.saturating_add(1);
         }
     }
 

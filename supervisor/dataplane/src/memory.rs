@@ -10,7 +10,7 @@ use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 
 use super::bulkheads::Compartment;
-use super::shares::{Giver, Holder, Kind, Owner, Shares};
+use super::shares::{Eviction, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
 use super::{DataPlane, Incoming, JobData};
 
@@ -195,25 +195,25 @@ impl DataPlane {
     }
 
     /// Charges a prefetched job for the memory that a waiting job would hold here.
-    pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
+    pub(super) fn charge_prefetched(&mut self, compartment: CompartmentIndex, job: JobId) {
         let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
         self.charge((compartment, job), false, |record| record.footprint() + copied(record));
     }
 
     /// Returns true if a connection may hold `more` bytes. Other holders may then have to free memory, which happens
-    /// in [`DataPlane::settle_memory`] when the bytes are held.
-    pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
-        self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
+    /// in [`DataPlane::enforce_memory_limit`] when the bytes are held.
+    pub(super) fn can_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
+        self.memory.shares.can_hold_share(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
 
-    fn look_at_spool(&mut self) {
+    fn update_spooled(&mut self) {
         let unwanted = self.reporter.pulse.spool_unwanted.load(Ordering::Relaxed);
         let spooled = self.reporter.pulse.spooled.load(Ordering::Relaxed);
         self.memory.spooled(spooled.saturating_sub(unwanted));
     }
 
     /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
-    pub(super) fn tell_memory(&self) {
+    pub(super) fn publish_memory(&self) {
         self.reporter.pulse.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
         self.reporter.pulse.spool_share.store(share, Ordering::Relaxed);
@@ -221,26 +221,28 @@ impl DataPlane {
 
     /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
     /// `wants`.
-    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
-        self.look_at_spool();
+    pub(super) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
+        self.update_spooled();
         if self.leases.bytes > 0 {
-            self.settle_files(self.memory.shares.held());
+            self.recall_leases_over_budget(self.memory.shares.held());
         }
-        while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
+        while let Some(next_eviction) =
+            self.memory.shares.next_eviction(wants, self.limits.buffered_bytes_max)
+        {
             let before = self.memory.shares.held();
-            match giver {
-                Giver::Frame(spool) if spool == self.memory.spool => self.give_spool(),
-                Giver::Frame(holder) => self.give_frame(self.memory.shares.connection(holder)),
-                Giver::Job(leaf) => self.give_job(leaf),
+            match next_eviction {
+                Eviction::Frame(spool) if spool == self.memory.spool => self.shrink_spool(),
+                Eviction::Frame(holder) => self.evict_frame(self.memory.shares.connection(holder)),
+                Eviction::Job(leaf) => self.evict_job(leaf),
             }
             if self.memory.shares.held() >= before {
-                debug_assert!(false, "{giver:?} gave nothing");
+                debug_assert!(false, "{next_eviction:?} gave nothing");
                 return;
             }
         }
     }
 
-    fn give_spool(&mut self) {
+    fn shrink_spool(&mut self) {
         let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
         let given = over.min(self.memory.spooled);
         self.reporter.pulse.spool_unwanted.fetch_add(given, Ordering::Relaxed);
@@ -249,7 +251,7 @@ impl DataPlane {
     }
 
     /// Rejects the newest waiting job of the lowest priority.
-    fn give_job(&mut self, leaf: Holder) {
+    fn evict_job(&mut self, leaf: Holder) {
         let Some(waiting) = self.memory.waiting.get_mut(&leaf) else { return };
         for stack in &mut waiting.stacks {
             while let Some((compartment, job)) = stack.pop() {
@@ -265,7 +267,7 @@ impl DataPlane {
         }
     }
 
-    pub(super) fn memory_full(&self) -> (RejectReason, String) {
+    pub(super) fn memory_full_rejection(&self) -> (RejectReason, String) {
         let most = self.limits.buffered_bytes_max;
         let message = format!(
             "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"

@@ -19,9 +19,9 @@ const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl DataPlane {
     pub(super) fn scrape(&mut self) -> Scrape {
-        self.settle_possible();
+        self.update_possible();
         let mut bulkheads = Vec::with_capacity(self.bulkheads.values().count());
-        bulkheads.extend(self.told().map(|bulkhead| self.numbers(bulkhead)));
+        bulkheads.extend(self.reported_bulkheads().map(|bulkhead| self.numbers(bulkhead)));
         Scrape {
             clients: self.sessions.clients as u64,
             buffered_bytes: self.memory.shares.held() as u64,
@@ -32,10 +32,10 @@ impl DataPlane {
     }
 
     /// Updates the set of possible metric series of each bulkhead.
-    fn settle_possible(&mut self) {
+    fn update_possible(&mut self) {
         let hosts: HashSet<Arc<str>> =
             self.bulkheads.iter().flat_map(|(_, entry)| entry.fallback.iter().cloned()).collect();
-        let all: Vec<BulkheadIndex> = self.told().collect();
+        let all: Vec<BulkheadIndex> = self.reported_bulkheads().collect();
         for index in all {
             let possible = self.possible(index, &hosts);
             self.bulkheads[index].possible.add(&possible);
@@ -44,7 +44,7 @@ impl DataPlane {
 
     /// Returns the bulkheads to report. Removed bulkheads are included unless another bulkhead has the same name by
     /// now.
-    fn told(&self) -> impl Iterator<Item = BulkheadIndex> {
+    fn reported_bulkheads(&self) -> impl Iterator<Item = BulkheadIndex> {
         let is_told = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
             Presence::Leaving => !self.bulkheads.by_name.contains_key(&entry.name),
@@ -54,13 +54,13 @@ impl DataPlane {
 
     fn numbers(&self, index: BulkheadIndex) -> BulkheadNumbers {
         let bulkhead = &self.bulkheads[index];
-        let parts: Vec<&Compartment> = match &bulkhead.layout {
+        let compartments: Vec<&Compartment> = match &bulkhead.layout {
             Layout::Shared(place) => vec![&self.compartments[*place]],
             Layout::Isolated(isolated) => {
-                isolated.awake.iter().map(|&place| &self.compartments[place]).collect()
+                isolated.active.iter().map(|&place| &self.compartments[place]).collect()
             }
         };
-        let policies = || parts.iter().map(|part| &part.policy);
+        let policies = || compartments.iter().map(|compartment| &compartment.policy);
         let active = policies().filter(|policy| policy.activity() != Activity::Resting);
         let is_shared = matches!(bulkhead.layout, Layout::Shared(_));
         BulkheadNumbers {
@@ -75,7 +75,7 @@ impl DataPlane {
             breaker: self.breaker_of(index),
             state: self.state_of(index).0,
             service: bulkhead.service.service(self.now),
-            workers: staff(&parts),
+            workers: worker_views(&compartments),
             slots: if is_shared { self.limits_of(index).processes } else { 1 },
             memory_limit: bulkhead.memory_limit,
         }
@@ -83,8 +83,8 @@ impl DataPlane {
 
     fn possible(&self, index: BulkheadIndex, hosts: &HashSet<Arc<str>>) -> Possible {
         let bulkhead = &self.bulkheads[index];
-        let mut possible = Possible::new(self.limits_of(index), bulkhead.own_numbers().values());
-        possible.has_access = self.entrance.access.has_entries();
+        let mut possible = Possible::new(self.limits_of(index), bulkhead.tenant_limits().values());
+        possible.has_access = self.acceptor.access.has_entries();
         possible.has_fallback = !bulkhead.fallback.is_empty();
         possible.has_guests = hosts.contains(&bulkhead.name);
         possible.was_opened = self.breaker_of(index) == BreakerState::ForcedOpen;
@@ -126,7 +126,7 @@ impl DataPlane {
     }
 
     /// Counts a job that a compartment answers, including jobs from other bulkheads.
-    pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
+    pub(super) fn count_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let tally = self.tally_of(compartment);
         if answer.job.is_some() {
             tally.time(answer.queued, (answer.attempts > 0).then_some(answer.ran));
@@ -157,14 +157,14 @@ impl DataPlane {
 }
 
 /// Returns the workers of all parts. The slots of each part are numbered after those of the previous part.
-fn staff(parts: &[&Compartment]) -> Vec<StaffView> {
+fn worker_views(compartments: &[&Compartment]) -> Vec<StaffView> {
     let mut all = Vec::new();
     let mut first = 0;
-    for part in parts {
+    for compartment in compartments {
         let room = WORKERS_SHOWN_MAX.saturating_sub(all.len());
-        let own = part.policy.staff().take(room);
+        let own = compartment.policy.staff().take(room);
         all.extend(own.map(|worker| StaffView { slot: worker.slot + first, ..worker }));
-        first += part.policy.limits().processes;
+        first += compartment.policy.limits().processes;
     }
     all
 }

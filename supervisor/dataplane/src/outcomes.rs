@@ -18,10 +18,10 @@ use super::slab::{CompartmentIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint, Incoming, JobData};
 
 /// Capacity up to which a client's request table never shrinks.
-const REQUESTS_KEPT: usize = 1024;
+const REQUESTS_CAPACITY_KEPT: usize = 1024;
 
 /// Returns the payload of an answer: the result, or the data that the handler sent with a failure.
-fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
+fn result_payload<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     match verdict {
         Verdict::Ok | Verdict::Failed(_) => incoming.take(),
         _ => Payload::NONE,
@@ -30,7 +30,7 @@ fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p>
 
 /// Extensions of an outcome frame.
 #[derive(Default)]
-pub(super) struct About {
+pub(super) struct OutcomeExtensions {
     pub(super) job: Option<JobId>,
     pub(super) span: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
@@ -57,16 +57,16 @@ impl DataPlane {
         if self.compartments[compartment].is_replay {
             return self.replay_answered(compartment, answer);
         }
-        self.count_visit(compartment, &answer);
+        self.count_answer(compartment, &answer);
         if answer.cargo.fallback.is_some() {
-            match self.pass_on(compartment, answer, incoming) {
+            match self.pass_to_fallback(compartment, answer, incoming) {
                 Some(own) => answer = own,
                 None => return,
             }
         }
         self.free_job(&mut answer.cargo);
         let leased = answer.cargo.held.file.take();
-        let result = leased.and_then(|leased| self.end_use(*leased, answer.job, &answer.verdict));
+        let result = leased.and_then(|leased| self.end_leased_job(*leased, answer.job, &answer.verdict));
         if answer.attempts > 0 {
             let (now, entry) = (self.now, &mut self.compartments[compartment]);
             let (ran, queued) = (answer.ran, answer.queued);
@@ -83,7 +83,7 @@ impl DataPlane {
             }
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
-            self.note_answer(compartment, &answer);
+            self.report_failed_job(compartment, &answer);
             self.reporter.last_crashed =
                 answer.job.map(|job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone()));
         }
@@ -94,7 +94,7 @@ impl DataPlane {
                 session.requests.remove(&request);
                 // Frees the memory of a burst of requests.
                 let (len, capacity) = (session.requests.len(), session.requests.capacity());
-                if capacity > REQUESTS_KEPT && len < capacity / 8 {
+                if capacity > REQUESTS_CAPACITY_KEPT && len < capacity / 8 {
                     session.requests.shrink_to(2 * len);
                 }
                 true
@@ -103,15 +103,21 @@ impl DataPlane {
         };
         let span = answer.cargo.span();
         if answer.cargo.fallback.is_some() || span.is_some() {
-            let outcome = self.outcome_in_all(compartment, &answer);
+            let outcome = self.combined_outcome(compartment, &answer);
             self.count_end(compartment, &answer.cargo, &outcome.verdict);
             if span.is_some() {
                 self.end_span(compartment, &mut answer.cargo, &outcome);
             }
             if is_there {
-                let payload = result_for(&outcome.verdict, incoming);
+                let payload = result_payload(&outcome.verdict, incoming);
                 let report = outcome.report.clone();
-                let about = About { job: outcome.job, span, run_limit: outcome.run_limit, report, result };
+                let about = OutcomeExtensions {
+                    job: outcome.job,
+                    span,
+                    run_limit: outcome.run_limit,
+                    report,
+                    result,
+                };
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
             self.buffers.keep_record(answer.cargo);
@@ -128,12 +134,18 @@ impl DataPlane {
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let message = message.with_status(Self::exit_status(&answer));
-            let payload = result_for(&answer.verdict, incoming);
+            let payload = result_payload(&answer.verdict, incoming);
             let report = self.report_of(&answer).map(|id| id.to_string());
-            let about = About { job: answer.job, run_limit: answer.run_limit, span: None, report, result };
+            let about = OutcomeExtensions {
+                job: answer.job,
+                run_limit: answer.run_limit,
+                span: None,
+                report,
+                result,
+            };
             let pool = &mut self.buffers.pool;
             push_outcome(&mut self.sessions, pool, (index, request), &message, about, payload);
-            self.mark_dirty(Endpoint::Session(index));
+            self.schedule_flush(Endpoint::Session(index));
         }
         self.buffers.keep_record(answer.cargo);
     }
@@ -149,12 +161,12 @@ impl DataPlane {
         index: SessionIndex,
         request: u64,
         message: &OutcomeMessage<'_>,
-        about: About,
+        about: OutcomeExtensions,
         payload: Payload<'_>,
     ) {
         let pool = &mut self.buffers.pool;
         push_outcome(&mut self.sessions, pool, (index, request), message, about, payload);
-        self.mark_dirty(Endpoint::Session(index));
+        self.schedule_flush(Endpoint::Session(index));
     }
 
     pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
@@ -162,7 +174,7 @@ impl DataPlane {
         // Progress is optional, so clients with a large backlog get none.
         if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
             let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Session(session.index));
+            self.schedule_flush(Endpoint::Session(session.index));
         }
     }
 }
@@ -173,7 +185,7 @@ fn push_outcome(
     pool: &mut BufferPool,
     (index, request): (SessionIndex, u64),
     message: &OutcomeMessage<'_>,
-    About { job, span, run_limit, report, result }: About,
+    OutcomeExtensions { job, span, run_limit, report, result }: OutcomeExtensions,
     payload: Payload<'_>,
 ) {
     let Some(session) = sessions.get_mut(index).filter(|session| session.stage != Stage::Closing) else {

@@ -8,7 +8,7 @@ use super::slab::LinkIndex;
 
 impl DataPlane {
     /// Passes a worker's output to the control plane, unless that was done already.
-    pub(super) fn hand_output_over(&mut self, index: LinkIndex) {
+    pub(super) fn forward_output(&mut self, index: LinkIndex) {
         // The worker may be gone when the output is offered again.
         let Some(link) = self.links.get_mut(index) else { return };
         let compartment = link.compartment;
@@ -23,14 +23,14 @@ impl DataPlane {
                 running.output = Some((stdout, stderr));
             }
             self.reporter.has_outputs = true;
-            self.want_housekeeping();
+            self.schedule_checks();
         }
     }
 
     /// Offers the output again that found no room.
-    pub(super) fn hand_outputs_over(&mut self) {
+    pub(super) fn forward_pending_outputs(&mut self) {
         if std::mem::take(&mut self.reporter.has_outputs) {
-            self.links.indices().for_each(|index| self.hand_output_over(index));
+            self.links.indices().for_each(|index| self.forward_output(index));
         }
     }
 }

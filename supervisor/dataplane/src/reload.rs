@@ -15,41 +15,41 @@ use bulkhead_plane::reload::{BulkheadSpec, LiveDropped, Reconfigured, Reload};
 use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
+use super::commands::{FixedSettings, check_limits};
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::steer::{Fixed, check_fit};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    pub(super) fn reload(&mut self, reload: Reload) -> Result<LiveDropped, SteerError> {
-        if self.stopping {
+    pub(super) fn apply_reload(&mut self, reload: Reload) -> Result<LiveDropped, SteerError> {
+        if self.is_stopping {
             return Err(SteerError::Stopping);
         }
-        let dropped = self.would_drop(&reload);
+        let dropped = self.dropped_changes(&reload);
         let Reload { removed, changed, added, access, limits } = reload;
         let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
         self.limits = DataPlaneLimits { result_bytes_max, ..limits };
-        removed.iter().for_each(|name| self.retire(name));
+        removed.iter().for_each(|name| self.start_removal(name));
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
-            let bulkhead = self.open(spec);
+            let bulkhead = self.add_bulkhead(spec);
             // Other bulkheads may have this bulkhead as a fallback.
-            self.end_leases_of_bytes_needed(bulkhead);
+            self.recall_leases_needing_bytes(bulkhead);
             if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
             }
         }
         if let Some(access) = access {
-            self.entrance.access = access;
-            self.grant_again();
+            self.acceptor.access = access;
+            self.update_grants();
         }
         Ok(dropped)
     }
 
     /// Returns the live changes that are not compatible with a reload.
-    pub(super) fn would_drop(&self, reload: &Reload) -> LiveDropped {
+    pub(super) fn dropped_changes(&self, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &Reconfigured| {
             let &bulkhead = self.bulkheads.by_name.get(&reconfigured.spec.name)?;
-            let dropped = self.with_live(bulkhead, reconfigured).dropped;
+            let dropped = self.merge_live_changes(bulkhead, reconfigured).dropped;
             (!dropped.is_empty()).then(|| (reconfigured.spec.name.clone(), dropped))
         };
         reload.changed.iter().filter_map(of).collect()
@@ -58,7 +58,7 @@ impl DataPlane {
     // Adding bulkheads.
 
     /// Adds a bulkhead. The workers are not started yet.
-    pub(super) fn open(&mut self, spec: BulkheadSpec) -> BulkheadIndex {
+    pub(super) fn add_bulkhead(&mut self, spec: BulkheadSpec) -> BulkheadIndex {
         let limits = spec.max_active.is_none().then(|| spec.limits.clone());
         let name = spec.name.clone();
         let bulkhead = self.bulkheads.next();
@@ -76,7 +76,7 @@ impl DataPlane {
 
     fn reconfigure(&mut self, reconfigured: Reconfigured) {
         let Some(&bulkhead) = self.bulkheads.by_name.get(&reconfigured.spec.name) else { return };
-        let Merged { limits, own, .. } = self.with_live(bulkhead, &reconfigured);
+        let MergedLimits { limits, own, .. } = self.merge_live_changes(bulkhead, &reconfigured);
         let Reconfigured { spec, replaces_workers, .. } = reconfigured;
         if replaces_workers {
             self.bulkheads[bulkhead].program = spec.program.clone();
@@ -90,32 +90,33 @@ impl DataPlane {
             shared.tenants.own = own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
         }
         self.bulkheads[bulkhead].put(&spec, limits, own);
-        self.end_leases_of_bytes_needed(bulkhead);
+        self.recall_leases_needing_bytes(bulkhead);
         for compartment in self.compartments_of(bulkhead) {
             let limits = self.limits_for(bulkhead, compartment).unwrap_or_else(|| shared.clone());
             self.apply(compartment, Event::Reconfigure(Box::new(limits)), Incoming::None);
         }
-        self.want_settling(bulkhead);
+        self.schedule_tenant_update(bulkhead);
     }
 
     /// Merges a configuration with live changes. A live change stays if the key is unchanged in the file and the
     /// result is valid.
-    fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> Merged {
+    fn merge_live_changes(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> MergedLimits {
         let Reconfigured { spec, limits_before, own_before, .. } = reconfigured;
         let entry = &self.bulkheads[bulkhead];
-        let own = own_with_live(own_before, &spec.own, entry.own_numbers());
+        let own = own_with_live(own_before, &spec.own, entry.tenant_limits());
         let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
-        let fixed = Fixed {
+        let fixed = FixedSettings {
             sandbox: spec.program.sandbox(),
             max_active: spec.max_active,
             has_own_pressure: spec.has_own_pressure,
         };
-        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_fit(limits, own, fixed).is_ok();
+        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_limits(limits, own, fixed).is_ok();
         if fits(&limits, &own) {
-            return Merged { limits, own, dropped: Vec::new() };
+            return MergedLimits { limits, own, dropped: Vec::new() };
         }
-        let mut merged = Merged { limits: spec.limits.clone(), own: spec.own.clone(), dropped: Vec::new() };
-        for (key, take) in NUMBERS {
+        let mut merged =
+            MergedLimits { limits: spec.limits.clone(), own: spec.own.clone(), dropped: Vec::new() };
+        for (key, take) in LIVE_LIMITS {
             let mut with = merged.limits.clone();
             take(&mut with, &limits);
             if with == merged.limits {
@@ -144,7 +145,7 @@ impl DataPlane {
     // Removing bulkheads.
 
     /// Starts to remove a bulkhead, which clients can no longer find.
-    fn retire(&mut self, name: &str) {
+    fn start_removal(&mut self, name: &str) {
         if let Some(bulkhead) = self.bulkheads.by_name.remove(name) {
             self.bulkheads[bulkhead].presence = Presence::Leaving;
             self.bulkheads.leaving.push(bulkhead);
@@ -152,12 +153,12 @@ impl DataPlane {
     }
 
     /// Continues the removal of bulkheads as far as possible.
-    pub(super) fn settle_leaving(&mut self) {
+    pub(super) fn continue_removals(&mut self) {
         let mut at = 0;
         while let Some(&bulkhead) = self.bulkheads.leaving.get(at) {
-            if self.wind_up(bulkhead) {
+            if self.stop_idle_compartments(bulkhead) {
                 self.bulkheads.leaving.swap_remove(at);
-                self.vacate(bulkhead);
+                self.finish_removal(bulkhead);
             } else {
                 at += 1;
             }
@@ -165,10 +166,10 @@ impl DataPlane {
     }
 
     /// Stops compartments without jobs. Returns true if nothing is left of the bulkhead.
-    fn wind_up(&mut self, bulkhead: BulkheadIndex) -> bool {
+    fn stop_idle_compartments(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
         let is_replayed = |place: CompartmentIndex| self.compartments[place].bulkhead == bulkhead;
-        let mut is_over = !self.orders.replays.iter().any(|replay| is_replayed(replay.compartment));
+        let mut is_over = !self.commands.replays.iter().any(|replay| is_replayed(replay.compartment));
         for compartment in self.compartments_of(bulkhead) {
             let policy = &self.compartments[compartment].policy;
             if policy.has_no_jobs() && !policy.is_stopping() {
@@ -181,7 +182,7 @@ impl DataPlane {
         is_over
     }
 
-    fn vacate(&mut self, bulkhead: BulkheadIndex) {
+    fn finish_removal(&mut self, bulkhead: BulkheadIndex) {
         let snapshot = self.snapshot(bulkhead);
         let what = What::BulkheadRemoved { submitted: snapshot.submitted, done: snapshot.done };
         self.bulkhead_event(Severity::Info, bulkhead, what);
@@ -189,14 +190,14 @@ impl DataPlane {
             self.end_template(compartment);
             self.compartments.vacate(compartment);
         }
-        self.entrance.refusals.forget(bulkhead);
+        self.acceptor.rejections.forget(bulkhead);
         self.bulkheads.remove(bulkhead);
         self.check_started();
     }
 }
 
 /// Result of merging a configuration with live changes.
-struct Merged {
+struct MergedLimits {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
     /// Live changes that were dropped.
@@ -204,9 +205,9 @@ struct Merged {
 }
 
 /// A key that can be changed live, and a function that copies the value.
-type Number = (&'static str, fn(&mut Limits, &Limits));
+type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
-const NUMBERS: &[Number] = &[
+const LIVE_LIMITS: &[LiveLimit] = &[
     ("max_in_flight", |to, live| to.max_in_flight = live.max_in_flight),
     ("processes", |to, live| to.processes = live.processes),
     ("max_queue", |to, live| to.max_queue = live.max_queue),

@@ -17,7 +17,7 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Held, Incoming, JobData};
 
 /// Time limit for a worker to end after the job.
-const ENDS_WITHIN: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) struct Replay {
     pub(super) compartment: CompartmentIndex,
@@ -48,16 +48,16 @@ impl DataPlane {
     ) -> Result<(), ReplayError> {
         let bulkhead =
             *self.bulkheads.by_name.get(order.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
-        if self.stopping {
+        if self.is_stopping {
             return Err(ReplayError::Stopping);
         }
-        if self.orders.replays.len() >= REPLAYS_MAX {
+        if self.commands.replays.len() >= REPLAYS_MAX {
             return Err(ReplayError::Busy);
         }
         let limits = limits_for_one(self.limits_of(bulkhead));
         let compartment = self.open_for_replay(bulkhead, limits);
         let stage = Stage::Starting(order);
-        self.orders.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
+        self.commands.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
         self.apply(compartment, Event::Start, Incoming::None);
         Ok(())
     }
@@ -69,13 +69,13 @@ impl DataPlane {
         self.compartments.insert(compartment)
     }
 
-    fn replay_in(&mut self, compartment: CompartmentIndex) -> Option<&mut Replay> {
-        self.orders.replays.iter_mut().find(|replay| replay.compartment == compartment)
+    fn replay_of(&mut self, compartment: CompartmentIndex) -> Option<&mut Replay> {
+        self.commands.replays.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
     /// Handles a note about a replay, which causes no event.
-    pub(super) fn note_replay(&mut self, compartment: CompartmentIndex, note: Note) {
-        let Some(replay) = self.replay_in(compartment) else { return };
+    pub(super) fn handle_replay_note(&mut self, compartment: CompartmentIndex, note: Note) {
+        let Some(replay) = self.replay_of(compartment) else { return };
         match note {
             Note::WorkerStarted { pid, .. } => replay.pid = Some(pid),
             Note::WorkerReady { .. } => {
@@ -96,7 +96,7 @@ impl DataPlane {
 
     /// Records the death of a replayed job's program, while the worker continues.
     pub(super) fn replay_program_died(&mut self, compartment: CompartmentIndex, cause: Option<Cause>) {
-        if let Some(replay) = self.replay_in(compartment).filter(|replay| replay.end.is_none()) {
+        if let Some(replay) = self.replay_of(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = cause;
         }
     }
@@ -107,7 +107,7 @@ impl DataPlane {
         mut answer: Answer<Box<JobData>>,
     ) {
         self.free_job(&mut answer.cargo);
-        if let Some(replay) = self.replay_in(compartment) {
+        if let Some(replay) = self.replay_of(compartment) {
             match answer.verdict {
                 Verdict::Rejected { .. } if replay.cause.is_some() => replay.fail_unread(),
                 Verdict::Rejected { reason, message } => replay.fail(format!("{reason}: {message}")),
@@ -118,16 +118,16 @@ impl DataPlane {
     }
 
     /// Advances each replay as far as possible, because a replay that ends at once causes no further event.
-    pub(super) fn settle_replays(&mut self) {
-        while (0..self.orders.replays.len()).any(|index| self.step_replay(index)) {}
+    pub(super) fn advance_replays(&mut self) {
+        while (0..self.commands.replays.len()).any(|index| self.advance_replay(index)) {}
     }
 
     /// Advances a replay. Returns true if there was a step.
-    fn step_replay(&mut self, index: usize) -> bool {
-        let replay = &mut self.orders.replays[index];
+    fn advance_replay(&mut self, index: usize) -> bool {
+        let replay = &mut self.commands.replays[index];
         let compartment = replay.compartment;
         if self.compartments[compartment].policy.is_stopped() {
-            let replay = self.orders.replays.remove(index);
+            let replay = self.commands.replays.remove(index);
             self.compartments.vacate(compartment);
             replay.finish();
             return true;
@@ -140,7 +140,7 @@ impl DataPlane {
                 return false;
             }
             (_, true) => {
-                let by = self.now + ENDS_WITHIN;
+                let by = self.now + END_TIMEOUT;
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
         }

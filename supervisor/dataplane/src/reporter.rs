@@ -25,7 +25,7 @@ pub(super) struct Reporter {
     /// Number of crash reports so far.
     pub(super) crashes: u32,
     /// Permits for crash reports that wait to be stored.
-    pub(super) places: Arc<Semaphore>,
+    pub(super) report_permits: Arc<Semaphore>,
     /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
     /// job.
     pub(super) last_crashed: Option<(JobId, Box<str>, Box<str>)>,
@@ -43,7 +43,7 @@ impl Reporter {
             spans: spans.map(Spans::new),
             has_outputs: false,
             crashes: 0,
-            places: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
+            report_permits: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
             last_crashed: None,
             last_report: None,
             is_quiet: false,
@@ -67,8 +67,8 @@ impl Reporter {
     }
 
     /// Returns a permit for a crash report, if available.
-    pub(super) fn place(&self) -> Option<OwnedSemaphorePermit> {
-        self.places.clone().try_acquire_owned().ok()
+    pub(super) fn report_permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.report_permits.clone().try_acquire_owned().ok()
     }
 
     /// Signals that earlier observations of the bulkheads' states are outdated.

@@ -5,53 +5,53 @@ use std::collections::HashMap;
 use bulkhead_policy::Time;
 use bulkhead_shared::JobId;
 
-use super::allowance::Allowance;
+use super::fair_queue::FairQueue;
 use super::sessions::Session;
 use super::shares::Holder;
 use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
-use super::turns::Turns;
+use super::time_budget::TimeBudget;
 
 pub(super) struct Sessions {
     pub(super) slab: Slab<SessionIndex, Session>,
     /// Number of sessions so far.
-    pub(super) epochs: u64,
+    pub(super) last_epoch: u64,
     /// Number of clients, without clients of the control plane.
     pub(super) clients: usize,
     /// Clients with input.
-    pub(super) turns: Turns,
+    pub(super) fair_queue: FairQueue,
     /// Clients with input that can wait, and the time budget for reading them.
-    pub(super) patient: Turns,
-    pub(super) patience: Allowance,
+    pub(super) low_priority: FairQueue,
+    pub(super) low_priority_budget: TimeBudget,
     /// Total size of unread output to clients, in bytes.
-    pub(super) undelivered: usize,
+    pub(super) unread_bytes: usize,
 }
 
 owns_slab!(Sessions, SessionIndex, Session);
 
 /// Reciprocal of the processor share for reading clients that can wait.
-const PATIENT_PART: i64 = 16;
+const LOW_PRIORITY_PART: i64 = 16;
 
 impl Sessions {
     pub(super) fn new() -> Self {
         Self {
             slab: Slab::default(),
-            epochs: 0,
+            last_epoch: 0,
             clients: 0,
-            turns: Turns::default(),
-            patient: Turns::default(),
-            patience: Allowance::one_in(PATIENT_PART),
-            undelivered: 0,
+            fair_queue: FairQueue::default(),
+            low_priority: FairQueue::default(),
+            low_priority_budget: TimeBudget::one_in(LOW_PRIORITY_PART),
+            unread_bytes: 0,
         }
     }
 
     /// Returns true if clients that can wait should be read now.
-    pub(super) fn may_read_patient(&mut self, now: Time) -> bool {
-        !self.patient.is_empty() && self.patience.may_work(now)
+    pub(super) fn can_read_low_priority(&mut self, now: Time) -> bool {
+        !self.low_priority.is_empty() && self.low_priority_budget.has_time(now)
     }
 
     /// Returns the next time to read clients that can wait.
-    pub(super) fn patient_at(&self) -> Option<Time> {
-        (!self.patient.is_empty()).then(|| self.patience.resume_at())
+    pub(super) fn low_priority_at(&self) -> Option<Time> {
+        (!self.low_priority.is_empty()).then(|| self.low_priority_budget.resume_at())
     }
 
     /// Returns the session with this id, if still open.
@@ -66,15 +66,19 @@ impl Sessions {
     }
 
     /// Queues a client that may have input.
-    pub(super) fn want_read(&mut self, index: SessionIndex) {
+    pub(super) fn schedule_client_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
-            let turns = if session.standing.can_wait() { &mut self.patient } else { &mut self.turns };
-            turns.wait(session.uid, index, &mut session.standing);
+            let queue = if session.queue_state.is_low_priority() {
+                &mut self.low_priority
+            } else {
+                &mut self.fair_queue
+            };
+            queue.push(session.uid, index, &mut session.queue_state);
         }
     }
 
     /// Records the job of a request, so that the client can cancel the job.
-    pub(super) fn remember_request(
+    pub(super) fn record_request(
         &mut self,
         id: SessionId,
         number: u64,
@@ -95,17 +99,17 @@ impl Sessions {
     /// must give up a connection. Returns `None` if `uid` would then have more connections than that user, or if that
     /// user has no idle connection. So a single user can have all connections, and gives some up when another user
     /// finds none free.
-    pub(super) fn idle_for(&self, uid: u32) -> Option<SessionIndex> {
+    pub(super) fn idle_session_for(&self, uid: u32) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits.
-        let clients = || self.slab.iter().filter(|(_, session)| session.place.is_none());
+        let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
         clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);
         let own = counts.remove(&uid).unwrap_or(0);
-        let (giver, most) = counts.into_iter().max_by_key(|&(_, count)| count)?;
+        let (next_eviction, most) = counts.into_iter().max_by_key(|&(_, count)| count)?;
         if own >= most {
             return None;
         }
-        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.uid == giver).collect();
+        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.uid == next_eviction).collect();
         of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }

@@ -19,29 +19,29 @@ use foldhash::quality::RandomState;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::client_end::ClientEnd;
-use super::lends::Unread;
+use super::fair_queue::QueueState;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
-use super::turns::Standing;
+use super::unread_loans::ReceiverLoans;
 use super::{DataPlane, Endpoint, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
 
 /// Maximum number of connections accepted per iteration. Connected clients have precedence, because identifying a new
 /// client takes time.
-const ACCEPTS_PER_TURN: usize = 4;
+const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
 /// Time after which an iteration accepts no further connection.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
 /// Timeout for a client's hello.
-const HELLO_WITHIN: Duration = Duration::from_secs(5);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Timeout for a whole frame, from the first byte.
-const FRAME_WITHIN: Duration = Duration::from_secs(30);
+const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum time in which a client with pending output reads nothing.
-const READ_WITHIN: Duration = Duration::from_secs(30);
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Send backlog above which a client is not read, in bytes.
 pub(super) const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
@@ -51,7 +51,7 @@ pub(super) struct Session {
     /// Process that connected, if known.
     pub(super) peer: Option<Peer>,
     /// State in the fair queue.
-    pub(super) standing: Standing,
+    pub(super) queue_state: QueueState,
     pub(super) grant: Grant,
     pub(super) epoch: u64,
     pub(super) stage: Stage,
@@ -62,7 +62,7 @@ pub(super) struct Session {
     /// Memory holder of the client's data.
     pub(super) holder: Holder,
     /// Memory of the current frame, as last counted.
-    pub(super) counted_held: Counted,
+    pub(super) counted_frame: Counted,
     /// Bulkhead of the current large frame, or else of the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
     pub(super) counted_unread: usize,
@@ -71,13 +71,13 @@ pub(super) struct Session {
     pub(super) frames_begun: u64,
     pub(super) unread_since: Option<Time>,
     /// Memory files that were lent to the client and may be unread.
-    pub(super) unread: Unread,
+    pub(super) unread: ReceiverLoans,
     /// The most recent revoked leases, which the client did not return in time.
-    pub(super) leases_lost: VecDeque<u64>,
+    pub(super) revoked_leases: VecDeque<u64>,
     pub(super) is_dirty: bool,
     pub(super) is_paused: bool,
     /// Permit of a control-plane client, which does not count as a client of the jobs socket.
-    pub(super) place: Option<OwnedSemaphorePermit>,
+    pub(super) permit: Option<OwnedSemaphorePermit>,
     pub(super) uid: u32,
     /// Time of the last input or output.
     pub(super) active_at: Time,
@@ -94,7 +94,7 @@ pub(super) enum Stage {
 }
 
 /// Reason for disconnecting a client, and the message for the client.
-pub(super) struct Breach(pub(super) RejectReason, pub(super) String);
+pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
 impl Session {
     pub(super) fn new(
@@ -107,32 +107,32 @@ impl Session {
         Self {
             end,
             peer,
-            standing: Standing::default(),
+            queue_state: QueueState::default(),
             grant,
             epoch,
             stage,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
             requests: HashMap::default(),
-            counted_held: Counted { holder, bytes: 0, kind: Kind::Fixed },
+            counted_frame: Counted { holder, bytes: 0, kind: Kind::Fixed },
             frame_for: None,
             holder,
             counted_unread: 0,
             mid_frame_since: None,
             frames_begun: 0,
             unread_since: None,
-            unread: Unread::default(),
-            leases_lost: VecDeque::new(),
+            unread: ReceiverLoans::default(),
+            revoked_leases: VecDeque::new(),
             is_dirty: false,
             is_paused: false,
-            place: None,
+            permit: None,
             uid,
             active_at: now,
         }
     }
 
     /// Extends the timeouts by the length of a pause of the supervisor, because the client could not continue either.
-    pub(super) fn excuse(&mut self, late: Duration, now: Time) {
+    pub(super) fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.stage {
             Stage::AwaitingHello { since } => Some(since),
             Stage::Open | Stage::Closing => None,
@@ -155,48 +155,48 @@ impl DataPlane {
     /// Accepts some of the waiting connections, within the time budget. `accept_pending` stays set if more may be
     /// waiting.
     pub(super) fn accept(&mut self) {
-        self.entrance.accept_pending = true;
+        self.acceptor.accept_pending = true;
         let began = Instant::now();
-        for _ in 0..ACCEPTS_PER_TURN {
+        for _ in 0..ACCEPTS_PER_ITERATION_MAX {
             if began.elapsed() > ACCEPT_TIME {
                 break;
             }
-            if !self.entrance.may_accept(&self.poll, self.now) {
-                if let Some(what) = self.entrance.delay(self.now) {
+            if !self.acceptor.can_accept(&self.poll, self.now) {
+                if let Some(what) = self.acceptor.delayed(self.now) {
                     self.event(Severity::Warning, None, what);
                 }
                 break;
             }
             let began = Instant::now();
-            let Some(listener) = &self.entrance.listener else {
-                self.entrance.all_accepted();
+            let Some(listener) = &self.acceptor.listener else {
+                self.acceptor.backlog_accepted();
                 break;
             };
             let accepted = listener.accept();
             match accepted {
                 Ok((socket, _)) => {
-                    self.entrance.count_accepted();
-                    self.welcome_socket(socket);
+                    self.acceptor.count_accepted();
+                    self.open_socket_session(socket);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    self.entrance.all_accepted();
-                    let heard = self.entrance.hear_arrivals(&self.poll);
+                    self.acceptor.backlog_accepted();
+                    let heard = self.acceptor.resume_listening(&self.poll);
                     let error = heard.err().unwrap_or(error);
                     if error.kind() != io::ErrorKind::WouldBlock {
                         // Usually, no descriptors are free. The connection stays in the backlog and is not reported
                         // again, so try again later.
-                        self.note_trouble("a client could not be accepted", &error.to_string());
-                        self.want_housekeeping();
+                        self.report_trouble("a client could not be accepted", &error.to_string());
+                        self.schedule_checks();
                     }
                     break;
                 }
             }
-            self.entrance.allowance.spend(began);
+            self.acceptor.budget.charge(began);
         }
     }
 
-    fn welcome_socket(&mut self, socket: UnixStream) {
+    fn open_socket_session(&mut self, socket: UnixStream) {
         if socket.set_nonblocking(true).is_err() {
             return;
         }
@@ -210,42 +210,47 @@ impl DataPlane {
         // All clients of unknown identity share a user.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
         let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
-        self.want_housekeeping();
+        self.schedule_checks();
         if let Some(refusal) = refusal {
-            self.refuse_session(index, refusal.reason, &refusal.message);
+            self.reject_session(index, refusal.reason, &refusal.message);
             // Sent and closed at once, so that a crowd of rejected clients cannot take the descriptors of accepted
             // ones.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
-                self.note_refusal(SocketKind::Jobs, refusal);
+                self.report_rejection(SocketKind::Jobs, refusal);
             }
         }
     }
 
     /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
-    pub(super) fn welcome_embedded(&mut self, end: in_process::End) {
+    pub(super) fn open_in_process_session(&mut self, end: in_process::End) {
         let own = rustix::process::geteuid().as_raw();
-        let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
+        let is_full = self.sessions.clients + self.acceptor.intake.closing() >= self.limits.clients_max;
         self.sessions.clients += 1;
         self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         let end = ClientEnd::InProcess(end);
         let index = self.open_session(end, (None, Grant::Everything), stage, None, own);
-        self.want_housekeeping();
+        self.schedule_checks();
         if is_full {
             let most = self.limits.clients_max;
             let message = format!(
                 "{most} clients are connected already, the maximum that max_clients and the limit of open \
                  files allow; share a client by cloning the client"
             );
-            self.refuse_session(index, RejectReason::Overloaded, &message);
+            self.reject_session(index, RejectReason::Overloaded, &message);
         }
     }
 
     /// Serves a client of the control plane.
-    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
+    pub(super) fn open_control_session(
+        &mut self,
+        socket: UnixStream,
+        permit: OwnedSemaphorePermit,
+        uid: u32,
+    ) {
         let end = ClientEnd::Socket(socket);
-        self.open_session(end, (None, Grant::Everything), Stage::Open, Some(place), uid);
+        self.open_session(end, (None, Grant::Everything), Stage::Open, Some(permit), uid);
     }
 
     /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
@@ -255,22 +260,22 @@ impl DataPlane {
         end: ClientEnd,
         (peer, grant): (Option<Peer>, Grant),
         stage: Stage,
-        place: Option<OwnedSemaphorePermit>,
+        permit: Option<OwnedSemaphorePermit>,
         uid: u32,
     ) -> SessionIndex {
-        self.sessions.epochs += 1;
-        let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
-        let (epoch, now) = (self.sessions.epochs, self.now);
+        self.sessions.last_epoch += 1;
+        let holder = self.memory.shares.open(Owner::User(uid), self.sessions.last_epoch);
+        let (epoch, now) = (self.sessions.last_epoch, self.now);
         let index = self.sessions.slab.insert(Session {
-            place,
+            permit,
             ..Session::new(end, (peer, grant), stage, (uid, holder), (epoch, now))
         });
         let token = Endpoint::Session(index).token();
         let session = &self.sessions[index];
         if session.end.register(self.poll.registry(), token).is_err() {
-            self.drop_session(index);
+            self.close_session(index);
         } else if let ClientEnd::InProcess(end) = &session.end {
-            self.bell.give_rope(SessionId { index, epoch: session.epoch }, end);
+            self.in_process_waker.register_session(SessionId { index, epoch: session.epoch }, end);
         }
         index
     }
@@ -279,10 +284,10 @@ impl DataPlane {
     /// come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
-        let grant = self.entrance.access.grant(peer, socket);
+        let grant = self.acceptor.access.grant(peer, socket);
         let most = self.limits.clients_max;
-        let is_full = self.sessions.clients + self.entrance.intake.closing() >= most;
-        let idle = if grant.is_ok() && is_full { self.sessions.idle_for(peer.uid) } else { None };
+        let is_full = self.sessions.clients + self.acceptor.intake.closing() >= most;
+        let idle = if grant.is_ok() && is_full { self.sessions.idle_session_for(peer.uid) } else { None };
         if grant.is_ok() && is_full && idle.is_none() {
             let message = format!(
                 "{most} clients are connected already, the maximum that max_clients and the limit of open \
@@ -291,8 +296,8 @@ impl DataPlane {
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
         }
         // A worker that connects is reported as a worker, even if the user has no access anyway.
-        if grant.is_ok() || self.entrance.access.is_own(peer) {
-            self.entrance.access.check_descent(socket, peer)?;
+        if grant.is_ok() || self.acceptor.access.is_own(peer) {
+            self.acceptor.access.check_descent(socket, peer)?;
         }
         let grant = grant?;
         if let Some(idle) = idle {
@@ -303,11 +308,11 @@ impl DataPlane {
 
     /// Updates the permissions of all clients after a change of `[[access]]`. A client without permissions stays
     /// connected to receive the outcomes of earlier jobs. Further requests are `forbidden`.
-    pub(super) fn grant_again(&mut self) {
+    pub(super) fn update_grants(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.stage != Stage::Closing);
             if let (Some(peer), ClientEnd::Socket(socket)) = (peer, &session.end) {
-                session.grant = self.entrance.access.grant(peer, socket).unwrap_or_else(|_| Grant::nothing());
+                session.grant = self.acceptor.access.grant(peer, socket).unwrap_or_else(|_| Grant::nothing());
             }
         }
     }
@@ -316,12 +321,12 @@ impl DataPlane {
     fn close_idle(&mut self, index: SessionIndex) {
         let message = "this connection was idle, and this user has most of the connections that max_clients \
                        allows: another user needs a connection; connect again";
-        self.refuse_session(index, RejectReason::Overloaded, message);
+        self.reject_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
-        self.drop_session(index);
+        self.close_session(index);
     }
 
-    pub(super) fn refuse_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
+    pub(super) fn reject_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if session.stage == Stage::Closing {
             return;
@@ -331,27 +336,27 @@ impl DataPlane {
         // The message is the supervisor's own and short, so it fits.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.cancel_requests(index);
-        self.mark_dirty(Endpoint::Session(index));
-        self.want_housekeeping();
+        self.schedule_flush(Endpoint::Session(index));
+        self.schedule_checks();
     }
 
-    pub(super) fn drop_session(&mut self, index: SessionIndex) {
+    pub(super) fn close_session(&mut self, index: SessionIndex) {
         self.cancel_requests(index);
         if let Some(session) = self.sessions.get(index) {
-            self.drop_leases_of(SessionId { index, epoch: session.epoch });
+            self.end_leases_of_client(SessionId { index, epoch: session.epoch });
         }
         let Some(session) = self.sessions.slab.retire(index) else { return };
         // A free index must not be flushed for the former session.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
-        self.memory.recount(session.counted_held, nothing);
+        self.memory.recount(session.counted_frame, nothing);
         self.memory.shares.close(session.holder);
-        self.sessions.undelivered -= session.counted_unread;
-        if session.place.is_none() {
+        self.sessions.unread_bytes -= session.counted_unread;
+        if session.permit.is_none() {
             self.sessions.clients -= 1;
             self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         }
-        session.end.close(self.poll.registry(), &self.entrance.intake);
+        session.end.close(self.poll.registry(), &self.acceptor.intake);
     }
 
     pub(super) fn cancel_requests(&mut self, index: SessionIndex) {
@@ -374,31 +379,31 @@ impl DataPlane {
             None => session.holder,
         };
         let counted = Counted { holder, bytes: held, kind };
-        let was = std::mem::replace(&mut session.counted_held, counted);
+        let was = std::mem::replace(&mut session.counted_frame, counted);
         self.memory.recount(was, counted);
     }
 
     /// Gives up the incomplete frame of a connection. Closes a connection without jobs.
-    pub(super) fn give_frame(&mut self, holder: Holder) {
+    pub(super) fn evict_frame(&mut self, holder: Holder) {
         let found = self.sessions.iter().find(|(_, session)| session.holder == holder);
         let Some((index, session)) = found else { return };
         let is_alone = session.requests.is_empty();
-        let (reason, message) = self.memory_full();
-        self.give_up_frame(index, reason, &message);
+        let (reason, message) = self.memory_full_rejection();
+        self.abandon_frame(index, reason, &message);
         if is_alone {
             if let Some(session) = self.sessions.get_mut(index) {
                 session.inbox = Inbox::default();
             }
-            self.refuse_session(index, reason, &message);
+            self.reject_session(index, reason, &message);
         }
         self.count_frame(index);
     }
 
     /// Gives up an incomplete large frame, if any, and rejects the job. The connection stays open.
-    pub(super) fn give_up_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
+    pub(super) fn abandon_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {
-            self.reject_frame(index, header, &metadata, reason, message);
+            self.reject_submission(index, header, &metadata, reason, message);
         }
     }
 
@@ -420,17 +425,17 @@ impl DataPlane {
         }
         let flushed = session.end.flush(&mut session.outbox, &mut self.buffers.pool);
         let waiting = session.outbox.waiting_bytes();
-        self.sessions.undelivered = self.sessions.undelivered - session.counted_unread + waiting;
+        self.sessions.unread_bytes = self.sessions.unread_bytes - session.counted_unread + waiting;
         session.counted_unread = waiting;
         match flushed {
-            Err(_) => self.drop_session(index),
+            Err(_) => self.close_session(index),
             Ok(true) => {
                 session.unread_since = None;
                 if session.stage == Stage::Closing {
                     session.end.finish();
-                    self.drop_session(index);
+                    self.close_session(index);
                 } else if std::mem::take(&mut session.is_paused) {
-                    self.sessions.want_read(index);
+                    self.sessions.schedule_client_read(index);
                 }
             }
             Ok(false) => {
@@ -439,35 +444,35 @@ impl DataPlane {
                 }
                 if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
                     session.is_paused = false;
-                    self.sessions.want_read(index);
+                    self.sessions.schedule_client_read(index);
                 }
-                self.want_housekeeping();
-                self.bound_undelivered(index);
+                self.schedule_checks();
+                self.enforce_unread_limit(index);
             }
         }
     }
 
     /// Disconnects a client whose unread output exceeds the maximum size of a result by more than 16 MiB. If the
     /// unread output of all clients exceeds the memory budget, disconnects the client with the most.
-    fn bound_undelivered(&mut self, index: SessionIndex) {
+    fn enforce_unread_limit(&mut self, index: SessionIndex) {
         let Some(session) = self.sessions.get(index) else { return };
         let own = session.counted_unread;
         let one = usize::try_from(self.limits.result_bytes_max).unwrap_or(usize::MAX);
         let is_too_much = own > one.saturating_add(16 * UNREAD_BYTES_PAUSE);
-        let is_over_budget = self.sessions.undelivered > self.limits.buffered_bytes_max;
+        let is_over_budget = self.sessions.unread_bytes > self.limits.buffered_bytes_max;
         if is_too_much {
-            self.drop_session(index);
+            self.close_session(index);
         } else if is_over_budget {
             let worst = self.sessions.iter().max_by_key(|(_, session)| session.counted_unread);
             if let Some((worst, _)) = worst {
-                self.drop_session(worst);
+                self.close_session(worst);
             }
         }
     }
 
     // Stalled clients.
 
-    pub(super) fn look_after_sessions(&mut self) {
+    pub(super) fn check_sessions(&mut self) {
         self.accept();
         let now = self.now;
         for index in self.sessions.indices() {
@@ -481,19 +486,19 @@ impl DataPlane {
                 || session.mid_frame_since.is_some()
                 || session.unread_since.is_some()
                 || session.stage == Stage::Closing;
-            if over(session.unread_since, READ_WITHIN) {
-                self.drop_session(index);
-            } else if over(hello_since, HELLO_WITHIN) {
-                self.refuse_session(index, RejectReason::Invalid, "no hello came in time");
-            } else if !session.is_paused && over(session.mid_frame_since, FRAME_WITHIN) {
-                self.refuse_session(
+            if over(session.unread_since, READ_TIMEOUT) {
+                self.close_session(index);
+            } else if over(hello_since, HELLO_TIMEOUT) {
+                self.reject_session(index, RejectReason::Invalid, "no hello came in time");
+            } else if !session.is_paused && over(session.mid_frame_since, FRAME_TIMEOUT) {
+                self.reject_session(
                     index,
                     RejectReason::Invalid,
                     "a frame was begun and not finished in time",
                 );
             }
             if is_watched {
-                self.want_housekeeping();
+                self.schedule_checks();
             }
         }
     }

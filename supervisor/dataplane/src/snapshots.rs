@@ -10,22 +10,22 @@ use tokio::sync::oneshot;
 use super::DataPlane;
 use super::bulkheads::{Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::view::Sum;
+use super::snapshot_sums::Sum;
 
 /// Maximum number of parts visited per iteration. A snapshot of fewer parts shows a single moment.
-const PARTS_PER_TURN: usize = 256;
+const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
 /// A snapshot in progress.
-pub(super) struct SnapshotInPieces {
+pub(super) struct PartialSnapshot {
     reply: oneshot::Sender<Vec<Snapshot>>,
     /// Bulkheads to visit, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
-    begun: Option<Begun>,
+    visit: Option<BulkheadVisit>,
     done: Vec<Snapshot>,
 }
 
 /// A partly visited bulkhead.
-struct Begun {
+struct BulkheadVisit {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
     /// Parts to visit.
@@ -35,38 +35,40 @@ struct Begun {
 
 impl DataPlane {
     /// Starts a snapshot, which usually completes at once.
-    pub(super) fn want_snapshot(&mut self, bulkhead: Option<&str>, reply: oneshot::Sender<Vec<Snapshot>>) {
-        let wanted =
-            self.present().into_iter().map(|bulkhead| (bulkhead, self.bulkheads[bulkhead].name.clone()));
+    pub(super) fn start_snapshot(&mut self, bulkhead: Option<&str>, reply: oneshot::Sender<Vec<Snapshot>>) {
+        let wanted = self
+            .configured_bulkheads()
+            .into_iter()
+            .map(|bulkhead| (bulkhead, self.bulkheads[bulkhead].name.clone()));
         let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
-        self.orders.snapshots.push_back(SnapshotInPieces { reply, wanted, begun: None, done: Vec::new() });
-        if self.orders.snapshots.len() == 1 {
-            self.show_a_piece();
+        self.commands.snapshots.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
+        if self.commands.snapshots.len() == 1 {
+            self.continue_snapshot();
         }
     }
 
     /// Continues the oldest snapshot.
-    pub(super) fn show_a_piece(&mut self) {
-        let Some(mut snapshot) = self.orders.snapshots.pop_front() else { return };
+    pub(super) fn continue_snapshot(&mut self) {
+        let Some(mut snapshot) = self.commands.snapshots.pop_front() else { return };
         if snapshot.reply.is_closed() {
             return;
         }
-        let mut parts = PARTS_PER_TURN;
-        while parts > 0 {
-            if snapshot.begun.is_none() {
-                snapshot.begun =
-                    snapshot.wanted.pop_front().and_then(|(bulkhead, name)| self.begin(bulkhead, name));
+        let mut compartments = COMPARTMENTS_PER_ITERATION_MAX;
+        while compartments > 0 {
+            if snapshot.visit.is_none() {
+                snapshot.visit =
+                    snapshot.wanted.pop_front().and_then(|(bulkhead, name)| self.begin_visit(bulkhead, name));
             }
-            match snapshot.begun.take() {
-                Some(mut begun) => {
-                    let is_whole = self.look_at_parts(&mut begun, &mut parts);
-                    if !self.is_there(&begun) {
+            match snapshot.visit.take() {
+                Some(mut visit) => {
+                    let is_whole = self.visit_compartments(&mut visit, &mut compartments);
+                    if !self.is_there(&visit) {
                         continue;
                     }
                     if is_whole {
-                        snapshot.done.push(self.whole(begun.bulkhead, begun.sum));
+                        snapshot.done.push(self.complete_snapshot(visit.bulkhead, visit.sum));
                     } else {
-                        snapshot.begun = Some(begun);
+                        snapshot.visit = Some(visit);
                     }
                 }
                 None if snapshot.wanted.is_empty() => {
@@ -77,55 +79,55 @@ impl DataPlane {
                 None => {}
             }
         }
-        self.orders.snapshots.push_front(snapshot);
+        self.commands.snapshots.push_front(snapshot);
     }
 
-    fn begin(&self, bulkhead: BulkheadIndex, name: Arc<str>) -> Option<Begun> {
-        let mut begun = Begun { bulkhead, name, left: Vec::new(), sum: Sum::default() };
-        if !self.is_there(&begun) {
+    fn begin_visit(&self, bulkhead: BulkheadIndex, name: Arc<str>) -> Option<BulkheadVisit> {
+        let mut visit = BulkheadVisit { bulkhead, name, left: Vec::new(), sum: Sum::default() };
+        if !self.is_there(&visit) {
             return None;
         }
-        begun.left = self.compartments_of(bulkhead);
+        visit.left = self.compartments_of(bulkhead);
         if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
-            begun.sum.add_past(isolated);
+            visit.sum.add_past(isolated);
         }
-        Some(begun)
+        Some(visit)
     }
 
     /// Returns true if the bulkhead was not removed, and the index not reused.
-    fn is_there(&self, begun: &Begun) -> bool {
-        let entry = self.bulkheads.get(begun.bulkhead);
-        entry.is_some_and(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &begun.name))
+    fn is_there(&self, visit: &BulkheadVisit) -> bool {
+        let entry = self.bulkheads.get(visit.bulkhead);
+        entry.is_some_and(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &visit.name))
     }
 
     /// Visits further parts. Returns true if all have been visited.
-    fn look_at_parts(&self, begun: &mut Begun, parts: &mut usize) -> bool {
-        while *parts > 0
-            && let Some(place) = begun.left.pop()
+    fn visit_compartments(&self, visit: &mut BulkheadVisit, compartments: &mut usize) -> bool {
+        while *compartments > 0
+            && let Some(place) = visit.left.pop()
         {
-            *parts -= 1;
+            *compartments -= 1;
             // The part may have been removed meanwhile.
-            if let Some(part) = self.compartments.get(place) {
-                begun.sum.add(&self.links, part, self.now);
+            if let Some(compartment) = self.compartments.get(place) {
+                visit.sum.add(&self.links, compartment, self.now);
             }
         }
-        begun.left.is_empty()
+        visit.left.is_empty()
     }
 
     /// Adds a tenant's part that is being forgotten, unless already visited.
-    pub(super) fn add_gone_to_snapshot(
+    pub(super) fn add_forgotten_to_snapshot(
         &mut self,
         bulkhead: BulkheadIndex,
         place: CompartmentIndex,
         gone: &Compartment,
     ) {
-        let snapshots = self.orders.snapshots.iter_mut();
-        for begun in snapshots.filter_map(|snapshot| snapshot.begun.as_mut()) {
-            if begun.bulkhead == bulkhead
-                && let Some(at) = begun.left.iter().position(|&left| left == place)
+        let snapshots = self.commands.snapshots.iter_mut();
+        for visit in snapshots.filter_map(|snapshot| snapshot.visit.as_mut()) {
+            if visit.bulkhead == bulkhead
+                && let Some(at) = visit.left.iter().position(|&left| left == place)
             {
-                begun.left.swap_remove(at);
-                begun.sum.add(&self.links, gone, self.now);
+                visit.left.swap_remove(at);
+                visit.sum.add(&self.links, gone, self.now);
             }
         }
     }

@@ -40,7 +40,7 @@ impl Trace {
     }
 
     /// Returns the context for the worker: the job's own span if any, otherwise the client's context.
-    pub(super) fn handed_on(&self) -> &str {
+    pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
@@ -80,7 +80,7 @@ impl SpanIds {
 
 impl DataPlane {
     /// Creates the trace context of a new job.
-    pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
+    pub(super) fn start_trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
         let given = given?;
         let spans = self.reporter.spans.as_mut().filter(|_| given.is_sampled());
         let span = spans.map(|spans| OpenSpan {
@@ -107,14 +107,15 @@ impl DataPlane {
     }
 
     /// Sends a span for a submission that is rejected before becoming a job. Returns the context of the span, if any.
-    pub(super) fn span_of_refused(
+    pub(super) fn send_rejected_span(
         &mut self,
         submit: &Submit<'_>,
         given: Option<Traceparent>,
         payload_bytes: usize,
         verdict: &Verdict,
     ) -> Option<Traceparent> {
-        let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
+        let (trace, priority) =
+            (self.start_trace(given), Priority::from_code(submit.priority).unwrap_or_default());
         let mut record = JobData { trace, priority, payload_bytes, ..JobData::default() };
         let span = record.span()?;
         record.operation = cut(submit.operation, OPERATION_BYTES_MAX).into();

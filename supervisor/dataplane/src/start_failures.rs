@@ -3,7 +3,7 @@
 
 use bulkhead_api::{Cause, CrashId};
 
-use super::crashes::Allowance;
+use super::crashes::ReportLimit;
 
 /// Maximum number of causes per bulkhead. When there are more, the least recently seen cause is forgotten.
 const CAUSES_MAX: usize = 8;
@@ -12,7 +12,7 @@ const CAUSES_MAX: usize = 8;
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
     /// Rate limit of crash reports.
-    pub(super) allowance: Allowance,
+    pub(super) report_limit: ReportLimit,
     /// Reported causes, the most recently seen last.
     seen: Vec<Seen>,
 }

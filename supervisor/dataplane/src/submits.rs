@@ -16,8 +16,8 @@ use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::bulkheads::Presence;
 use super::fallback::FallbackState;
-use super::outcomes::About;
-use super::sessions::{Breach, Stage};
+use super::outcomes::OutcomeExtensions;
+use super::sessions::{Stage, Violation};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 
@@ -26,7 +26,7 @@ const REQUESTS_MAX: usize = 1 << 20;
 
 /// Extensions of a submission.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Extras {
+pub(super) struct SubmitExtensions {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
     /// Location of a payload in a memory file.
@@ -46,24 +46,24 @@ impl DataPlane {
         header: Header,
         metadata: &[u8],
         payload: Incoming<'_>,
-    ) -> Result<(), Breach> {
-        self.check_number(index, header.number)?;
+    ) -> Result<(), Violation> {
+        self.check_request_number(index, header.number)?;
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
         let (bulkhead, submit, extras) = match self.check_submit(index, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client already has {REQUESTS_MAX} unfinished jobs");
-                self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
+                self.reject_submission(index, header, metadata, RejectReason::Overloaded, &message);
                 return Ok(());
             }
             Ok(checked) => checked,
             Err((reason, message)) => {
-                self.reject_frame(index, header, metadata, reason, &message);
+                self.reject_submission(index, header, metadata, reason, &message);
                 return Ok(());
             }
         };
-        let mut file = extras.leased.and_then(|named| self.use_lease(named));
+        let mut file = extras.leased.and_then(|named| self.begin_leased_job(named));
         let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
         let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes);
         let (priority, idempotent) =
@@ -73,13 +73,13 @@ impl DataPlane {
         let label = self.compartments[compartment].policy.label(tenant) as u32;
         let entry = &mut self.bulkheads[bulkhead];
         entry.tally.submit(priority);
-        let has_chain = !entry.fallback.is_empty();
-        let keeps = idempotent && (entry.retries || has_chain);
-        file.iter_mut().for_each(|file| file.is_kept = keeps);
-        let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        let has_fallback = !entry.fallback.is_empty();
+        let keeps_payload = idempotent && (entry.retries || has_fallback);
+        file.iter_mut().for_each(|file| file.is_kept = keeps_payload);
+        let is_repeatable = keeps_payload || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
-        let fallback = has_chain.then(|| {
+        let fallback = has_fallback.then(|| {
             let limits = self.compartments[compartment].policy.limits();
             Box::new(FallbackState {
                 entry: (bulkhead, compartment),
@@ -91,10 +91,10 @@ impl DataPlane {
                 priority,
                 idempotent,
                 cost: submit.cost,
-                before: None,
+                earlier: None,
             })
         });
-        let trace = self.trace(extras.traceparent);
+        let trace = self.start_trace(extras.traceparent);
         let submission = Submission {
             sequence: self.compartments.next_job(),
             cargo: self.buffers.record(JobData {
@@ -107,7 +107,7 @@ impl DataPlane {
                 priority,
                 label,
                 held: Held { is_repeatable, file, ..Held::default() },
-                given: super::unread::Given::default(),
+                position: super::read_position::JobPosition::default(),
                 charge: Charge::default(),
                 status: None,
                 fallback,
@@ -118,17 +118,17 @@ impl DataPlane {
             idempotent,
             tenant,
             cost: submit.cost,
-            bytes: super::ahead::link_bytes(payload_bytes + submit.operation.len() + submit.tenant.len()),
+            bytes: super::prefetch::frame_bytes(payload_bytes + submit.operation.len() + submit.tenant.len()),
             is_repeatable,
             digest,
             is_guest: false,
             prefers,
         };
-        let job = self.enter(compartment, submission, payload);
+        let job = self.submit_to_compartment(compartment, submission, payload);
         if let Some(job) = job {
-            self.sessions.remember_request(id, header.number, compartment, job);
+            self.sessions.record_request(id, header.number, compartment, job);
             if let Some(session) = self.sessions.get_mut(index) {
-                session.standing.take_job();
+                session.queue_state.count_job();
                 session.frame_for = Some(bulkhead);
             }
         }
@@ -136,16 +136,16 @@ impl DataPlane {
     }
 
     /// Returns true if the client of a job is still connected.
-    pub(super) fn is_awaited(&self, cargo: &JobData) -> bool {
+    pub(super) fn is_client_connected(&self, cargo: &JobData) -> bool {
         self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
     }
 
     /// Rejects a request number that is in use, because a number must not get two outcomes.
-    pub(super) fn check_number(&self, index: SessionIndex, number: u64) -> Result<(), Breach> {
+    pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.get(index) {
             Some(session) if session.requests.contains_key(&number) => {
                 let message = format!("the request number {number} is in use already");
-                Err(Breach(RejectReason::Invalid, message))
+                Err(Violation(RejectReason::Invalid, message))
             }
             _ => Ok(()),
         }
@@ -157,7 +157,7 @@ impl DataPlane {
         index: SessionIndex,
         header: Header,
         metadata: &'m [u8],
-    ) -> Result<(BulkheadIndex, Submit<'m>, Extras), (RejectReason, String)> {
+    ) -> Result<(BulkheadIndex, Submit<'m>, SubmitExtensions), (RejectReason, String)> {
         let session = &self.sessions[index];
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
@@ -210,16 +210,20 @@ impl DataPlane {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
         // Part of the frame may be held already.
-        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
-        if !self.may_hold(session.holder, Some(bulkhead), more) {
-            return Err(self.memory_full());
+        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes);
+        if !self.can_hold(session.holder, Some(bulkhead), more) {
+            return Err(self.memory_full_rejection());
         }
-        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten(), leased };
+        let extras = SubmitExtensions {
+            traceparent: traceparent(&extensions),
+            run_limit: run_limit.flatten(),
+            leased,
+        };
         Ok((bulkhead, submit, extras))
     }
 
     /// Rejects a submission that has not reached policy.
-    pub(super) fn reject_frame(
+    pub(super) fn reject_submission(
         &mut self,
         index: SessionIndex,
         header: Header,
@@ -227,9 +231,9 @@ impl DataPlane {
         reason: RejectReason,
         message: &str,
     ) {
-        let told = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE]).ok();
-        let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
-        if let Some((submit, _)) = &told
+        let decoded = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE]).ok();
+        let name = decoded.as_ref().map_or("", |(submit, _)| submit.bulkhead);
+        if let Some((submit, _)) = &decoded
             && let Some(&bulkhead) = self.bulkheads.by_name.get(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
@@ -240,24 +244,24 @@ impl DataPlane {
         }
         let session = self.sessions.get_mut(index);
         let peer = session.and_then(|session| {
-            session.standing.refuse();
+            session.queue_state.count_rejection();
             session.peer
         });
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
-            self.note_refusal(SocketKind::Jobs, Refusal::forbidden(peer, message.to_owned()));
+            self.report_rejection(SocketKind::Jobs, Refusal::forbidden(peer, message.to_owned()));
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
         let name = bulkhead_shared::limits::cut(name, 64);
-        let span = told.and_then(|(submit, extensions)| {
-            self.span_of_refused(&submit, traceparent(&extensions), header.payload_length(), &verdict)
+        let span = decoded.and_then(|(submit, extensions)| {
+            self.send_rejected_span(&submit, traceparent(&extensions), header.payload_length(), &verdict)
         });
         let message = OutcomeMessage {
             retryable: verdict.is_retryable(false).into(),
             ..OutcomeMessage::of_verdict(&verdict, name)
         };
         let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
-        let about = About { span, ..About::default() };
+        let about = OutcomeExtensions { span, ..OutcomeExtensions::default() };
         self.send_outcome(index, header.number, &message, about, Payload::NONE);
     }
 
@@ -266,7 +270,7 @@ impl DataPlane {
         if let Some((compartment, job)) = request {
             self.apply(compartment, Event::Cancel { job, unless_begun }, Incoming::None);
         } else if let Some(session) = self.sessions.get_mut(index) {
-            session.standing.refuse();
+            session.queue_state.count_rejection();
         }
     }
 }

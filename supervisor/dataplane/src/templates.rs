@@ -19,14 +19,14 @@ use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::keeper_link::Wanted;
+use super::keeper_link::WorkerOrder;
 use super::links::Output;
 use super::slab::CompartmentIndex;
 use super::{DataPlane, Incoming};
 
 /// Number of workers that died by a signal after which their template is replaced. The workers share addresses and
 /// stack canaries.
-const SIGNALS_MAX: u32 = 20;
+const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
 pub(super) struct Templates {
@@ -50,11 +50,11 @@ struct Template {
     output: Option<Output>,
     pid: Option<u32>,
     /// Workers that wait for the template, with slots.
-    wanted: Vec<(WorkerId, u32)>,
+    waiting: Vec<(WorkerId, u32)>,
     /// Last status message.
-    words: Option<String>,
+    last_status: Option<String>,
     /// Number of forked workers that died by a signal.
-    signals: u32,
+    signal_deaths: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ enum Stage {
     },
     Ready,
     /// Not ready in time.
-    Late,
+    TimedOut,
 }
 
 impl Templates {
@@ -97,12 +97,12 @@ impl DataPlane {
             if template.stage == Stage::Ready {
                 return Ok(Some(spawn));
             }
-            template.wanted.push((worker, slot));
+            template.waiting.push((worker, slot));
             return Ok(None);
         }
         // Workers that wait for a template of the previous program wait for the new template instead.
-        let mut wanted = self.end_template(compartment);
-        wanted.push((worker, slot));
+        let mut waiting = self.end_template(compartment);
+        waiting.push((worker, slot));
         self.links.spawned += 1;
         let spawn = self.links.spawned;
         let id = match program.sandbox().identity() {
@@ -117,7 +117,7 @@ impl DataPlane {
             self.links.give_back(id);
             return Err(error);
         }
-        self.ask_keeper();
+        self.ping_keeper();
         let ready = self.compartments[compartment].policy.limits().start.ready;
         let until = self.now + ready;
         let template = Template {
@@ -129,13 +129,13 @@ impl DataPlane {
             id,
             output: Some((stdout_read, stderr_read)),
             pid: None,
-            wanted,
-            words: None,
-            signals: 0,
+            waiting,
+            last_status: None,
+            signal_deaths: 0,
         };
         self.templates.by_spawn.insert(spawn, template);
         self.templates.current.insert(compartment, spawn);
-        self.want_housekeeping();
+        self.schedule_checks();
         Ok(None)
     }
 
@@ -144,27 +144,31 @@ impl DataPlane {
     pub(super) fn end_template(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.templates.retire(compartment) else { return Vec::new() };
         self.keeper.kill(spawn, self.now);
-        self.want_housekeeping();
+        self.schedule_checks();
         let template = self.templates.by_spawn.get_mut(&spawn);
-        template.map(|template| std::mem::take(&mut template.wanted)).unwrap_or_default()
+        template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
     /// Ends the template of a compartment, and orders the waiting workers again.
     pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
         for (worker, slot) in self.end_template(compartment) {
-            self.keeper.want(Wanted { compartment, worker, slot });
+            self.keeper.queue_worker(WorkerOrder { compartment, worker, slot });
         }
     }
 
     /// Removes a worker that waits for a template. Returns the reason for the failed start if the worker was waiting.
-    pub(super) fn forget_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
+    pub(super) fn cancel_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let of = |template: &&mut Template| template.compartment == compartment;
         let templates = self.templates.by_spawn.values_mut().filter(of);
         for template in templates {
-            if let Some(at) = template.wanted.iter().position(|(wanted, _)| *wanted == worker) {
-                template.wanted.remove(at);
-                let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-                return Some(format!("the template was not ready in time{words}"));
+            if let Some(at) = template.waiting.iter().position(|(waiting, _)| *waiting == worker) {
+                template.waiting.remove(at);
+                let last_status = template
+                    .last_status
+                    .as_deref()
+                    .map(|last_status| format!(": {last_status}"))
+                    .unwrap_or_default();
+                return Some(format!("the template was not ready in time{last_status}"));
             }
         }
         None
@@ -173,14 +177,14 @@ impl DataPlane {
     // Reports.
 
     /// Handles the start of a template's process. Returns false if `spawn` is not a template.
-    pub(super) fn template_runs(&mut self, spawn: u64, pid: u32) -> bool {
+    pub(super) fn template_spawned(&mut self, spawn: u64, pid: u32) -> bool {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return false };
         template.pid = Some(pid);
         if matches!(template.stage, Stage::Starting { .. }) {
             template.stage = Stage::Starting { until: self.now + template.ready };
         }
-        self.hand_template_outputs_over();
-        self.want_housekeeping();
+        self.forward_template_outputs();
+        self.schedule_checks();
         true
     }
 
@@ -188,7 +192,7 @@ impl DataPlane {
     pub(super) fn template_failed(&mut self, spawn: u64, message: &str) -> bool {
         let Some(template) = self.take_template(spawn) else { return false };
         self.links.give_back(template.id);
-        self.fail_wanted(template.compartment, template.wanted, message);
+        self.fail_waiting_workers(template.compartment, template.waiting, message);
         true
     }
 
@@ -196,36 +200,37 @@ impl DataPlane {
     pub(super) fn template_ended(&mut self, spawn: u64, exit: Option<Exit>) -> bool {
         let Some(template) = self.templates.by_spawn.get(&spawn) else { return false };
         let how = match exit {
-            _ if template.stage == Stage::Late => "was not ready within `start.ready`".to_owned(),
+            _ if template.stage == Stage::TimedOut => "was not ready within `start.ready`".to_owned(),
             Some(exit) => format!("ended: {}", self.death(spawn, exit)),
             None => "ended with the keeper".to_owned(),
         };
-        let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-        let message = format!("the template of {} {how}{words}", template.program.describe());
+        let last_status =
+            template.last_status.as_deref().map(|last_status| format!(": {last_status}")).unwrap_or_default();
+        let message = format!("the template of {} {how}{last_status}", template.program.describe());
         let Some(template) = self.take_template(spawn) else { return true };
         if exit.is_some() {
             self.templates.leaving.extend(template.id.map(|id| (spawn, id)));
         } else {
             self.links.give_back(template.id);
         }
-        self.fail_wanted(template.compartment, template.wanted, &message);
+        self.fail_waiting_workers(template.compartment, template.waiting, &message);
         true
     }
 
     /// Handles the end of a template and all descendants.
-    pub(super) fn template_is_swept(&mut self, spawn: u64) {
+    pub(super) fn template_reaped(&mut self, spawn: u64) {
         let id = self.templates.leaving.remove(&spawn);
         self.links.give_back(id);
     }
 
     /// Ends a template whose temporary folder, not counting those of its workers, is too large.
-    pub(super) fn template_holds(&mut self, spawn: u64, bytes: u64) {
+    pub(super) fn check_template_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_too_much {
-            template.words = Some("the temporary folder holds more than `tmp` allows".to_owned());
+            template.last_status = Some("the temporary folder holds more than `tmp` allows".to_owned());
             self.keeper.kill(spawn, self.now);
-            self.want_housekeeping();
+            self.schedule_checks();
         }
     }
 
@@ -237,19 +242,24 @@ impl DataPlane {
         Some(template)
     }
 
-    fn fail_wanted(&mut self, compartment: CompartmentIndex, wanted: Vec<(WorkerId, u32)>, message: &str) {
-        for (worker, _) in wanted {
+    fn fail_waiting_workers(
+        &mut self,
+        compartment: CompartmentIndex,
+        waiting: Vec<(WorkerId, u32)>,
+        message: &str,
+    ) {
+        for (worker, _) in waiting {
             let message = message.to_owned();
             self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
         }
     }
 
-    pub(super) fn template_says(&mut self, spawn: u64, word: TemplateWord) {
+    pub(super) fn handle_template_message(&mut self, spawn: u64, word: TemplateWord) {
         let now = self.now;
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
         let compartment = template.compartment;
         match word {
-            TemplateWord::Status(text) | TemplateWord::Refused(text) => template.words = Some(text),
+            TemplateWord::Status(text) | TemplateWord::Refused(text) => template.last_status = Some(text),
             TemplateWord::Extend(more) => {
                 if let Stage::Starting { until } = &mut template.stage {
                     *until = (*until).max(now + more.min(template.ready));
@@ -258,30 +268,32 @@ impl DataPlane {
             TemplateWord::Ready => {
                 if matches!(template.stage, Stage::Starting { .. }) {
                     template.stage = Stage::Ready;
-                    template.words = None;
+                    template.last_status = None;
                 }
-                let wanted = std::mem::take(&mut template.wanted);
-                for (worker, slot) in wanted {
-                    self.keeper.want(Wanted { compartment, worker, slot });
+                let waiting = std::mem::take(&mut template.waiting);
+                for (worker, slot) in waiting {
+                    self.keeper.queue_worker(WorkerOrder { compartment, worker, slot });
                 }
             }
         }
     }
 
     /// Handles the death of a worker that this template has forked.
-    pub(super) fn note_forked_death(&mut self, compartment: CompartmentIndex, template: u64, death: Death) {
+    pub(super) fn count_forked_death(&mut self, compartment: CompartmentIndex, template: u64, death: Death) {
         let Some(found) = self.templates.by_spawn.get_mut(&template) else { return };
         if matches!(death, Death::Signal(_)) {
-            found.signals += 1;
+            found.signal_deaths += 1;
         }
-        if found.signals >= SIGNALS_MAX && self.templates.current.get(&compartment) == Some(&template) {
+        if found.signal_deaths >= SIGNAL_DEATHS_MAX
+            && self.templates.current.get(&compartment) == Some(&template)
+        {
             self.replace_template(compartment);
         }
     }
 
     /// Kills templates that are not ready in time.
-    pub(super) fn look_after_templates(&mut self) {
-        self.hand_template_outputs_over();
+    pub(super) fn check_templates(&mut self) {
+        self.forward_template_outputs();
         let now = self.now;
         let mut is_any_starting = false;
         let mut late = Vec::new();
@@ -289,18 +301,18 @@ impl DataPlane {
             if let Stage::Starting { until } = template.stage {
                 is_any_starting = true;
                 if until <= now {
-                    template.stage = Stage::Late;
+                    template.stage = Stage::TimedOut;
                     late.push(spawn);
                 }
             }
         }
         late.into_iter().for_each(|spawn| self.keeper.kill(spawn, now));
         if is_any_starting {
-            self.want_housekeeping();
+            self.schedule_checks();
         }
     }
 
-    fn hand_template_outputs_over(&mut self) {
+    fn forward_template_outputs(&mut self) {
         let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
         for spawn in spawns {
             let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { continue };
@@ -313,18 +325,18 @@ impl DataPlane {
                 if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {
                     template.output = Some((stdout, stderr));
                 }
-                self.want_housekeeping();
+                self.schedule_checks();
             }
         }
     }
 
     /// Handles the end of all templates after the loss of the keeper.
-    pub(super) fn templates_are_gone(&mut self) {
+    pub(super) fn end_all_templates(&mut self) {
         let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
         for spawn in spawns {
             self.template_ended(spawn, None);
         }
         let leaving: Vec<u64> = self.templates.leaving.keys().copied().collect();
-        leaving.into_iter().for_each(|spawn| self.template_is_swept(spawn));
+        leaving.into_iter().for_each(|spawn| self.template_reaped(spawn));
     }
 }

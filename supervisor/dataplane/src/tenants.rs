@@ -9,7 +9,7 @@ use bulkhead_plane::latency::Latency;
 use bulkhead_policy::{Activity, BreakerState, Event, Submission};
 use bulkhead_shared::JobId;
 
-use super::bulkheads::{BulkheadEntry, Compartment, Layout, Standing};
+use super::bulkheads::{BulkheadEntry, Compartment, Layout, TenantState};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
 
@@ -28,14 +28,14 @@ impl DataPlane {
             Layout::Shared(compartment) => *compartment,
             Layout::Isolated(isolated) => match isolated.by_tenant.get(tenant) {
                 Some(&compartment) => compartment,
-                None => self.open_for(bulkhead, tenant),
+                None => self.add_tenant(bulkhead, tenant),
             },
         }
     }
 
     /// Submits a job to a compartment. A compartment without workers gets some if the job is accepted and the tenant
     /// may have workers. A rejected job therefore takes no workers from other tenants.
-    pub(super) fn enter(
+    pub(super) fn submit_to_compartment(
         &mut self,
         compartment: CompartmentIndex,
         submission: Submission<Box<JobData>>,
@@ -43,14 +43,14 @@ impl DataPlane {
     ) -> Option<JobId> {
         let entry = &self.compartments[compartment];
         let bulkhead = entry.bulkhead;
-        let may_wake = entry.tenant.is_some()
+        let can_get_workers = entry.tenant.is_some()
             && entry.policy.activity() == Activity::Resting
-            && self.may_wake(bulkhead, compartment);
-        if may_wake {
+            && self.can_get_workers(bulkhead, compartment);
+        if can_get_workers {
             self.apply(compartment, Event::Await, Incoming::None);
         }
         let job = self.apply(compartment, Event::Submit(submission), payload);
-        if may_wake {
+        if can_get_workers {
             match job {
                 Some(_) => self.wait_for_workers(bulkhead, compartment),
                 None => drop(self.apply(compartment, Event::Rest, Incoming::None)),
@@ -69,7 +69,7 @@ impl DataPlane {
 
     /// Creates a compartment for a tenant. If there are too many, the compartment that has rested the longest is
     /// replaced.
-    fn open_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
+    fn add_tenant(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let (now, name) = (self.now, Arc::<str>::from(tenant));
         let isolated = self.bulkheads[bulkhead].tenants();
         let limits = isolated.limits_of(tenant);
@@ -85,7 +85,7 @@ impl DataPlane {
             Some(place) => {
                 std::mem::swap(&mut self.compartments[place], &mut compartment);
                 self.compartments[place].is_touched = compartment.is_touched;
-                self.retire_tenant(bulkhead, place, &compartment);
+                self.forget_tenant(bulkhead, place, &compartment);
                 place
             }
             None => self.compartments.insert(compartment),
@@ -94,7 +94,7 @@ impl DataPlane {
         isolated.by_tenant.insert(name, place);
         isolated.resting.insert((now, place));
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
-        if self.stopping {
+        if self.is_stopping {
             self.apply(place, Event::Stop { by: now }, Incoming::None);
         }
         // These commands were given for the bulkhead as a whole.
@@ -108,19 +108,19 @@ impl DataPlane {
     }
 
     /// Forgets a tenant, but keeps the counters of the compartment.
-    fn retire_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
+    fn forget_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
         let isolated = self.bulkheads[bulkhead].tenants();
         isolated.tripped.remove(&place);
-        isolated.awake.remove(&place);
-        isolated.past.add(gone.policy.counters());
-        isolated.past_restarts += gone.policy.restarts();
+        isolated.active.remove(&place);
+        isolated.forgotten_counters.add(gone.policy.counters());
+        isolated.forgotten_restarts += gone.policy.restarts();
         if let Some(tenant) = &gone.tenant {
             isolated.by_tenant.remove(tenant);
         }
-        if let Standing::Resting(since) = gone.standing {
+        if let TenantState::Resting(since) = gone.tenant_state {
             isolated.resting.remove(&(since, place));
         }
-        self.add_gone_to_snapshot(bulkhead, place, gone);
+        self.add_forgotten_to_snapshot(bulkhead, place, gone);
     }
 
     /// Applies an event to a compartment when a single event for operators covers all tenants.
@@ -134,114 +134,120 @@ impl DataPlane {
 
     /// Returns true if a tenant without workers can get some. There must be room for another tenant, or an idle
     /// tenant, or more tenants that are ending workers than tenants that wait for workers.
-    fn may_wake(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
-        self.forget_waiters(bulkhead);
-        let has_workers = self.compartments[compartment].standing == Standing::Leaving;
+    fn can_get_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
+        self.remove_idle_waiters(bulkhead);
+        let has_workers = self.compartments[compartment].tenant_state == TenantState::Leaving;
         let isolated = self.bulkheads[bulkhead].tenants();
-        let waiting = isolated.awaiting.len();
-        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.leaving;
+        let waiting = isolated.waiting.len();
+        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.ending;
         !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
     }
 
     fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
-        self.bulkheads[bulkhead].tenants().awaiting.push_back(compartment);
-        self.want_settling(bulkhead);
+        self.bulkheads[bulkhead].tenants().waiting.push_back(compartment);
+        self.schedule_tenant_update(bulkhead);
     }
 
     /// Removes waiting tenants that have no jobs left, because the clients have gone.
-    fn forget_waiters(&mut self, bulkhead: BulkheadIndex) {
+    fn remove_idle_waiters(&mut self, bulkhead: BulkheadIndex) {
         let compartments = &self.compartments;
         let isolated = self.bulkheads[bulkhead].tenants();
         let is_gone = |place: &CompartmentIndex| compartments[*place].policy.has_no_jobs();
-        let gone: Vec<CompartmentIndex> = isolated.awaiting.iter().copied().filter(is_gone).collect();
+        let gone: Vec<CompartmentIndex> = isolated.waiting.iter().copied().filter(is_gone).collect();
         if gone.is_empty() {
             return;
         }
-        isolated.awaiting.retain(|place| !gone.contains(place));
+        isolated.waiting.retain(|place| !gone.contains(place));
         for place in gone {
             self.apply(place, Event::Rest, Incoming::None);
         }
     }
 
     /// Updates the bulkhead's records about a tenant's compartment.
-    pub(super) fn observe_tenant(&mut self, place: CompartmentIndex) {
+    pub(super) fn update_tenant_state(&mut self, place: CompartmentIndex) {
         let entry = &self.compartments[place];
-        let (bulkhead, before, after) = (entry.bulkhead, entry.standing, entry.standing_now(self.now));
+        let (bulkhead, before, after) =
+            (entry.bulkhead, entry.tenant_state, entry.current_tenant_state(self.now));
         let is_tripped = entry.policy.breaker() != BreakerState::Closed;
-        if is_tripped != entry.was_tripped {
-            self.compartments[place].was_tripped = is_tripped;
+        if is_tripped != entry.is_listed_tripped {
+            self.compartments[place].is_listed_tripped = is_tripped;
             let tripped = &mut self.bulkheads[bulkhead].tenants().tripped;
             let _ = if is_tripped { tripped.insert(place) } else { tripped.remove(&place) };
         }
         if before == after {
             return;
         }
-        self.compartments[place].standing = after;
+        self.compartments[place].tenant_state = after;
         let isolated = self.bulkheads[bulkhead].tenants();
-        let runs = |standing| matches!(standing, Standing::Idle(_) | Standing::Busy | Standing::Leaving);
+        let runs = |tenant_state| {
+            matches!(tenant_state, TenantState::Idle(_) | TenantState::Busy | TenantState::Leaving)
+        };
         match before {
-            Standing::Resting(since) => drop(isolated.resting.remove(&(since, place))),
-            Standing::Idle(since) => drop(isolated.idle.remove(&(since, place))),
-            Standing::Leaving => isolated.leaving -= 1,
-            Standing::Awaiting | Standing::Busy => {}
+            TenantState::Resting(since) => drop(isolated.resting.remove(&(since, place))),
+            TenantState::Idle(since) => drop(isolated.idle.remove(&(since, place))),
+            TenantState::Leaving => isolated.ending -= 1,
+            TenantState::Awaiting | TenantState::Busy => {}
         }
         match after {
-            Standing::Resting(since) => {
-                isolated.awake.remove(&place);
+            TenantState::Resting(since) => {
+                isolated.active.remove(&place);
                 isolated.resting.insert((since, place));
                 self.compartments[place].latency = Latency::default();
             }
-            Standing::Idle(since) => drop(isolated.idle.insert((since, place))),
-            Standing::Leaving => isolated.leaving += 1,
-            Standing::Awaiting | Standing::Busy => {}
+            TenantState::Idle(since) => drop(isolated.idle.insert((since, place))),
+            TenantState::Leaving => isolated.ending += 1,
+            TenantState::Awaiting | TenantState::Busy => {}
         }
-        if !matches!(after, Standing::Resting(_)) {
-            isolated.awake.insert(place);
+        if !matches!(after, TenantState::Resting(_)) {
+            isolated.active.insert(place);
         }
         isolated.running = isolated.running + usize::from(runs(after)) - usize::from(runs(before));
-        if !isolated.awaiting.is_empty() {
-            self.want_settling(bulkhead);
+        if !isolated.waiting.is_empty() {
+            self.schedule_tenant_update(bulkhead);
         }
     }
 
-    pub(super) fn want_settling(&mut self, bulkhead: BulkheadIndex) {
+    pub(super) fn schedule_tenant_update(&mut self, bulkhead: BulkheadIndex) {
         if let Some(isolated) = self.bulkheads[bulkhead].isolated()
-            && !std::mem::replace(&mut isolated.is_unsettled, true)
+            && !std::mem::replace(&mut isolated.needs_update, true)
         {
-            self.bulkheads.unsettled.push(bulkhead);
+            self.bulkheads.needing_update.push(bulkhead);
         }
     }
 
     /// Starts workers for waiting tenants while there is room, and ends the workers of idle tenants for the rest.
-    pub(super) fn settle_tenants(&mut self) {
-        while let Some(bulkhead) = self.bulkheads.unsettled.pop() {
+    pub(super) fn assign_workers(&mut self) {
+        while let Some(bulkhead) = self.bulkheads.needing_update.pop() {
             // The bulkhead may have been removed meanwhile.
             if self.bulkheads.get(bulkhead).is_none() {
                 continue;
             }
-            self.forget_waiters(bulkhead);
-            while let Some((place, event)) = self.next_move(bulkhead) {
+            self.remove_idle_waiters(bulkhead);
+            while let Some((place, event)) = self.next_assignment(bulkhead) {
                 self.apply(place, event, Incoming::None);
             }
-            self.bulkheads[bulkhead].tenants().is_unsettled = false;
+            self.bulkheads[bulkhead].tenants().needs_update = false;
         }
     }
 
-    fn next_move(&mut self, bulkhead: BulkheadIndex) -> Option<(CompartmentIndex, Event<Box<JobData>>)> {
+    fn next_assignment(
+        &mut self,
+        bulkhead: BulkheadIndex,
+    ) -> Option<(CompartmentIndex, Event<Box<JobData>>)> {
         let compartments = &self.compartments;
         let isolated = self.bulkheads[bulkhead].tenants();
-        let &next = isolated.awaiting.front()?;
+        let &next = isolated.waiting.front()?;
         if compartments[next].policy.activity() != Activity::Awaiting {
             // The compartment was stopped meanwhile.
-            isolated.awaiting.pop_front();
-            return self.next_move(bulkhead);
+            isolated.waiting.pop_front();
+            return self.next_assignment(bulkhead);
         }
-        let is_its_own = compartments[next].standing == Standing::Leaving;
+        let is_its_own = compartments[next].tenant_state == TenantState::Leaving;
         if is_its_own || isolated.running < isolated.max_active {
-            isolated.awaiting.pop_front();
+            isolated.waiting.pop_front();
             return Some((next, Event::Start));
         }
-        let idle = isolated.idle.first().filter(|_| isolated.leaving < isolated.awaiting.len());
+        let idle = isolated.idle.first().filter(|_| isolated.ending < isolated.waiting.len());
         idle.map(|&(_, place)| (place, Event::Rest))
     }
 }

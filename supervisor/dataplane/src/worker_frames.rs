@@ -30,30 +30,30 @@ use super::{DataPlane, Endpoint, Incoming};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 
 /// Maximum number of consecutive reads from a link.
-const READS_PER_TURN: usize = 8;
+const READS_PER_ITERATION_MAX: usize = 8;
 
 /// Maximum size of a worker's status text, in bytes.
 const STATUS_BYTES_MAX: usize = 256;
 
 /// Maximum number of replies for jobs that a worker does not have. A worker that sends more counts as broken.
-const JOBS_UNKNOWN_MAX: u32 = 100_000;
+const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 /// Highest signal number of Linux.
 const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
-    pub(super) fn link_readable(&mut self, index: LinkIndex) {
+    pub(super) fn read_link_input(&mut self, index: LinkIndex) {
         // Not read before the process is known, so that every event has a worker to refer to.
         let is_known = self.links.get(index).is_some_and(|link| link.running().is_some());
-        if !is_known || self.is_paused(index) {
+        if !is_known || self.is_link_paused(index) {
             return;
         }
-        for _ in 0..READS_PER_TURN {
-            if !self.read_link_once(index) || self.is_paused(index) {
+        for _ in 0..READS_PER_ITERATION_MAX {
+            if !self.read_link_once(index) || self.is_link_paused(index) {
                 return;
             }
         }
-        self.links.read_again(index);
+        self.links.schedule_read(index);
     }
 
     /// Reads once. Returns true if there may be more input.
@@ -67,7 +67,7 @@ impl DataPlane {
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let result = self.read_link(index, &mut inbox, &mut scratch);
         self.buffers.scratch = scratch;
-        let heard = self.hear_notices(index);
+        let heard = self.apply_unsolicited_frames(index);
         let result = result.and_then(|received| heard.map(|()| received));
         let link = &mut self.links[index];
         link.inbox = inbox;
@@ -87,18 +87,18 @@ impl DataPlane {
             Ok(Received::Drained) => is_closing,
             Ok(Received::Closed) => {
                 self.links[index].reads = Reads::Closed { at: self.now };
-                self.want_housekeeping();
+                self.schedule_checks();
                 false
             }
             Err(message) => {
-                self.break_link(index, message);
+                self.end_link_for_violation(index, message);
                 false
             }
         }
     }
 
     /// Handles a breach of the protocol. Further frames of the worker are ignored.
-    pub(super) fn break_link(&mut self, index: LinkIndex, message: String) {
+    pub(super) fn end_link_for_violation(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.stage = Stage::ProtocolViolated;
         let (compartment, worker) = (link.compartment, link.worker);
@@ -114,7 +114,7 @@ impl DataPlane {
         let link = &self.links[index];
         let is_violated = matches!(link.stage, Stage::ProtocolViolated);
         let (received, mut batch) =
-            match inbox.receive_by(scratch, |buffer| self.entrance.intake.receive(&link.socket, buffer)) {
+            match inbox.receive_by(scratch, |buffer| self.acceptor.intake.receive(&link.socket, buffer)) {
                 Ok(read) => read,
                 Err(error) if error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error()) => {
                     return if is_violated { Ok(Received::Drained) } else { Err(NOT_TAKEN.into()) };
@@ -132,13 +132,13 @@ impl DataPlane {
             }
             match item {
                 Item::Frame { header, metadata, payload } => {
-                    self.worker_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                    self.handle_worker_frame(index, header, metadata, Incoming::Borrowed(payload))?;
                 }
                 Item::Large { header, metadata, payload } => {
-                    self.worker_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                    self.handle_worker_frame(index, header, &metadata, Incoming::Owned(payload))?;
                 }
                 Item::Announced { header, metadata } => {
-                    if self.worker_announces(index, header, metadata)? {
+                    if self.handle_worker_announcement(index, header, metadata)? {
                         let fit = self.buffers.pool.take(batch.buffer_bytes());
                         batch.accept(fit);
                     } else {
@@ -154,7 +154,7 @@ impl DataPlane {
     }
 
     /// Handles the beginning of a large frame. Returns true if the payload is wanted.
-    pub(super) fn worker_announces(
+    pub(super) fn handle_worker_announcement(
         &mut self,
         index: LinkIndex,
         header: Header,
@@ -162,7 +162,7 @@ impl DataPlane {
     ) -> Result<bool, String> {
         let link = &self.links[index];
         if matches!(link.stage, Stage::AwaitingHello) || header.kind != kind::RESULT {
-            self.worker_frame(index, header, metadata, Incoming::None)?;
+            self.handle_worker_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
         let compartment = link.compartment;
@@ -186,11 +186,11 @@ impl DataPlane {
         let (compartment, worker) = (link.compartment, link.worker);
         let Stage::Welcomed { oversized, .. } = &mut link.stage else { return };
         if let Some(Oversized { job, failure }) = oversized.take() {
-            self.reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
+            self.apply_reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
         }
     }
 
-    pub(super) fn worker_frame(
+    pub(super) fn handle_worker_frame(
         &mut self,
         index: LinkIndex,
         header: Header,
@@ -200,7 +200,7 @@ impl DataPlane {
         let link = &self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         match link.stage {
-            Stage::AwaitingHello => return self.worker_hello(index, header, metadata),
+            Stage::AwaitingHello => return self.handle_worker_hello(index, header, metadata),
             Stage::ProtocolViolated => return Ok(()),
             Stage::Welcomed { .. } => {}
         }
@@ -210,7 +210,7 @@ impl DataPlane {
                 let most = self.owner(compartment).max_result;
                 let mut size = payload.len() as u64;
                 let (named, status) = check_result(metadata)?;
-                self.note_status((compartment, worker), JobId(number), status);
+                self.record_exit_status((compartment, worker), JobId(number), status);
                 if let Some(named) = named {
                     if size > 0 {
                         return Err("the worker sent a result in a memory file and in the frame".to_owned());
@@ -221,14 +221,14 @@ impl DataPlane {
                 }
                 if size > most {
                     let reply = Reply::Failed(too_large(size, most));
-                    self.reply(compartment, worker, number, reply, Incoming::None);
+                    self.apply_reply(compartment, worker, number, reply, Incoming::None);
                 } else {
-                    self.reply(compartment, worker, number, Reply::Ok, payload);
+                    self.apply_reply(compartment, worker, number, Reply::Ok, payload);
                 }
             }
             kind::FAILED => {
                 let (failed, extensions) = decode_all::<Failed<'_>>(metadata, &[])?;
-                self.note_status((compartment, worker), JobId(number), extensions.get(tag::STATUS));
+                self.record_exit_status((compartment, worker), JobId(number), extensions.get(tag::STATUS));
                 let failure = HandlerFailure {
                     code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
                     message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
@@ -241,7 +241,7 @@ impl DataPlane {
                 };
                 let is_allowed = payload.len() as u64 <= self.owner(compartment).max_result;
                 let payload = if is_allowed { payload } else { Incoming::None };
-                self.reply(compartment, worker, number, Reply::Failed(failure), payload);
+                self.apply_reply(compartment, worker, number, Reply::Failed(failure), payload);
             }
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
@@ -256,13 +256,13 @@ impl DataPlane {
                 };
                 self.report_program(compartment, worker, JobId(number), death, &message);
                 let reply = Reply::ProgramCrashed { death, message };
-                self.reply(compartment, worker, number, reply, Incoming::None);
+                self.apply_reply(compartment, worker, number, reply, Incoming::None);
                 self.reporter.last_report = None;
             }
             kind::FILES_TAKEN => {
                 check_empty(metadata)?;
-                self.links[index].notices.spend(header.length as usize);
-                self.files_taken(index, number);
+                self.links[index].unsolicited.charge(header.length as usize);
+                self.loan_confirmed(index, number);
             }
             kind::RETURNED => {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
@@ -270,13 +270,13 @@ impl DataPlane {
                 let arrival = arrival.ok_or("the worker returned a job without the arrival number")?;
                 self.job_returned(index, JobId(number), u64::from_le_bytes(arrival));
             }
-            _ => self.worker_notice(index, header, metadata)?,
+            _ => self.handle_unsolicited_frame(index, header, metadata)?,
         }
-        self.check_strays(index)
+        self.check_unknown_replies(index)
     }
 
     /// Handles a frame that does not answer a job.
-    pub(super) fn worker_notice(
+    pub(super) fn handle_unsolicited_frame(
         &mut self,
         index: LinkIndex,
         header: Header,
@@ -284,7 +284,7 @@ impl DataPlane {
     ) -> Result<(), String> {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
-        link.notices.spend(header.length as usize);
+        link.unsolicited.charge(header.length as usize);
         let event = match header.kind {
             kind::READY | kind::HEARTBEAT | kind::STOPPING => {
                 check_empty(metadata)?;
@@ -306,12 +306,12 @@ impl DataPlane {
                 let status = decode::<Status<'_>>(metadata)?;
                 let text = cut(status.text, STATUS_BYTES_MAX).to_owned();
                 link.status = Some(text.clone());
-                link.notices.say(text);
+                link.unsolicited.set_status(text);
                 return Ok(());
             }
             kind::PROGRESSED => {
                 let progress = decode::<Progressed<'_>>(metadata)?;
-                self.progress(compartment, worker, header.number, progress);
+                self.forward_progress(compartment, worker, header.number, progress);
                 return Ok(());
             }
             kind::HELLO => return Err("the worker said hello twice".into()),
@@ -326,7 +326,7 @@ impl DataPlane {
         Ok(())
     }
 
-    pub(super) fn worker_hello(
+    pub(super) fn handle_worker_hello(
         &mut self,
         index: LinkIndex,
         header: Header,
@@ -357,16 +357,16 @@ impl DataPlane {
             &self.bulkheads[self.compartments[compartment].bulkhead],
             self.compartments[compartment].policy.limits().max_in_flight,
         );
-        link.has_beats = link.journal.is_some() && hello.capabilities & capability::JOURNAL_BEATS != 0;
+        link.beats_in_journal = link.journal.is_some() && hello.capabilities & capability::JOURNAL_BEATS != 0;
         // Each beat wakes the worker. If beats are read from the journal, three per permitted silence are enough.
         let missed = self.compartments[compartment].policy.limits().health.missed;
-        let can_be_rarer = link.has_beats && missed >= 5;
+        let can_be_rarer = link.beats_in_journal && missed >= 5;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
                 as u32,
-            capabilities: if link.has_beats { welcome_capability::JOURNAL_BEATS } else { 0 },
+            capabilities: if link.beats_in_journal { welcome_capability::JOURNAL_BEATS } else { 0 },
             slot: link.slot,
             generation: worker.generation,
             max_in_flight,
@@ -376,11 +376,11 @@ impl DataPlane {
         };
         let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
-        link.stage = Stage::Welcomed { strays: 0, oversized: None };
+        link.stage = Stage::Welcomed { unknown_replies: 0, oversized: None };
         if hello.capabilities & capability::MEMORY_FILES != 0 && !self.compartments[compartment].is_replay {
             link.lending = Lending::Open;
         }
-        self.mark_dirty(Endpoint::Link(index));
+        self.schedule_flush(Endpoint::Link(index));
         let says = |bit| hello.capabilities & bit != 0;
         let can = Abilities {
             has_dispatch_thread: says(capability::DISPATCH_THREAD),
@@ -392,7 +392,7 @@ impl DataPlane {
         Ok(())
     }
 
-    pub(super) fn reply(
+    pub(super) fn apply_reply(
         &mut self,
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -405,10 +405,10 @@ impl DataPlane {
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
-        if self.leases.are_there()
+        if self.leases.any_live()
             && let Some(index) = self.link_of(compartment, worker)
         {
-            self.leave_files((compartment, self.links[index].spawn), JobId(number));
+            self.end_file_use((compartment, self.links[index].spawn), JobId(number));
         }
         self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
         if !self.compartments[compartment].is_replay {
@@ -419,13 +419,13 @@ impl DataPlane {
             && let Some(index) = self.link_of(compartment, worker)
             && let Some(link) = self.links.get_mut(index)
         {
-            link.notices.spend(size);
-            link.stray();
+            link.unsolicited.charge(size);
+            link.count_unknown_reply();
         }
     }
 
     /// Records the exit status that comes along with the answer for a job.
-    fn note_status(
+    fn record_exit_status(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
         job: JobId,
@@ -442,16 +442,16 @@ impl DataPlane {
 
     /// Tolerates a limited number of replies that match no job, because replies can be late. A worker that sends very
     /// many is broken.
-    pub(super) fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
+    pub(super) fn check_unknown_replies(&self, index: LinkIndex) -> Result<(), String> {
         match self.links.get(index).map(|link| &link.stage) {
-            Some(Stage::Welcomed { strays, .. }) if *strays > JOBS_UNKNOWN_MAX => {
-                Err(format!("the worker sent more than {JOBS_UNKNOWN_MAX} replies for unknown jobs"))
+            Some(Stage::Welcomed { unknown_replies, .. }) if *unknown_replies > UNKNOWN_REPLIES_MAX => {
+                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies for unknown jobs"))
             }
             _ => Ok(()),
         }
     }
 
-    pub(super) fn progress(
+    pub(super) fn forward_progress(
         &mut self,
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -463,7 +463,7 @@ impl DataPlane {
             return;
         }
         let Some(record) = policy.cargo_mut(JobId(number)) else { return };
-        record.given.has_begun = true;
+        record.position.has_started = true;
         let (session, request) = (record.session, record.request);
         let text = cut(progress.text, MESSAGE_BYTES_MAX);
         let fraction = progress.fraction.clamp(0.0, 1.0);

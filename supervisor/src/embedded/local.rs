@@ -188,25 +188,25 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
         deprecated,
         reason = "the replacement is unsafe; an owned descriptor stays open as long as this value"
     )]
-    let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+    let event_descriptor = AsyncFd::with_interest(data_plane.event_descriptor()?, Interest::READABLE)?;
     // Run one iteration before the first await, so that every call makes progress even if its future is
     // dropped there.
-    if data_plane.goes_on() {
-        guarded(data_plane, |it| Ok(it.settle()))?;
-        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+    if data_plane.is_running() {
+        guarded(data_plane, |it| Ok(it.finish_iteration()))?;
+        guarded(data_plane, |it| it.run_iteration(Some(Duration::ZERO)))?;
     }
     let mut heard = 0;
-    while data_plane.goes_on() {
-        match guarded(data_plane, |it| Ok(it.settle()))? {
+    while data_plane.is_running() {
+        match guarded(data_plane, |it| Ok(it.finish_iteration()))? {
             Some(Duration::ZERO) => tokio::task::yield_now().await,
-            patience => {
-                let patience = patience.unwrap_or(Duration::MAX);
-                match next(data_plane, &arrivals, patience).await? {
+            wait_time => {
+                let wait_time = wait_time.unwrap_or(Duration::MAX);
+                match next(data_plane, &event_descriptor, wait_time).await? {
                     // Saves the system call of a full iteration. The limit keeps sockets and timers from
                     // starving.
                     Next::Clients if heard < HEARD_MAX => {
                         heard += 1;
-                        guarded(data_plane, DataPlane::hear_clients)?;
+                        guarded(data_plane, DataPlane::handle_in_process_clients)?;
                         continue;
                     }
                     Next::Clients => tokio::task::yield_now().await,
@@ -215,7 +215,7 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             }
         }
         heard = 0;
-        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+        guarded(data_plane, |it| it.run_iteration(Some(Duration::ZERO)))?;
     }
     Ok(())
 }
@@ -261,17 +261,17 @@ enum Next {
     Other,
 }
 
-/// Waits until an event arrives, for at most `patience`.
-async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Duration) -> io::Result<Next> {
+/// Waits until an event arrives, for at most `wait_time`.
+async fn next(data_plane: &DataPlane, event_descriptor: &AsyncFd<OwnedFd>, wait_time: Duration) -> io::Result<Next> {
     let come = poll_fn(|context| {
         // Sockets go first, so that a flood of in-process jobs cannot starve the other events.
-        if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
+        if let Poll::Ready(ready) = event_descriptor.poll_read_ready(context) {
             ready?.clear_ready();
             return Poll::Ready(Ok(Next::Other));
         }
-        data_plane.poll_clients(context).map(|()| Ok(Next::Clients))
+        data_plane.poll_in_process_clients(context).map(|()| Ok(Next::Clients))
     });
-    tokio::time::timeout(patience, come).await.unwrap_or(Ok(Next::Other))
+    tokio::time::timeout(wait_time, come).await.unwrap_or(Ok(Next::Other))
 }
 
 /// Runs `act` and converts a panic of the data plane into an error, so that the caller's thread survives.
@@ -299,11 +299,11 @@ impl Drop for LocalSupervisor {
         let mut ended = Ok(());
         while ended.is_ok()
             && let Some(ready) = &mut self.ready
-            && ready.data_plane.goes_on()
+            && ready.data_plane.is_running()
         {
             ended = guarded(&mut ready.data_plane, |it| {
-                let patience = it.settle();
-                it.take_turn(patience)
+                let wait_time = it.finish_iteration();
+                it.run_iteration(wait_time)
             });
         }
         if self.ready.is_some()

@@ -14,10 +14,10 @@ use super::DataPlane;
 use super::slab::BulkheadIndex;
 
 /// Minimum interval between events about a subject.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Maximum number of subjects before further users are reported together.
-const TOLD_MAX: usize = 64;
+const SUBJECTS_MAX: usize = 64;
 
 /// Subject of events about rejections. All rejections of a subject are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,12 +26,12 @@ enum Subject {
     User(u32),
     /// The workers of a bulkhead. `None` if the bulkhead is not known.
     Worker(Option<BulkheadIndex>),
-    /// Users beyond [`TOLD_MAX`], and clients of unknown identity.
+    /// Users beyond [`SUBJECTS_MAX`], and clients of unknown identity.
     Others,
 }
 
 /// Last event about a subject, and the rejections after it.
-pub(super) struct Told {
+pub(super) struct Reported {
     at: Time,
     unreported: u64,
     last: (SocketKind, Refusal),
@@ -39,9 +39,9 @@ pub(super) struct Told {
 
 /// Recently rejected clients.
 #[derive(Default)]
-pub(super) struct Refusals(HashMap<Subject, Told>);
+pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
-impl Refusals {
+impl RejectionReports {
     /// Returns the subject of a rejection.
     fn subject(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Subject {
         let subject = match refusal.peer {
@@ -51,7 +51,7 @@ impl Refusals {
         };
         // The number of bulkheads is bounded by the configuration, but the number of users is not.
         let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
-        if is_known || self.0.len() < TOLD_MAX { subject } else { Subject::Others }
+        if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
     /// Records a rejection. Returns the rejection if an event must be sent now.
@@ -62,12 +62,12 @@ impl Refusals {
         socket: SocketKind,
         refusal: Refusal,
     ) -> Option<(SocketKind, Refusal)> {
-        if let Some(told) = self.0.get_mut(&subject) {
-            told.unreported += 1;
-            told.last = (socket, refusal);
+        if let Some(reported) = self.0.get_mut(&subject) {
+            reported.unreported += 1;
+            reported.last = (socket, refusal);
             return None;
         }
-        self.0.insert(subject, Told { at: now, unreported: 0, last: (socket, refusal.clone()) });
+        self.0.insert(subject, Reported { at: now, unreported: 0, last: (socket, refusal.clone()) });
         Some((socket, refusal))
     }
 
@@ -80,16 +80,16 @@ impl Refusals {
     /// rejections.
     fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, Refusal)> {
         let mut due = Vec::new();
-        self.0.retain(|&subject, told| {
-            if now < told.at + TELL_AGAIN_AFTER {
+        self.0.retain(|&subject, reported| {
+            if now < reported.at + REPEAT_INTERVAL {
                 return true;
             }
-            if told.unreported == 0 {
+            if reported.unreported == 0 {
                 return false;
             }
-            let (socket, refusal) = told.last.clone();
-            due.push((subject, std::mem::take(&mut told.unreported), socket, refusal));
-            told.at = now;
+            let (socket, refusal) = reported.last.clone();
+            due.push((subject, std::mem::take(&mut reported.unreported), socket, refusal));
+            reported.at = now;
             true
         });
         due
@@ -98,32 +98,32 @@ impl Refusals {
 
 impl DataPlane {
     /// Records the rejection of a connection or a job.
-    pub(super) fn note_refusal(&mut self, socket: SocketKind, refusal: Refusal) {
-        let worker = |line: &[u32]| self.bulkhead_of_line(line);
-        let subject = self.entrance.refusals.subject(&refusal, worker);
-        if let Some((socket, refusal)) = self.entrance.refusals.add(self.now, subject, socket, refusal) {
-            self.tell_refusal(subject, 1, socket, &refusal);
+    pub(super) fn report_rejection(&mut self, socket: SocketKind, refusal: Refusal) {
+        let worker = |line: &[u32]| self.bulkhead_of_ancestors(line);
+        let subject = self.acceptor.rejections.subject(&refusal, worker);
+        if let Some((socket, refusal)) = self.acceptor.rejections.add(self.now, subject, socket, refusal) {
+            self.send_rejection_event(subject, 1, socket, &refusal);
         }
-        self.want_housekeeping();
+        self.schedule_checks();
     }
 
-    pub(super) fn look_after_refusals(&mut self) {
-        for (subject, count, socket, refusal) in self.entrance.refusals.due(self.now) {
-            self.tell_refusal(subject, count, socket, &refusal);
+    pub(super) fn report_skipped_rejections(&mut self) {
+        for (subject, count, socket, refusal) in self.acceptor.rejections.due(self.now) {
+            self.send_rejection_event(subject, count, socket, &refusal);
         }
-        if !self.entrance.refusals.0.is_empty() {
-            self.want_housekeeping();
+        if !self.acceptor.rejections.0.is_empty() {
+            self.schedule_checks();
         }
     }
 
     /// Returns the bulkhead with a worker among these ancestors.
-    fn bulkhead_of_line(&self, line: &[u32]) -> Option<BulkheadIndex> {
+    fn bulkhead_of_ancestors(&self, line: &[u32]) -> Option<BulkheadIndex> {
         let mut links = self.links.values();
         let link = links.find(|link| link.pid().is_some_and(|pid| line.contains(&pid)))?;
         Some(self.compartments[link.compartment].bulkhead)
     }
 
-    fn tell_refusal(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &Refusal) {
+    fn send_rejection_event(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &Refusal) {
         let (socket, reason) = (socket.name().into(), refusal.reason.name().into());
         let (uid, gid) = (refusal.peer.map(|peer| peer.uid), refusal.peer.map(|peer| peer.gid));
         let pid = refusal.peer.and_then(|peer| peer.pid);
@@ -161,32 +161,32 @@ mod tests {
 
     #[test]
     fn a_crowd_is_told_of_now_and_then() {
-        let mut refusals = Refusals::default();
-        let mut told = 0;
+        let mut rejections = RejectionReports::default();
+        let mut reported = 0;
         for n in 0..100_000u32 {
             let refusal = refusal(n % 1000, &[]);
-            let subject = refusals.subject(&refusal, |_| None);
-            told += usize::from(refusals.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
+            let subject = rejections.subject(&refusal, |_| None);
+            reported += usize::from(rejections.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
         }
         // The subjects beyond the maximum share an entry.
-        assert_eq!((told, refusals.0.len()), (TOLD_MAX + 1, TOLD_MAX + 1));
-        assert!(refusals.due(Time::ZERO).is_empty());
-        let later = Time::ZERO + TELL_AGAIN_AFTER;
-        let due = refusals.due(later);
+        assert_eq!((reported, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
+        assert!(rejections.due(Time::ZERO).is_empty());
+        let later = Time::ZERO + REPEAT_INTERVAL;
+        let due = rejections.due(later);
         let counted: u64 = due.iter().map(|(_, count, ..)| count).sum();
-        assert_eq!((due.len(), counted), (TOLD_MAX + 1, 100_000 - told as u64));
-        assert!(refusals.due(later).is_empty());
-        assert!(refusals.due(later + TELL_AGAIN_AFTER).is_empty());
-        assert!(refusals.0.is_empty());
+        assert_eq!((due.len(), counted), (SUBJECTS_MAX + 1, 100_000 - reported as u64));
+        assert!(rejections.due(later).is_empty());
+        assert!(rejections.due(later + REPEAT_INTERVAL).is_empty());
+        assert!(rejections.0.is_empty());
         // Workers keep separate entries when many users are rejected.
         for uid in 0..100 {
             let refusal = refusal(uid, &[]);
-            let subject = refusals.subject(&refusal, |_| None);
-            refusals.add(later, subject, SocketKind::Jobs, refusal);
+            let subject = rejections.subject(&refusal, |_| None);
+            rejections.add(later, subject, SocketKind::Jobs, refusal);
         }
         let (worker, place) = (refusal(7, &[3, 2, 1]), BulkheadIndex::from_number(5));
         assert_eq!(
-            refusals.subject(&worker, |line| (line == [3, 2, 1]).then_some(place)),
+            rejections.subject(&worker, |line| (line == [3, 2, 1]).then_some(place)),
             Subject::Worker(Some(BulkheadIndex::from_number(5)))
         );
         assert_eq!(worker.reason, RejectReason::Forbidden);

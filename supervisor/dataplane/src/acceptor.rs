@@ -11,24 +11,24 @@ use bulkhead_policy::Time;
 use mio::unix::SourceFd;
 use mio::{Interest, Poll};
 
-use super::allowance::Allowance;
-use super::refusals::Refusals;
+use super::rejections::RejectionReports;
+use super::time_budget::TimeBudget;
 use super::{DataPlane, LISTENER};
 use crate::descriptors::Intake;
 
-pub(super) struct Entrance {
+pub(super) struct Acceptor {
     /// `None` in an embedded supervisor, whose clients are in the same process.
     pub(super) listener: Option<UnixListener>,
     pub(super) intake: Intake,
     pub(super) access: Access,
-    pub(super) refusals: Refusals,
+    pub(super) rejections: RejectionReports,
     /// True if connections may be waiting to be accepted.
     pub(super) accept_pending: bool,
     /// True if the listener is deregistered. While the time budget is used up, each new connection would otherwise
     /// wake the data plane.
-    is_deaf: bool,
+    is_deregistered: bool,
     /// Time budget for accepting connections.
-    pub(super) allowance: Allowance,
+    pub(super) budget: TimeBudget,
     /// Start of the current delay. There have been waiting connections ever since.
     delayed_since: Option<Time>,
     /// Number of connections accepted since `delayed_since`.
@@ -38,23 +38,23 @@ pub(super) struct Entrance {
 
 /// Minimum delay that causes an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Reciprocal of the processor share for accepting connections.
 const ACCEPT_PART: i64 = 8;
 
-impl Entrance {
+impl Acceptor {
     pub(super) fn new(poll: &Poll, listener: Option<UnixListener>, access: Access) -> io::Result<Self> {
         listener.as_ref().map_or(Ok(()), |listener| register(poll, listener))?;
-        let (intake, refusals) = (Intake::new()?, Refusals::default());
+        let (intake, rejections) = (Intake::new()?, RejectionReports::default());
         Ok(Self {
             listener,
             intake,
             access,
-            refusals,
+            rejections,
             accept_pending: false,
-            is_deaf: false,
-            allowance: Allowance::one_in(ACCEPT_PART),
+            is_deregistered: false,
+            budget: TimeBudget::one_in(ACCEPT_PART),
             delayed_since: None,
             accepted: 0,
             delay_told_at: None,
@@ -63,7 +63,7 @@ impl Entrance {
 
     /// Returns the earliest time to accept connections, if any may be waiting.
     pub(super) fn accept_at(&self) -> Option<Time> {
-        self.accept_pending.then(|| self.allowance.resume_at())
+        self.accept_pending.then(|| self.budget.resume_at())
     }
 
     pub(super) fn count_accepted(&mut self) {
@@ -71,15 +71,15 @@ impl Entrance {
     }
 
     /// Records that no connection is waiting, or that none can be accepted.
-    pub(super) fn all_accepted(&mut self) {
+    pub(super) fn backlog_accepted(&mut self) {
         self.accept_pending = false;
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
     /// Records that connections may be waiting while the time budget is used up. Returns an event if an event is due.
-    pub(super) fn delay(&mut self, now: Time) -> Option<What> {
+    pub(super) fn delayed(&mut self, now: Time) -> Option<What> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
-        let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
+        let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if delay < DELAY_MIN || !is_due {
             return None;
         }
@@ -89,11 +89,11 @@ impl Entrance {
     }
 
     /// Returns true if there is time to accept a connection. Otherwise deregisters the listener.
-    pub(super) fn may_accept(&mut self, poll: &Poll, now: Time) -> bool {
-        let may = self.allowance.may_work(now);
-        if !may && !self.is_deaf {
+    pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
+        let may = self.budget.has_time(now);
+        if !may && !self.is_deregistered {
             let listener = self.listener.as_ref().map(AsRawFd::as_raw_fd);
-            self.is_deaf =
+            self.is_deregistered =
                 listener.is_some_and(|listener| poll.registry().deregister(&mut SourceFd(&listener)).is_ok());
         }
         may
@@ -101,12 +101,12 @@ impl Entrance {
 
     /// Registers the listener again, because no connection is waiting. A connection that has arrived in the meantime
     /// is reported at once. Errors are those of `epoll_ctl(2)`.
-    pub(super) fn hear_arrivals(&mut self, poll: &Poll) -> io::Result<()> {
-        if self.is_deaf
+    pub(super) fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
+        if self.is_deregistered
             && let Some(listener) = &self.listener
         {
             register(poll, listener)?;
-            self.is_deaf = false;
+            self.is_deregistered = false;
         }
         Ok(())
     }
@@ -120,14 +120,14 @@ fn register(poll: &Poll, listener: &UnixListener) -> io::Result<()> {
 
 impl DataPlane {
     /// Replaces the listener. The file of the previous socket is gone, so no client can connect there.
-    pub(super) fn listen(&mut self, listener: UnixListener) {
+    pub(super) fn replace_listener(&mut self, listener: UnixListener) {
         if let Err(error) = register(&self.poll, &listener) {
-            return self.note_trouble("the jobs socket cannot be listened to", &error.to_string());
+            return self.report_trouble("the jobs socket cannot be listened to", &error.to_string());
         }
-        if let Some(before) = self.entrance.listener.replace(listener) {
+        if let Some(before) = self.acceptor.listener.replace(listener) {
             let _ = self.poll.registry().deregister(&mut SourceFd(&before.as_raw_fd()));
         }
-        (self.entrance.accept_pending, self.entrance.is_deaf) = (true, false);
+        (self.acceptor.accept_pending, self.acceptor.is_deregistered) = (true, false);
     }
 }
 
@@ -149,7 +149,7 @@ mod tests {
         let listener = UnixListener::bind_addr(&address).unwrap();
         let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
         let config = bulkhead_config::parse(config, std::path::Path::new("/workers.toml")).unwrap();
-        let mut entrance = Entrance::new(&poll, Some(listener), Access::new(&config, 0)).unwrap();
+        let mut acceptor = Acceptor::new(&poll, Some(listener), Access::new(&config, 0)).unwrap();
         let mut events = Events::with_capacity(8);
         let mut is_announced = |poll: &mut Poll| {
             poll.poll(&mut events, Some(Duration::ZERO)).unwrap();
@@ -158,19 +158,19 @@ mod tests {
         let now = Time::ZERO + Duration::from_secs(1);
         let mut crowd = vec![UnixStream::connect_addr(&address).unwrap()];
         assert!(is_announced(&mut poll));
-        while entrance.may_accept(&poll, now) {
-            entrance.allowance.spend(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
+        while acceptor.can_accept(&poll, now) {
+            acceptor.budget.charge(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
         }
         crowd.push(UnixStream::connect_addr(&address).unwrap());
         assert!(!is_announced(&mut poll), "there is no time for it");
         let later = now + Duration::from_secs(1);
         for _ in 0..2 {
-            assert!(entrance.may_accept(&poll, later));
-            entrance.listener.as_ref().unwrap().accept().unwrap();
+            assert!(acceptor.can_accept(&poll, later));
+            acceptor.listener.as_ref().unwrap().accept().unwrap();
         }
         // This connection arrives between the last accept and the registration.
         crowd.push(UnixStream::connect_addr(&address).unwrap());
-        entrance.hear_arrivals(&poll).unwrap();
+        acceptor.resume_listening(&poll).unwrap();
         assert!(is_announced(&mut poll));
     }
 }

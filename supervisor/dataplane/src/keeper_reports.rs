@@ -29,7 +29,7 @@ const REPORTS_AHEAD_MAX: usize = 1024;
 const READS_AFTER_DEATH_MAX: usize = 256;
 
 /// A dead worker whose descendants are being reaped.
-pub(super) struct Sweeping {
+pub(super) struct Reaping {
     compartment: CompartmentIndex,
     worker: WorkerId,
     /// User id of the worker, if the worker has a separate user id.
@@ -43,7 +43,7 @@ impl DataPlane {
         }
         loop {
             // Deferred reports are handled before newer reports.
-            self.hear_late_reports();
+            self.handle_deferred_reports();
             match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.keeper_report(report),
                 Ok(None) => break,
@@ -53,23 +53,23 @@ impl DataPlane {
     }
 
     /// Handles deferred reports.
-    pub(super) fn hear_late_reports(&mut self) {
-        while let Some(report) = self.keeper.late_report() {
+    pub(super) fn handle_deferred_reports(&mut self) {
+        while let Some(report) = self.keeper.next_deferred_report() {
             self.keeper_report(report);
         }
     }
 
     fn keeper_report(&mut self, report: Report) {
-        self.keeper.heard();
+        self.keeper.report_received();
         match report {
             Report::Started { .. } => {
                 self.reporter.pulse.keeper.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
             }
-            Report::Spawned { worker, pid, .. } if self.template_runs(worker, pid) => {}
+            Report::Spawned { worker, pid, .. } if self.template_spawned(worker, pid) => {}
             Report::Spawned { worker, pid, pidfd, observed } => {
-                self.process_runs(worker, pid, pidfd, observed);
+                self.worker_spawned(worker, pid, pidfd, observed);
             }
-            Report::Violation { worker, process, call } => self.violation(worker, process, call),
+            Report::Violation { worker, process, call } => self.report_violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 if self.template_failed(worker, &format!("failed to start the template: {step}: {error}")) {
                     return;
@@ -84,7 +84,7 @@ impl DataPlane {
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
             }
-            Report::Template { worker, word } => self.template_says(worker, word),
+            Report::Template { worker, word } => self.handle_template_message(worker, word),
             Report::Exited { worker, exit, .. } if self.template_ended(worker, Some(exit)) => {}
             Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
@@ -95,18 +95,21 @@ impl DataPlane {
                         let (compartment, worker) = (link.compartment, link.worker);
                         self.apply(compartment, Event::Stopping { worker }, Incoming::None);
                     }
-                    None => self.process_gone(worker, Some((death, usage))),
+                    None => self.worker_gone(worker, Some((death, usage))),
                 }
             }
             Report::Swept { worker } => {
-                if let Some(death) = self.untold_death(worker) {
-                    self.process_gone(worker, Some(death));
+                if let Some(death) = self.take_deferred_death(worker) {
+                    self.worker_gone(worker, Some(death));
                 }
-                self.swept(worker);
+                self.descendants_reaped(worker);
             }
             Report::Pong => {}
             Report::Remains { count } => {
-                self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
+                self.report_trouble(
+                    "processes of a dead worker cannot be killed",
+                    &format!("{count} remain"),
+                );
             }
         }
     }
@@ -118,7 +121,7 @@ impl DataPlane {
     }
 
     /// Returns the deferred death of a worker that runs programs, which must be reported now.
-    fn untold_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
+    fn take_deferred_death(&mut self, spawn: u64) -> Option<(Death, Usage)> {
         let link = self.host_of_programs(spawn)?;
         match std::mem::replace(&mut link.end, End::None) {
             End::Dead { death, usage } => Some((death, usage)),
@@ -143,7 +146,7 @@ impl DataPlane {
     }
 
     /// Handles a forbidden system call by a process of a worker. The keeper is killing the process.
-    fn violation(&mut self, spawn: u64, process: u32, call: u32) {
+    fn report_violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(link) = self.links.of_spawn_mut(spawn) else { return };
         let compartment = link.compartment;
         // The keeper reports the start of a process before any violation.
@@ -167,8 +170,10 @@ impl DataPlane {
             for _ in 0..REPORTS_AHEAD_MAX {
                 let Ok(Some(report)) = self.keeper.serving().and_then(Keeper::receive) else { break };
                 match report {
-                    Report::Violation { worker, process, call } => self.violation(worker, process, call),
-                    other => self.keeper.put_off(other),
+                    Report::Violation { worker, process, call } => {
+                        self.report_violation(worker, process, call)
+                    }
+                    other => self.keeper.defer_report(other),
                 }
             }
         }
@@ -186,24 +191,24 @@ impl DataPlane {
         }
     }
 
-    fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
+    fn worker_spawned(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         link.run(pid, pidfd, observed);
-        self.hand_output_over(index);
+        self.forward_output(index);
         self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
         if has_out_of_band(&self.links[index].socket) {
             self.out_of_band(Endpoint::Link(index));
         }
         // The hello may have arrived before the report of the start.
-        self.link_readable(index);
+        self.read_link_input(index);
     }
 
     /// Handles the end of a worker's process. `death` is `None` if the worker was ended together with the keeper.
-    fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
+    fn worker_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
-        let read = self.links[index].reading.end();
+        let read = self.links[index].read_position.end();
         // Frames from before the death still count. The end of file does not arrive while a descendant has the
         // worker's end of the link.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
@@ -215,15 +220,15 @@ impl DataPlane {
             reads += 1;
             self.read_link_once(index);
         }
-        let begun = self.read_journal(index);
+        let begun = self.apply_journal(index);
         let Some(mut link) = self.take_link(spawn) else { return };
         self.leases.lends.close(&link.socket, &mut link.unread);
         let (compartment, worker) = (link.compartment, link.worker);
-        self.end_leases_at(spawn);
-        self.tell_unread(compartment, worker, read, begun);
+        self.end_leases_of_worker(spawn);
+        self.report_unread_jobs(compartment, worker, read, begun);
         if death.is_some() {
             // The user id must not be reused while descendants of the worker have the id.
-            self.links.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });
+            self.links.reaping.insert(spawn, Reaping { compartment, worker, id: link.id.take() });
         }
         let id = link.id.take();
         self.links.give_back(id);
@@ -231,7 +236,7 @@ impl DataPlane {
             Some((death, usage)) => {
                 self.report_death(&link, death, usage);
                 if let Some(template) = link.template {
-                    self.note_forked_death(compartment, template, death);
+                    self.count_forked_death(compartment, template, death);
                 }
                 Event::Exited { worker, death }
             }
@@ -239,13 +244,13 @@ impl DataPlane {
         };
         self.apply(compartment, event, Incoming::None);
         self.reporter.last_report = None;
-        self.links.gone.push(link);
+        self.links.closed.push(link);
     }
 
     /// Handles the end of all descendants of a dead worker.
-    fn swept(&mut self, spawn: u64) {
-        self.template_is_swept(spawn);
-        let Some(Sweeping { compartment, worker, id }) = self.links.sweeping.remove(&spawn) else { return };
+    fn descendants_reaped(&mut self, spawn: u64) {
+        self.template_reaped(spawn);
+        let Some(Reaping { compartment, worker, id }) = self.links.reaping.remove(&spawn) else { return };
         self.links.give_back(id);
         self.apply(compartment, Event::Swept { worker }, Incoming::None);
     }
@@ -257,9 +262,9 @@ impl DataPlane {
             unreachable!("the keeper names only existing links")
         };
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
-        self.links.again.retain(|&link| link != index);
+        self.links.unfinished_reads.retain(|&link| link != index);
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
-        self.entrance.intake.close_soon(&link.socket);
+        self.acceptor.intake.close_soon(&link.socket);
         self.memory.recount_workers(link.counted_waiting, 0);
         let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
         if *place == Some(index) {
@@ -275,24 +280,24 @@ impl DataPlane {
         let Some(old) = self.keeper.descriptor() else { return };
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         self.keeper.replace(self.now, &mut self.background);
-        self.note_trouble("the keeper process died", "all workers are ended and started again");
+        self.report_trouble("the keeper process died", "all workers are ended and started again");
         for running in self.links.values().filter_map(Link::running) {
             let _ = rustix::process::pidfd_send_signal(&running.pidfd, rustix::process::Signal::KILL);
         }
     }
 
     /// Handles the end of all processes of a lost keeper, including all workers.
-    fn keeper_is_swept(&mut self) {
-        self.templates_are_gone();
+    fn keeper_reaped(&mut self) {
+        self.end_all_templates();
         // Spares come first, so that no slot is taken over by a spare that is dead too.
         let (spares, others): (Vec<_>, Vec<_>) =
             self.links.by_spawn.keys().copied().partition(|spawn| self.is_spare(*spawn));
         for spawn in spares.into_iter().chain(others) {
-            let death = self.untold_death(spawn);
-            self.process_gone(spawn, death);
+            let death = self.take_deferred_death(spawn);
+            self.worker_gone(spawn, death);
         }
-        let sweeping: Vec<u64> = self.links.sweeping.keys().copied().collect();
-        sweeping.into_iter().for_each(|spawn| self.swept(spawn));
+        let reaping: Vec<u64> = self.links.reaping.keys().copied().collect();
+        reaping.into_iter().for_each(|spawn| self.descendants_reaped(spawn));
     }
 
     fn is_spare(&self, spawn: u64) -> bool {
@@ -301,26 +306,26 @@ impl DataPlane {
     }
 
     /// Puts a new keeper into service. The queued workers can then be ordered.
-    fn keeper_is_back(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
+    fn keeper_replaced(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), super::KEEPER, interest)?;
-        self.keeper.serve(keeper, self.now);
+        self.keeper.install(keeper, self.now);
         Ok(())
     }
 
     /// Handles the results of the background threads. Errors are those of a keeper that cannot be replaced.
-    pub(super) fn hear_background(&mut self) -> io::Result<()> {
+    pub(super) fn handle_background_results(&mut self) -> io::Result<()> {
         while let Some(done) = self.background.done() {
             match done {
                 Done::KeeperSwept(swept) => {
                     swept?;
-                    self.keeper_is_swept();
+                    self.keeper_reaped();
                 }
-                Done::Keeper(keeper) => self.keeper_is_back(keeper?)?,
+                Done::Keeper(keeper) => self.keeper_replaced(keeper?)?,
                 Done::Looked { compartment, worker, is_starved } => {
-                    self.report_look(compartment, worker, is_starved);
+                    self.report_starvation_result(compartment, worker, is_starved);
                 }
-                Done::FilesMade { lease, bytes, files } => self.files_made(lease, bytes, files),
+                Done::FilesMade { lease, bytes, files } => self.files_created(lease, bytes, files),
                 Done::Watched | Done::FilesFreed => {}
             }
         }
@@ -328,16 +333,16 @@ impl DataPlane {
     }
 
     /// Requests an answer from the keeper after an important order.
-    pub(super) fn ask_keeper(&mut self) {
-        self.keeper.ask(self.now);
-        self.want_housekeeping();
+    pub(super) fn ping_keeper(&mut self) {
+        self.keeper.ping(self.now);
+        self.schedule_checks();
     }
 
-    pub(super) fn look_after_keeper(&mut self) {
+    pub(super) fn check_keeper(&mut self) {
         if self.keeper.kill_if_silent(self.now) {
-            self.note_trouble("the keeper process does not answer", "the keeper is killed and replaced");
-        } else if self.keeper.is_asked() {
-            self.want_housekeeping();
+            self.report_trouble("the keeper process does not answer", "the keeper is killed and replaced");
+        } else if self.keeper.awaits_pong() {
+            self.schedule_checks();
         }
     }
 }

@@ -13,107 +13,107 @@ use super::slab::SessionId;
 use super::{DataPlane, Endpoint};
 
 #[derive(Default)]
-struct Rung {
+struct ReadySet {
     /// Clients that have signalled.
-    by: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `by` before
+    sessions: Vec<SessionId>,
+    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `sessions` before
     /// sleeping.
-    sleeper: Option<Sleeper>,
+    parked: Option<Parked>,
 }
 
 /// A sleeping thread or task.
-enum Sleeper {
+enum Parked {
     Thread(Arc<mio::Waker>),
     Task(Waker),
 }
 
 /// Receiver of the clients' signals.
-pub(super) struct Bell {
-    rung: Arc<Mutex<Rung>>,
+pub(super) struct InProcessWaker {
+    ready: Arc<Mutex<ReadySet>>,
     waker: Arc<mio::Waker>,
     /// True if an in-process client has ever connected.
     is_used: bool,
-    /// Reused buffer for the contents of `Rung::by`.
-    heard: Vec<SessionId>,
+    /// Reused buffer for the contents of `ReadySet::sessions`.
+    buffer: Vec<SessionId>,
 }
 
-fn lock(rung: &Mutex<Rung>) -> MutexGuard<'_, Rung> {
-    rung.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(ready: &Mutex<ReadySet>) -> MutexGuard<'_, ReadySet> {
+    ready.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Waker of a client.
-struct Rope {
+struct SessionWaker {
     session: SessionId,
-    rung: Arc<Mutex<Rung>>,
+    ready: Arc<Mutex<ReadySet>>,
 }
 
-impl Wake for Rope {
+impl Wake for SessionWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        let mut rung = lock(&self.rung);
-        if rung.by.last() != Some(&self.session) {
-            rung.by.push(self.session);
+        let mut ready = lock(&self.ready);
+        if ready.sessions.last() != Some(&self.session) {
+            ready.sessions.push(self.session);
         }
-        let sleeper = rung.sleeper.take();
-        drop(rung);
-        match sleeper {
-            Some(Sleeper::Thread(waker)) => {
+        let parked = ready.parked.take();
+        drop(ready);
+        match parked {
+            Some(Parked::Thread(waker)) => {
                 // Waking fails only if the data plane has ended.
                 let _ = waker.wake();
             }
-            Some(Sleeper::Task(waker)) => waker.wake(),
+            Some(Parked::Task(waker)) => waker.wake(),
             None => {}
         }
     }
 }
 
-impl Bell {
+impl InProcessWaker {
     pub(super) fn new(waker: Arc<mio::Waker>) -> Self {
-        Self { rung: Arc::default(), waker, is_used: false, heard: Vec::new() }
+        Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
     /// Registers the waker of a client. A client that has already written, or closed the connection, signals at once.
-    pub(super) fn give_rope(&mut self, session: SessionId, end: &in_process::End) {
+    pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::End) {
         self.is_used = true;
-        end.watch(&Waker::from(Arc::new(Rope { session, rung: self.rung.clone() })));
+        end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
     }
 
     /// Returns true if the thread can sleep, and arranges that clients wake it.
-    pub(super) fn may_sleep(&self) -> bool {
+    pub(super) fn prepare_sleep(&self) -> bool {
         if !self.is_used {
             return true;
         }
-        let mut rung = lock(&self.rung);
-        if rung.by.is_empty() {
-            rung.sleeper = Some(Sleeper::Thread(self.waker.clone()));
+        let mut ready = lock(&self.ready);
+        if ready.sessions.is_empty() {
+            ready.parked = Some(Parked::Thread(self.waker.clone()));
         }
-        rung.by.is_empty()
+        ready.sessions.is_empty()
     }
 
     /// Returns ready if a client has signalled. Otherwise registers the task to be woken.
-    pub(super) fn poll_rung(&self, context: &mut Context<'_>) -> Poll<()> {
-        let mut rung = lock(&self.rung);
-        if !rung.by.is_empty() {
+    pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut ready = lock(&self.ready);
+        if !ready.sessions.is_empty() {
             return Poll::Ready(());
         }
-        if matches!(&rung.sleeper, Some(Sleeper::Task(known)) if known.will_wake(context.waker())) {
+        if matches!(&ready.parked, Some(Parked::Task(known)) if known.will_wake(context.waker())) {
             return Poll::Pending;
         }
-        let unwanted = rung.sleeper.replace(Sleeper::Task(context.waker().clone()));
+        let unwanted = ready.parked.replace(Parked::Task(context.waker().clone()));
         // Dropped without the lock, because the last waker of a task can own clients, which signal when they are
         // dropped.
-        drop(rung);
+        drop(ready);
         drop(unwanted);
         Poll::Pending
     }
 
     /// Marks the data plane as awake.
-    pub(super) fn rise(&self) {
+    pub(super) fn unpark(&self) {
         if self.is_used {
-            let unwanted = lock(&self.rung).sleeper.take();
+            let unwanted = lock(&self.ready).parked.take();
             drop(unwanted);
         }
     }
@@ -121,22 +121,22 @@ impl Bell {
 
 impl DataPlane {
     /// Schedules reads and writes for the clients that have signalled.
-    pub(super) fn hear_bell(&mut self) {
-        if !self.bell.is_used {
+    pub(super) fn handle_in_process_signals(&mut self) {
+        if !self.in_process_waker.is_used {
             return;
         }
-        let mut heard = std::mem::take(&mut self.bell.heard);
-        std::mem::swap(&mut heard, &mut lock(&self.bell.rung).by);
-        for session in heard.drain(..) {
+        let mut buffer = std::mem::take(&mut self.in_process_waker.buffer);
+        std::mem::swap(&mut buffer, &mut lock(&self.in_process_waker.ready).sessions);
+        for session in buffer.drain(..) {
             let Some(found) = self.sessions.of_mut(session) else { continue };
-            let Session { end: ClientEnd::InProcess(end), outbox, standing, .. } = found else { continue };
-            standing.is_read_closed |= end.is_closed();
+            let Session { end: ClientEnd::InProcess(end), outbox, queue_state, .. } = found else { continue };
+            queue_state.is_read_closed |= end.is_closed();
             if !outbox.is_empty() {
-                self.mark_dirty(Endpoint::Session(session.index));
+                self.schedule_flush(Endpoint::Session(session.index));
             }
-            self.sessions.want_read(session.index);
+            self.sessions.schedule_client_read(session.index);
         }
-        self.bell.heard = heard;
+        self.in_process_waker.buffer = buffer;
     }
 }
 
@@ -145,10 +145,10 @@ mod tests {
     use super::*;
     use crate::slab::{SessionIndex, SlabIndex};
 
-    fn bell() -> (mio::Poll, Bell) {
+    fn bell() -> (mio::Poll, InProcessWaker) {
         let poll = mio::Poll::new().unwrap();
         let waker = mio::Waker::new(poll.registry(), mio::Token(1)).unwrap();
-        (poll, Bell::new(Arc::new(waker)))
+        (poll, InProcessWaker::new(Arc::new(waker)))
     }
 
     fn is_woken(poll: &mut mio::Poll) -> bool {
@@ -162,19 +162,19 @@ mod tests {
         let (mut poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         let session = SessionId { index: SessionIndex::from_number(3), epoch: 7 };
-        bell.give_rope(session, &here);
-        assert!(bell.may_sleep());
+        bell.register_session(session, &here);
+        assert!(bell.prepare_sleep());
         there.write(b"a").unwrap();
         assert!(is_woken(&mut poll));
-        assert!(!bell.may_sleep(), "there is something to hear");
-        assert_eq!(std::mem::take(&mut lock(&bell.rung).by), [session]);
+        assert!(!bell.prepare_sleep(), "there is something to hear");
+        assert_eq!(std::mem::take(&mut lock(&bell.ready).sessions), [session]);
         // The first byte is still unread, so the client does not signal again.
         there.write(b"b").unwrap();
-        assert!(bell.may_sleep());
-        bell.rise();
+        assert!(bell.prepare_sleep());
+        bell.unpark();
         here.read(&mut [0; 10], &mut Vec::new()).unwrap();
         there.write(b"c").unwrap();
-        assert!(!is_woken(&mut poll) && !bell.may_sleep());
+        assert!(!is_woken(&mut poll) && !bell.prepare_sleep());
     }
 
     #[test]
@@ -183,7 +183,7 @@ mod tests {
         let (here, there) = in_process::pair();
         there.write(b"a").unwrap();
         drop(there);
-        bell.give_rope(SessionId::default(), &here);
-        assert!(!bell.may_sleep());
+        bell.register_session(SessionId::default(), &here);
+        assert!(!bell.prepare_sleep());
     }
 }

@@ -14,37 +14,37 @@ use super::slab::SessionIndex;
 const QUANTUM_BYTES: usize = 4 * 1024;
 
 /// Maximum number of bytes read at once from the only waiting connection.
-const ALONE_BYTES: usize = 16 * 1024;
+const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
 /// Maximum cost of reading clients per iteration, in bytes plus [`FRAME_COST`] for each frame. This is enough for a
 /// few hundred small jobs.
-const TURN_COST_MAX: usize = 64 * 1024;
+const ITERATION_COST_MAX: usize = 64 * 1024;
 
 /// Time after which an iteration reads no further client. Closing a client takes longer than reading from a client.
-const TURN_TIME: Duration = Duration::from_micros(100);
+const ITERATION_TIME: Duration = Duration::from_micros(100);
 
 /// Fixed cost of a frame, added to the number of bytes.
 const FRAME_COST: usize = 256;
 
 /// Number of rejected frames after which a connection can wait for others. An accepted job compensates for
-/// [`TAKEN_COUNTS`] rejections, so a connection can wait if more than four in five frames are rejected.
-const REFUSED_MAX: u32 = 256;
-const TAKEN_COUNTS: u32 = 4;
+/// [`JOB_WEIGHT`] rejections, so a connection can wait if more than four in five frames are rejected.
+const REJECTED_MAX: u32 = 256;
+const JOB_WEIGHT: u32 = 4;
 
 /// User whose connections share a place in the order.
 type Uid = u32;
 
 /// State of a connection in the order.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Standing {
+pub(super) struct QueueState {
     is_waiting: bool,
     /// The user's round of the last read, and the number of bytes read in that round.
     round: u64,
     bytes: usize,
     /// True if the peer has closed its side. The bytes that are left in the socket can wait for other connections.
     pub(super) is_read_closed: bool,
-    /// Weighted number of rejected frames, see [`REFUSED_MAX`].
-    refused: u32,
+    /// Weighted number of rejected frames, see [`REJECTED_MAX`].
+    rejected: u32,
 }
 
 /// Connections of a user with input.
@@ -57,12 +57,12 @@ struct User {
     /// Current round. Round numbers are never reused.
     round: u64,
     /// Number of connections in the backlog that are not read in this round yet.
-    left: usize,
+    backlog_left: usize,
 }
 
 /// Sessions that wait to be read.
 #[derive(Default)]
-pub(super) struct Turns {
+pub(super) struct FairQueue {
     users: HashMap<Uid, User, RandomState>,
     /// Users with waiting connections, in order.
     order: VecDeque<Uid>,
@@ -70,14 +70,14 @@ pub(super) struct Turns {
     waiting: usize,
 }
 
-impl Turns {
+impl FairQueue {
     pub(super) fn is_empty(&self) -> bool {
         self.waiting == 0
     }
 
     /// Queues a connection that may have input.
-    pub(super) fn wait(&mut self, uid: Uid, index: SessionIndex, standing: &mut Standing) {
-        if std::mem::replace(&mut standing.is_waiting, true) {
+    pub(super) fn push(&mut self, uid: Uid, index: SessionIndex, queue_state: &mut QueueState) {
+        if std::mem::replace(&mut queue_state.is_waiting, true) {
             return;
         }
         self.waiting += 1;
@@ -87,8 +87,8 @@ impl Turns {
             *rounds += 1;
             User { round: *rounds, ..User::default() }
         });
-        standing.enter(user.round);
-        let is_fresh = standing.bytes < QUANTUM_BYTES;
+        queue_state.enter(user.round);
+        let is_fresh = queue_state.bytes < QUANTUM_BYTES;
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
@@ -97,11 +97,11 @@ impl Turns {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
         let next = user.fresh.pop_front().or_else(|| {
-            if user.left == 0 {
+            if user.backlog_left == 0 {
                 self.rounds += 1;
-                (user.round, user.left) = (self.rounds, user.backlog.len());
+                (user.round, user.backlog_left) = (self.rounds, user.backlog.len());
             }
-            user.left = user.left.saturating_sub(1);
+            user.backlog_left = user.backlog_left.saturating_sub(1);
             user.backlog.pop_front()
         });
         let round = user.round;
@@ -115,22 +115,22 @@ impl Turns {
     }
 }
 
-impl Standing {
+impl QueueState {
     /// Counts a frame that was rejected before becoming a job.
-    pub(super) fn refuse(&mut self) {
-        self.refused = (self.refused + 1).min(2 * REFUSED_MAX);
+    pub(super) fn count_rejection(&mut self) {
+        self.rejected = (self.rejected + 1).min(2 * REJECTED_MAX);
     }
 
     /// Counts an accepted job.
     #[inline]
-    pub(super) fn take_job(&mut self) {
-        self.refused = self.refused.saturating_sub(TAKEN_COUNTS);
+    pub(super) fn count_job(&mut self) {
+        self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);
     }
 
     /// Returns true if the connection can wait for others, because the peer has closed the connection or most frames
     /// are rejected.
-    pub(super) fn can_wait(&self) -> bool {
-        self.is_read_closed || self.refused >= REFUSED_MAX
+    pub(super) fn is_low_priority(&self) -> bool {
+        self.is_read_closed || self.rejected >= REJECTED_MAX
     }
 
     /// Begins a read of the connection in this round.
@@ -149,24 +149,25 @@ impl Standing {
 impl DataPlane {
     /// Reads from waiting clients, up to the maximum per iteration.
     pub(super) fn read_clients(&mut self) {
-        if !self.sessions.turns.is_empty() {
+        if !self.sessions.fair_queue.is_empty() {
             let (began, mut cost) = (Instant::now(), 0);
-            while cost < TURN_COST_MAX
-                && (cost == 0 || began.elapsed() < TURN_TIME)
-                && let Some(next) = self.sessions.turns.next()
+            while cost < ITERATION_COST_MAX
+                && (cost == 0 || began.elapsed() < ITERATION_TIME)
+                && let Some(next) = self.sessions.fair_queue.next()
             {
-                let most = if self.sessions.turns.is_empty() { ALONE_BYTES } else { QUANTUM_BYTES };
+                let most =
+                    if self.sessions.fair_queue.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES };
                 cost += self.read_client(next, most);
             }
         }
-        if self.sessions.may_read_patient(self.now) {
+        if self.sessions.can_read_low_priority(self.now) {
             let began = Instant::now();
-            while began.elapsed() < TURN_TIME
-                && let Some(next) = self.sessions.patient.next()
+            while began.elapsed() < ITERATION_TIME
+                && let Some(next) = self.sessions.low_priority.next()
             {
                 self.read_client(next, QUANTUM_BYTES);
             }
-            self.sessions.patience.spend(began);
+            self.sessions.low_priority_budget.charge(began);
         }
     }
 
@@ -175,13 +176,13 @@ impl DataPlane {
     fn read_client(&mut self, (index, round): (SessionIndex, u64), most: usize) -> usize {
         // An index that was reused meanwhile belongs to a session that is not waiting.
         let session = self.sessions.slab.get_mut(index);
-        let Some(session) = session.filter(|session| session.standing.is_waiting) else { return 0 };
-        session.standing.begin(round);
+        let Some(session) = session.filter(|session| session.queue_state.is_waiting) else { return 0 };
+        session.queue_state.begin(round);
         let before = session.inbox.frames_begun();
-        let bytes = self.session_readable(index, most);
+        let bytes = self.read_session_input(index, most);
         let cost = bytes + FRAME_COST;
         let Some(session) = self.sessions.get_mut(index) else { return cost };
-        session.standing.bytes = session.standing.bytes.saturating_add(bytes);
+        session.queue_state.bytes = session.queue_state.bytes.saturating_add(bytes);
         let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
         cost + FRAME_COST * frames
     }
@@ -194,31 +195,35 @@ mod tests {
 
     /// Connections that always have input, with users.
     struct Crowd {
-        turns: Turns,
-        standings: Vec<Standing>,
+        turns: FairQueue,
+        queue_states: Vec<QueueState>,
         uids: Vec<Uid>,
     }
 
     impl Crowd {
         fn new(uids: Vec<Uid>) -> Self {
-            let standings = vec![Standing::default(); uids.len()];
-            let mut crowd = Self { turns: Turns::default(), standings, uids };
-            (0..crowd.uids.len()).for_each(|index| crowd.wait(index));
+            let queue_states = vec![QueueState::default(); uids.len()];
+            let mut crowd = Self { turns: FairQueue::default(), queue_states, uids };
+            (0..crowd.uids.len()).for_each(|index| crowd.push(index));
             crowd
         }
 
-        fn wait(&mut self, index: usize) {
-            self.turns.wait(self.uids[index], SessionIndex::from_number(index), &mut self.standings[index]);
+        fn push(&mut self, index: usize) {
+            self.turns.push(
+                self.uids[index],
+                SessionIndex::from_number(index),
+                &mut self.queue_states[index],
+            );
         }
 
         /// Reads a connection, and queues the connection again if there is more input.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();
-            self.standings[index].begin(round);
-            self.standings[index].bytes += bytes;
+            self.queue_states[index].begin(round);
+            self.queue_states[index].bytes += bytes;
             if has_more(index) {
-                self.wait(index);
+                self.push(index);
             }
             index
         }
@@ -245,7 +250,7 @@ mod tests {
         }
         crowd.read(10, |index| index != 200);
         for _ in 0..1000 {
-            crowd.wait(200);
+            crowd.push(200);
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
@@ -253,7 +258,7 @@ mod tests {
         // longer comes first in the round.
         let mut its_own = 0;
         for _ in 0..1000 {
-            crowd.wait(200);
+            crowd.push(200);
             its_own += usize::from(crowd.read(QUANTUM_BYTES, |index| index != 200) == 200);
         }
         assert!(its_own <= 2 * 1000 / 200 + 2, "{its_own}");
@@ -261,30 +266,30 @@ mod tests {
 
     #[test]
     fn one_can_wait_that_leaves_or_whose_frames_are_refused() {
-        let mut leaves = Standing::default();
-        assert!(!leaves.can_wait());
+        let mut leaves = QueueState::default();
+        assert!(!leaves.is_low_priority());
         leaves.is_read_closed = true;
-        assert!(leaves.can_wait());
-        let after = |refused: u32| {
-            let mut standing = Standing::default();
+        assert!(leaves.is_low_priority());
+        let after = |rejected: u32| {
+            let mut queue_state = QueueState::default();
             for _ in 0..1000 {
-                (0..refused).for_each(|_| standing.refuse());
-                standing.take_job();
+                (0..rejected).for_each(|_| queue_state.count_rejection());
+                queue_state.count_job();
             }
-            standing.can_wait()
+            queue_state.is_low_priority()
         };
         assert_eq!([0, 4, 5].map(after), [false, false, true]);
         // Some accepted jobs are enough for the connection to count as ordinary again.
-        let mut standing = Standing::default();
-        (0..1_000_000).for_each(|_| standing.refuse());
-        (0..65).for_each(|_| standing.take_job());
-        assert!(!standing.can_wait());
+        let mut queue_state = QueueState::default();
+        (0..1_000_000).for_each(|_| queue_state.count_rejection());
+        (0..65).for_each(|_| queue_state.count_job());
+        assert!(!queue_state.is_low_priority());
     }
 
     #[test]
     fn nothing_is_left_of_those_who_have_nothing() {
         let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
-        crowd.wait(3);
+        crowd.push(3);
         for _ in 0..50 {
             crowd.read(1, |_| false);
         }

@@ -18,7 +18,7 @@ use super::{DataPlane, Incoming};
 const TAKEN_BYTES: usize = 16 * 1024;
 
 /// Tracks how far a worker has read.
-pub(super) struct Reading {
+pub(super) struct ReadPosition {
     /// Duplicate of the worker's end of the link, until the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
@@ -29,29 +29,29 @@ pub(super) struct Reading {
 
 /// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Given {
+pub(super) struct JobPosition {
     /// Number of bytes on the link before the job's frame.
-    behind: u64,
+    offset: u64,
     /// Sequence number of the job on the link.
-    arrival: u64,
+    number: u64,
     /// True if the worker has reported the beginning of the job.
-    pub(super) has_begun: bool,
+    pub(super) has_started: bool,
 }
 
-impl Reading {
+impl ReadPosition {
     pub(super) fn of(theirs: &OwnedFd) -> io::Result<Self> {
         Ok(Self { theirs: Some(theirs.try_clone()?), written: 0, jobs: 0 })
     }
 
     /// Counts bytes that were written to the socket.
-    pub(super) fn written(&mut self, bytes: usize) {
+    pub(super) fn add_written(&mut self, bytes: usize) {
         self.written += bytes as u64;
     }
 
     /// Returns the position of a job that is queued behind `waiting` unsent bytes.
-    pub(super) fn given_behind(&mut self, waiting: usize) -> Given {
+    pub(super) fn position_behind(&mut self, waiting: usize) -> JobPosition {
         self.jobs += 1;
-        Given { behind: self.written + waiting as u64, arrival: self.jobs, has_begun: false }
+        JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
     /// Takes back all unread bytes when the worker is gone or must not read any more. Returns the number of bytes
@@ -76,7 +76,7 @@ impl Reading {
 impl DataPlane {
     /// Reports to policy the jobs that a worker cannot have begun after reading `read` bytes. With a journal, also
     /// reports the jobs beyond the number that the worker has begun.
-    pub(super) fn tell_unread(
+    pub(super) fn report_unread_jobs(
         &mut self,
         compartment: CompartmentIndex,
         worker: WorkerId,
@@ -85,13 +85,13 @@ impl DataPlane {
     ) {
         for job in self.compartments[compartment].policy.jobs_of(worker) {
             let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { continue };
-            let given = record.given;
-            if given.has_begun {
+            let position = record.position;
+            if position.has_started {
                 continue;
             }
-            if given.behind >= read {
+            if position.offset >= read {
                 self.apply(compartment, Event::Unread { worker, job }, Incoming::None);
-            } else if begun.is_some_and(|begun| given.arrival > begun) {
+            } else if begun.is_some_and(|begun| position.number > begun) {
                 self.apply(compartment, Event::Unbegun { worker, job }, Incoming::None);
             }
         }

@@ -7,16 +7,16 @@ use super::DataPlane;
 
 impl DataPlane {
     /// Reads from all clients once more. Every bulkhead has stopped, so each job is rejected.
-    pub(super) fn hear_the_last(&mut self) {
-        while let Ok(command) = self.orders.commands.try_recv() {
+    pub(super) fn handle_last_events(&mut self) {
+        while let Ok(command) = self.commands.receiver.try_recv() {
             if let Command::Client { .. } | Command::Connect { .. } = command {
-                self.command(command);
+                self.run_command(command);
             }
         }
         for index in self.sessions.indices() {
-            self.session_readable(index, usize::MAX);
+            self.read_session_input(index, usize::MAX);
             // A client that keeps sending has its answers so far, and is disconnected with the others.
-            self.give_up_frame(index, RejectReason::Draining, "the supervisor is stopping");
+            self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
     }
 }

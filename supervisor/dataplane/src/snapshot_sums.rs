@@ -26,16 +26,16 @@ impl DataPlane {
     /// Returns the snapshot of a whole bulkhead.
     pub(super) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
         let places = self.compartments_of(bulkhead);
-        let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
-        let mut sum = self.sum(&parts);
+        let compartments: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
+        let mut sum = self.sum(&compartments);
         if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
             sum.add_past(isolated);
         }
-        self.whole(bulkhead, sum)
+        self.complete_snapshot(bulkhead, sum)
     }
 
     /// Completes the snapshot of a whole bulkhead from the sum of the parts.
-    pub(super) fn whole(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
+    pub(super) fn complete_snapshot(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, bulkhead);
         snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
         let (service, cause) = self.bulkheads[bulkhead].service.told(self.now);
@@ -66,11 +66,11 @@ impl DataPlane {
             return Err(SteerError::Unfit(message.into()));
         };
         let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;
-        let part = &self.compartments[place];
-        let mut snapshot = self.sum(&[part]).snapshot(self, bulkhead);
+        let compartment = &self.compartments[place];
+        let mut snapshot = self.sum(&[compartment]).snapshot(self, bulkhead);
         snapshot.tenant = Some(tenant.to_owned());
-        snapshot.latency_ms = part.latency.percentiles();
-        let limits = part.policy.limits();
+        snapshot.latency_ms = compartment.latency.percentiles();
+        let limits = compartment.policy.limits();
         (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
         snapshot.rate_limit = limits.rate_limit.map(Rate::from);
         if isolated.is_draining {
@@ -97,9 +97,9 @@ impl DataPlane {
         Some(seen.describe(numbers, &self.counters_of(bulkhead)))
     }
 
-    fn sum(&self, parts: &[&Compartment]) -> Sum {
+    fn sum(&self, compartments: &[&Compartment]) -> Sum {
         let mut sum = Sum::default();
-        parts.iter().for_each(|part| sum.add(&self.links, part, self.now));
+        compartments.iter().for_each(|compartment| sum.add(&self.links, compartment, self.now));
         sum
     }
 }
@@ -156,12 +156,12 @@ pub(super) struct Sum {
 }
 
 impl Sum {
-    pub(super) fn add(&mut self, links: &Links, part: &Compartment, now: Time) {
-        let policy = &part.policy;
+    pub(super) fn add(&mut self, links: &Links, compartment: &Compartment, now: Time) {
+        let policy = &compartment.policy;
         self.counters.add(policy.counters());
         self.restarts += policy.restarts();
         let is_resting = policy.activity() == Activity::Resting;
-        if part.tenant.is_none() || !is_resting {
+        if compartment.tenant.is_none() || !is_resting {
             self.states.add(policy.state());
         }
         if !is_resting {
@@ -171,14 +171,14 @@ impl Sum {
             self.trouble = Some(policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned);
         }
         self.limit += policy.limit();
-        self.adaptive.add(part);
+        self.adaptive.add(compartment);
         self.in_flight += policy.in_flight();
         self.available += policy.available();
         self.queued += policy.queued() as u64;
         self.breaker = worst([self.breaker, policy.breaker()].into_iter());
         self.quarantined += policy.quarantined(now) as u64;
-        self.workers.extend(links.worker_snapshots(part, now));
-        self.tenants.extend(of_its_own(part));
+        self.workers.extend(links.worker_snapshots(compartment, now));
+        self.tenants.extend(tenant_of(compartment));
         if self.tenants.len() >= TENANTS_SORTED_MAX {
             keep_busiest(&mut self.tenants);
         }
@@ -186,12 +186,12 @@ impl Sum {
 
     /// Adds the counters of forgotten parts.
     pub(super) fn add_past(&mut self, isolated: &Isolated) {
-        self.counters.add(&isolated.past);
-        self.restarts += isolated.past_restarts;
+        self.counters.add(&isolated.forgotten_counters);
+        self.restarts += isolated.forgotten_restarts;
     }
 
     fn snapshot(mut self, plane: &DataPlane, bulkhead: BulkheadIndex) -> Snapshot {
-        let state = self.states.in_one();
+        let state = self.states.combined();
         let is_fine = state == BulkheadState::Ready;
         let limits = plane.limits_of(bulkhead);
         keep_busiest(&mut self.tenants);
@@ -243,9 +243,9 @@ struct AdaptiveSeen {
 }
 
 impl AdaptiveSeen {
-    fn add(&mut self, part: &Compartment) {
-        let is_resting = part.policy.activity() == Activity::Resting;
-        if let Some(view) = part.policy.adaptive().filter(|_| !is_resting) {
+    fn add(&mut self, compartment: &Compartment) {
+        let is_resting = compartment.policy.activity() == Activity::Resting;
+        if let Some(view) = compartment.policy.adaptive().filter(|_| !is_resting) {
             self.limit += u64::from(view.limit);
             self.limits += 1;
             self.latency = self.latency.max(view.latency);
@@ -277,21 +277,21 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
 pub(super) struct States {
     first: Option<BulkheadState>,
     differ: bool,
-    is_one_unwell: bool,
+    any_unhealthy: bool,
 }
 
 impl States {
     pub(super) fn add(&mut self, state: BulkheadState) {
         self.differ |= *self.first.get_or_insert(state) != state;
-        self.is_one_unwell |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
+        self.any_unhealthy |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
     /// Returns a single state for all parts.
-    pub(super) fn in_one(&self) -> BulkheadState {
+    pub(super) fn combined(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
-            Some(_) if self.is_one_unwell => BulkheadState::Degraded,
+            Some(_) if self.any_unhealthy => BulkheadState::Degraded,
             // The first worker of some tenant is always starting.
             Some(_) => BulkheadState::Ready,
         }
@@ -320,12 +320,12 @@ fn keep_busiest(tenants: &mut Vec<Tenant>) {
     tenants.truncate(TENANTS_SHOWN);
 }
 
-fn of_its_own(part: &Compartment) -> Option<Tenant> {
-    let counters = part.policy.counters();
+fn tenant_of(compartment: &Compartment) -> Option<Tenant> {
+    let counters = compartment.policy.counters();
     Some(Tenant {
-        name: part.tenant.as_deref()?.to_owned(),
-        in_flight: u32::try_from(part.policy.in_flight()).unwrap_or(u32::MAX),
-        queued: part.policy.queued() as u64,
+        name: compartment.tenant.as_deref()?.to_owned(),
+        in_flight: u32::try_from(compartment.policy.in_flight()).unwrap_or(u32::MAX),
+        queued: compartment.policy.queued() as u64,
         submitted: counters.submitted,
         rejected: counters.rejected.iter().sum(),
     })

@@ -23,74 +23,74 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 /// Maximum number of notices beyond the budget and beyond what pauses compensate (see `docs/protocol.md`). A worker
 /// that sends more counts as broken. The count starts again when the budget is full.
-const BEYOND_MAX: i64 = 300_000;
+const EXCESS_MAX: i64 = 300_000;
 
 /// Notices of a link.
-pub(super) struct Notices {
+pub(super) struct UnsolicitedFrames {
     /// Remaining budget, at most one second's worth. A pause compensates for a negative value.
-    left: i64,
+    remaining: i64,
     filled_at: Time,
-    beyond: i64,
+    excess: i64,
     /// The link is not read before this time.
     paused_until: Option<Time>,
     /// State of a read: true if a notice came, and the last status text.
-    is_heard: bool,
-    said: Option<String>,
+    has_frames: bool,
+    status: Option<String>,
 }
 
-impl Default for Notices {
+impl Default for UnsolicitedFrames {
     fn default() -> Self {
         Self {
-            left: PER_SECOND,
+            remaining: PER_SECOND,
             filled_at: Time::ZERO,
-            beyond: 0,
+            excess: 0,
             paused_until: None,
-            is_heard: false,
-            said: None,
+            has_frames: false,
+            status: None,
         }
     }
 }
 
-impl Notices {
+impl UnsolicitedFrames {
     /// Adds the budget of a job.
     pub(super) fn add_job(&mut self) {
-        self.left += FOR_A_JOB;
+        self.remaining += FOR_A_JOB;
     }
 
     /// Charges a notice of this size.
-    pub(super) fn spend(&mut self, bytes: usize) {
-        self.is_heard = true;
-        self.left -= 1 + (bytes / 8192) as i64;
+    pub(super) fn charge(&mut self, bytes: usize) {
+        self.has_frames = true;
+        self.remaining -= 1 + (bytes / 8192) as i64;
     }
 
     /// Records a status text, in place of an earlier text from this read.
-    pub(super) fn say(&mut self, text: String) {
-        self.said = Some(text);
+    pub(super) fn set_status(&mut self, text: String) {
+        self.status = Some(text);
     }
 
     /// Refills the budget after a read, and starts a pause if the budget is exceeded. Returns an error if the worker
     /// counts as broken.
-    fn settle(&mut self, now: Time, jobs: u32) -> Result<(), String> {
+    fn update_budget(&mut self, now: Time, jobs: u32) -> Result<(), String> {
         let rate = PER_SECOND + PER_SECOND_AND_JOB * i64::from(jobs);
         let passed = i64::try_from(now.since(self.filled_at).as_micros()).unwrap_or(i64::MAX).min(1_000_000);
         let more = rate * passed / 1_000_000;
         if more > 0 {
             self.filled_at = now;
         }
-        self.left = (self.left + more).min(rate);
-        if self.left == rate {
-            self.beyond = 0;
+        self.remaining = (self.remaining + more).min(rate);
+        if self.remaining == rate {
+            self.excess = 0;
         }
-        if self.left < 0 {
+        if self.remaining < 0 {
             let most = rate * PAUSE_MAX.as_millis() as i64 / 1000;
-            let owed = most.min(-self.left);
-            self.beyond += -self.left - owed;
-            self.left = -owed;
+            let owed = most.min(-self.remaining);
+            self.excess += -self.remaining - owed;
+            self.remaining = -owed;
             self.paused_until = Some(now + Duration::from_micros((owed * 1_000_000 / rate) as u64));
         }
-        if self.beyond > BEYOND_MAX {
+        if self.excess > EXCESS_MAX {
             return Err(format!(
-                "the worker sent more than {BEYOND_MAX} frames beyond the budget for frames that answer no \
+                "the worker sent more than {EXCESS_MAX} frames beyond the budget for frames that answer no \
                  job, such as heartbeats, progress and status"
             ));
         }
@@ -100,26 +100,26 @@ impl Notices {
 
 impl DataPlane {
     /// Returns true if the link must not be read now.
-    pub(super) fn is_paused(&self, index: LinkIndex) -> bool {
+    pub(super) fn is_link_paused(&self, index: LinkIndex) -> bool {
         let link = self.links.get(index);
-        link.is_some_and(|link| link.notices.paused_until.is_some())
+        link.is_some_and(|link| link.unsolicited.paused_until.is_some())
     }
 
     /// Passes the notices of a read to policy. Returns an error message if the worker must be ended.
-    pub(super) fn hear_notices(&mut self, index: LinkIndex) -> Result<(), String> {
+    pub(super) fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let now = self.now;
         let link = &mut self.links[index];
-        if !std::mem::take(&mut link.notices.is_heard) {
+        if !std::mem::take(&mut link.unsolicited.has_frames) {
             return Ok(());
         }
         let (compartment, worker) = (link.compartment, link.worker);
-        let said = link.notices.said.take();
+        let status = link.unsolicited.status.take();
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
-        let settled = link.notices.settle(now, jobs);
-        if let Some(until) = link.notices.paused_until {
-            self.links.resume_by(until);
+        let settled = link.unsolicited.update_budget(now, jobs);
+        if let Some(until) = link.unsolicited.paused_until {
+            self.links.schedule_resume(until);
         }
-        if let Some(text) = said {
+        if let Some(text) = status {
             self.apply(compartment, Event::Said { worker, text }, Incoming::None);
         }
         self.apply(compartment, Event::Heard { worker }, Incoming::None);
@@ -134,13 +134,13 @@ impl DataPlane {
         self.links.resume_at = None;
         for index in self.links.indices() {
             let Some(link) = self.links.get_mut(index) else { continue };
-            match link.notices.paused_until {
+            match link.unsolicited.paused_until {
                 Some(until) if until <= self.now => {
-                    link.notices.paused_until = None;
-                    self.links.again.push(index);
+                    link.unsolicited.paused_until = None;
+                    self.links.unfinished_reads.push(index);
                 }
                 Some(until) => {
-                    self.links.resume_by(until);
+                    self.links.schedule_resume(until);
                 }
                 None => {}
             }
@@ -159,28 +159,28 @@ mod tests {
 
     #[test]
     fn a_worker_within_its_budget_is_never_paused() {
-        let mut notices = Notices::default();
+        let mut frames = UnsolicitedFrames::default();
         for ms in 0..100_000 {
-            notices.add_job();
+            frames.add_job();
             // RETURNED, a heartbeat, and another notice.
-            (0..3).for_each(|_| notices.spend(8));
-            notices.settle(at(ms), 1).unwrap();
-            assert_eq!((notices.paused_until, notices.beyond), (None, 0), "{ms}");
+            (0..3).for_each(|_| frames.charge(8));
+            frames.update_budget(at(ms), 1).unwrap();
+            assert_eq!((frames.paused_until, frames.excess), (None, 0), "{ms}");
         }
     }
 
     /// Sends `notices_per_read` notices in each read, for up to an hour. Returns the number of seconds until the
     /// worker is ended.
     fn flood(notices_per_read: u32) -> Option<u64> {
-        let (mut notices, mut now) = (Notices::default(), at(0));
+        let (mut frames, mut now) = (UnsolicitedFrames::default(), at(0));
         loop {
-            (0..notices_per_read).for_each(|_| notices.spend(8));
-            let settled = notices.settle(now, 1);
+            (0..notices_per_read).for_each(|_| frames.charge(8));
+            let settled = frames.update_budget(now, 1);
             let seconds = now.since(Time::ZERO).as_secs();
             if settled.is_err() || seconds >= 3600 {
                 return settled.is_err().then_some(seconds);
             }
-            let pause = notices.paused_until.take().map_or(Duration::ZERO, |until| until.since(now));
+            let pause = frames.paused_until.take().map_or(Duration::ZERO, |until| until.since(now));
             assert!(pause <= PAUSE_MAX);
             now = now + pause.max(Duration::from_millis(1));
         }
@@ -192,20 +192,20 @@ mod tests {
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
         // Large notices count by size.
-        let mut notices = Notices::default();
-        notices.spend(2000 * 8192);
-        assert_eq!(notices.left, -1001);
+        let mut frames = UnsolicitedFrames::default();
+        frames.charge(2000 * 8192);
+        assert_eq!(frames.remaining, -1001);
     }
 
     #[test]
     fn a_burst_now_and_then_is_forgiven() {
-        let mut notices = Notices::default();
+        let mut frames = UnsolicitedFrames::default();
         for burst in 0..1000 {
-            (0..5000).for_each(|_| notices.spend(8));
-            notices.settle(at(burst * 10_000), 1).unwrap();
+            (0..5000).for_each(|_| frames.charge(8));
+            frames.update_budget(at(burst * 10_000), 1).unwrap();
             for second in 1..9 {
-                notices.spend(8);
-                notices.settle(at(burst * 10_000 + second * 1000), 1).unwrap();
+                frames.charge(8);
+                frames.update_budget(at(burst * 10_000 + second * 1000), 1).unwrap();
             }
         }
     }

@@ -6,8 +6,10 @@ use super::links::End;
 impl DataPlane {
     /// Ends a worker whose temporary folder is too large. For a template, `apart` is the size without the folders of
     /// workers.
-    pub(super) fn temporary(&mut self, spawn: u64, (bytes, apart): (u64, u64), of: Option<u64>) {
-        let Some(link) = self.links.of_spawn_mut(spawn) else { return self.template_holds(spawn, apart) };
+    pub(super) fn check_temporary_folder(&mut self, spawn: u64, (bytes, apart): (u64, u64), of: Option<u64>) {
+        let Some(link) = self.links.of_spawn_mut(spawn) else {
+            return self.check_template_folder(spawn, apart);
+        };
         if link.template != of {
             // Any worker can create a folder with the name of another worker's folder.
             return;
@@ -16,7 +18,7 @@ impl DataPlane {
         if is_too_much && matches!(link.end, End::None) {
             link.end = End::Overfull;
             self.keeper.kill(spawn, self.now);
-            self.want_housekeeping();
+            self.schedule_checks();
         }
     }
 

@@ -11,33 +11,35 @@ use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 
 impl DataPlane {
-    pub(super) fn note(&mut self, compartment: CompartmentIndex, note: Note) {
+    pub(super) fn report_note(&mut self, compartment: CompartmentIndex, note: Note) {
         self.count_note(compartment, &note);
         if self.reporter.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
             return;
         }
         if self.compartments[compartment].is_replay {
-            return self.note_replay(compartment, note);
+            return self.handle_replay_note(compartment, note);
         }
         let dead = match &note {
             Note::WorkerExited { pid, .. } => Some(*pid),
             Note::JobRetried { worker_pid, .. } => *worker_pid,
             _ => None,
         };
-        let whose = match &note {
-            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => self.whose(compartment, *job),
+        let job_names = match &note {
+            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => {
+                self.job_names(compartment, *job)
+            }
             _ => None,
         };
-        let (severity, what) = describe(note, whose);
+        let (severity, what) = describe(note, job_names);
         let report = self.reporter.report_about(dead);
-        self.event_reported(severity, Some(compartment), what, report);
-        if !self.started {
+        self.event_with_report(severity, Some(compartment), what, report);
+        if !self.has_started {
             self.check_started();
         }
     }
 
     /// Returns the operation and tenant of a job that has just lost its worker or has just crashed.
-    fn whose(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
+    fn job_names(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         if let Some(cargo) = self.compartments[compartment].policy.cargo_mut(job) {
             return Some((cargo.operation.to_string(), cargo.tenant.to_string()));
         }
@@ -46,7 +48,7 @@ impl DataPlane {
     }
 
     /// Reports a problem of the supervisor itself.
-    pub(super) fn note_trouble(&mut self, what: &str, detail: &str) {
+    pub(super) fn report_trouble(&mut self, what: &str, detail: &str) {
         let trouble = What::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
         self.event(Severity::Critical, None, trouble);
     }
@@ -54,11 +56,11 @@ impl DataPlane {
     /// Reports an event of a compartment, or of the supervisor if `compartment` is `None`. The event names the tenant
     /// if the compartment serves a single tenant.
     pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
-        self.event_reported(severity, compartment, what, None);
+        self.event_with_report(severity, compartment, what, None);
     }
 
     /// Reports an event with a crash report.
-    fn event_reported(
+    fn event_with_report(
         &mut self,
         severity: Severity,
         compartment: Option<CompartmentIndex>,
@@ -77,15 +79,15 @@ impl DataPlane {
     }
 
     pub(super) fn check_started(&mut self) {
-        if !self.started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
-            self.started = true;
+        if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
+            self.has_started = true;
             self.reporter.states_have_changed();
             self.reporter.notices.milestone(Milestone::Started);
         }
     }
 
     /// Reports the event for the end of a job, if the job crashed or exceeded its deadline while running.
-    pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
+    pub(super) fn report_failed_job(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let Answer { job, cargo, verdict, .. } = answer;
         if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             return;
@@ -126,12 +128,12 @@ impl DataPlane {
             };
             (what, self.reporter.report_about(pid))
         };
-        self.event_reported(Severity::Warning, Some(compartment), what, report);
+        self.event_with_report(Severity::Warning, Some(compartment), what, report);
     }
 }
 
 /// Returns the exit status or the signal.
-fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
+fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
@@ -140,10 +142,10 @@ fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
     }
 }
 
-/// Converts a note to an event. `whose` contains the operation and tenant of the note's job.
-fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
+/// Converts a note to an event. `job_names` contains the operation and tenant of the note's job.
+fn describe(note: Note, job_names: Option<(String, String)>) -> (Severity, What) {
     use Severity::{Critical, Info, Warning};
-    let (operation, job_tenant) = whose.unzip();
+    let (operation, job_tenant) = job_names.unzip();
     match note {
         Note::WorkerStarted { worker, slot, pid } => {
             (Info, What::WorkerStarted { pid, slot, generation: worker.generation })
@@ -154,7 +156,7 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
         Note::WorkerNotStarted { slot, message } => (Critical, What::WorkerNotStarted { slot, message }),
         Note::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
             let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
-            let (exit_code, signal) = end_of(death);
+            let (exit_code, signal) = exit_of(death);
             let what = What::WorkerExited {
                 pid,
                 slot,

@@ -15,25 +15,25 @@ const UNREAD_MAX: u8 = 4;
 
 /// Number of lends that a receiver may not have read yet.
 #[derive(Debug, Default)]
-pub(super) struct Unread(u8);
+pub(super) struct ReceiverLoans(u8);
 
 /// Lends that the receivers may not have read yet.
 #[derive(Debug)]
-pub(super) struct Lends {
+pub(super) struct UnreadLoans {
     unread: usize,
     most: usize,
     /// Connections that are closed here but still have unread data at the peer.
-    closed: Vec<(OwnedFd, Unread)>,
+    closed: Vec<(OwnedFd, ReceiverLoans)>,
 }
 
-impl Lends {
+impl UnreadLoans {
     /// Limits the number of unread lends to `most`.
     pub(super) fn new(most: usize) -> Self {
         Self { unread: 0, most, closed: Vec::new() }
     }
 
     /// Returns true if another lend can be sent.
-    pub(super) fn may_lend(&mut self, socket: impl AsFd, receiver: &mut Unread) -> bool {
+    pub(super) fn can_lend(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) -> bool {
         if receiver.0 > 0 && is_read(socket) {
             self.unread -= usize::from(std::mem::take(receiver).0);
         }
@@ -41,13 +41,13 @@ impl Lends {
     }
 
     /// Counts a lend that was sent.
-    pub(super) fn lent(&mut self, receiver: &mut Unread) {
+    pub(super) fn lent(&mut self, receiver: &mut ReceiverLoans) {
         receiver.0 += 1;
         self.unread += 1;
     }
 
     /// Prepares a connection for closing. Lends that the receiver has not read still count as in transit.
-    pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut Unread) {
+    pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {
             return;
@@ -63,7 +63,7 @@ impl Lends {
     }
 
     /// Removes connections that the receivers have read completely or closed. Returns true if some are left.
-    pub(super) fn look_after_closed(&mut self) -> bool {
+    pub(super) fn remove_closed(&mut self) -> bool {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {
             let is_read = is_read(socket);
@@ -88,42 +88,45 @@ mod tests {
     /// Reconnecting does not help, because unread lends of a closed connection still count.
     #[test]
     fn receiver_that_does_not_read_gets_few_lends() {
-        let mut lends = Lends::new(2 * usize::from(UNREAD_MAX));
+        let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));
         let mut others = Vec::new();
         for _ in 0..2 {
             let (mut here, there) = UnixStream::pair().unwrap();
-            let mut unread = Unread::default();
+            let mut unread = ReceiverLoans::default();
             for _ in 0..UNREAD_MAX {
-                assert!(lends.may_lend(&here, &mut unread));
+                assert!(lends.can_lend(&here, &mut unread));
                 here.write_all(b"lent").unwrap();
                 lends.lent(&mut unread);
             }
-            assert!(!lends.may_lend(&here, &mut unread));
+            assert!(!lends.can_lend(&here, &mut unread));
             lends.close(&here, &mut unread);
             others.push(there);
         }
         let (here, _there) = UnixStream::pair().unwrap();
-        assert!(!lends.may_lend(&here, &mut Unread::default()), "all together have used up what there is");
-        assert!(lends.look_after_closed());
+        assert!(
+            !lends.can_lend(&here, &mut ReceiverLoans::default()),
+            "all together have used up what there is"
+        );
+        assert!(lends.remove_closed());
         others[0].read_to_end(&mut Vec::new()).unwrap();
         others.pop();
-        assert!(!lends.look_after_closed());
-        assert!(lends.may_lend(&here, &mut Unread::default()));
+        assert!(!lends.remove_closed());
+        assert!(lends.can_lend(&here, &mut ReceiverLoans::default()));
     }
 
     #[test]
     fn one_that_reads_is_lent_to_for_ever() {
-        let mut lends = Lends::new(1);
+        let mut lends = UnreadLoans::new(1);
         let (mut here, mut there) = UnixStream::pair().unwrap();
-        let mut unread = Unread::default();
+        let mut unread = ReceiverLoans::default();
         for _ in 0..3 {
-            assert!(lends.may_lend(&here, &mut unread));
+            assert!(lends.can_lend(&here, &mut unread));
             here.write_all(b"lent").unwrap();
             lends.lent(&mut unread);
-            assert!(!lends.may_lend(&here, &mut unread));
+            assert!(!lends.can_lend(&here, &mut unread));
             there.read_exact(&mut [0; 4]).unwrap();
         }
         lends.close(&here, &mut unread);
-        assert!(!lends.look_after_closed());
+        assert!(!lends.remove_closed());
     }
 }

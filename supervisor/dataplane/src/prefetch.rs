@@ -28,19 +28,19 @@ impl DataPlane {
         let Ok(sent) = lend(&link.socket, (kind::JOURNAL, 0), &Empty, &[journal.file.as_fd()]) else {
             return;
         };
-        link.reading.written(sent);
+        link.read_position.add_written(sent);
         link.journal = Some(journal);
     }
 
     /// Applies the answers in the journal of a dead worker. Must run after everything in the worker's link has been
     /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker began according to the
     /// journal.
-    pub(super) fn read_journal(&mut self, index: LinkIndex) -> Option<u64> {
+    pub(super) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
         let (begun, frames) = link.journal.as_ref()?.read();
         if !frames.is_empty() {
-            self.hear_journal(index, &frames);
+            self.apply_journal_frames(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
         // Zero means that the worker has never written the count.
@@ -48,7 +48,7 @@ impl DataPlane {
     }
 
     /// Handles the frames of a journal like frames from the link.
-    fn hear_journal(&mut self, index: LinkIndex, frames: &[u8]) {
+    fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
         let read = inbox.receive_by(&mut scratch, |buffer| {
@@ -63,7 +63,7 @@ impl DataPlane {
                 // them.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if is_welcomed && is_answer && is_owed {
-                    let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
+                    let _ = self.handle_worker_frame(index, header, metadata, Incoming::Borrowed(payload));
                 }
             }
         }
@@ -73,22 +73,22 @@ impl DataPlane {
     /// Handles the return of a job that was recalled before the worker began to run the job.
     pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId, arrival: u64) {
         let link = &mut self.links[index];
-        link.notices.spend(0);
+        link.unsolicited.charge(0);
         let (compartment, worker) = (link.compartment, link.worker);
         self.apply(compartment, Event::Returned { worker, job, arrival }, Incoming::None);
     }
 
     /// Ends a worker's access to the memory files of a recalled job. The worker neither reads the payload nor writes
     /// the result.
-    pub(super) fn job_taken_back(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
+    pub(super) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.link_of(compartment, worker) {
-            self.leave_files((compartment, self.links[index].spawn), job);
+            self.end_file_use((compartment, self.links[index].spawn), job);
         }
     }
 }
 
 /// Returns the size of a job on a link, given the `own` bytes of its payload and names.
-pub(super) fn link_bytes(own: usize) -> u32 {
+pub(super) fn frame_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 

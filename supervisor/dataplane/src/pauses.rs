@@ -10,54 +10,54 @@ use rustix::time::{ClockId, clock_gettime};
 use super::{DataPlane, Incoming};
 
 /// Minimum delay of an iteration that counts as a pause of the supervisor.
-const HELD_UP: Duration = Duration::from_millis(500);
+const PAUSE_MIN: Duration = Duration::from_millis(500);
 
 /// Minimum interval between events about pauses.
-const TOLD_EVERY: Duration = Duration::from_secs(1);
+const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of the pause detection.
 #[derive(Default)]
-pub(super) struct Pauses {
+pub(super) struct PauseDetector {
     /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the data plane's clock, in
     /// nanoseconds.
-    ahead_ns: Option<u64>,
-    told_at: Option<Time>,
+    suspended_ns: Option<u64>,
+    reported_at: Option<Time>,
     /// True if the previous iteration came too late.
-    is_over: bool,
+    was_late: bool,
 }
 
-impl Pauses {
+impl PauseDetector {
     /// Returns how long the machine was suspended since the last call. The data plane's clock, and with it every
     /// deadline, stood still during that time.
     fn suspended(&mut self, now: Time) -> Duration {
         let clock = clock_gettime(ClockId::Boottime);
         let since_boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
-        let ahead_ns = since_boot_ns.saturating_sub(now.0);
-        let before_ns = self.ahead_ns.replace(ahead_ns).unwrap_or(ahead_ns);
-        Duration::from_nanos(ahead_ns.saturating_sub(before_ns))
+        let suspended_ns = since_boot_ns.saturating_sub(now.0);
+        let before_ns = self.suspended_ns.replace(suspended_ns).unwrap_or(suspended_ns);
+        Duration::from_nanos(suspended_ns.saturating_sub(before_ns))
     }
 }
 
 impl DataPlane {
     /// Checks for a pause at the beginning of an iteration that was due at `due`. Returns true if timers must wait
     /// for the next iteration, because answers that arrived during the pause may be unread and take precedence.
-    pub(super) fn mind_pause(&mut self, due: Option<Time>) -> bool {
-        let suspended = self.pauses.suspended(self.now);
+    pub(super) fn detect_pause(&mut self, due: Option<Time>) -> bool {
+        let suspended = self.pause_detector.suspended(self.now);
         let late = due.map_or(Duration::ZERO, |at| self.now.since(at));
-        self.pauses.is_over = late.max(suspended) > HELD_UP && !self.pauses.is_over;
-        if !self.pauses.is_over {
+        self.pause_detector.was_late = late.max(suspended) > PAUSE_MIN && !self.pause_detector.was_late;
+        if !self.pause_detector.was_late {
             return false;
         }
-        self.keeper.excuse(self.now);
+        self.keeper.restart_timeout(self.now);
         for session in self.sessions.values_mut() {
-            session.excuse(late, self.now);
+            session.extend_timeouts(late, self.now);
         }
         for index in self.compartments.indices() {
             self.apply(index, Event::HeldUp, Incoming::None);
         }
-        if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {
-            self.pauses.told_at = Some(self.now);
-            let suspended_ms = (suspended > HELD_UP).then_some(suspended.as_millis() as u64);
+        if self.pause_detector.reported_at.is_none_or(|at| self.now.since(at) >= EVENT_INTERVAL) {
+            self.pause_detector.reported_at = Some(self.now);
+            let suspended_ms = (suspended > PAUSE_MIN).then_some(suspended.as_millis() as u64);
             let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
             self.event(Severity::Warning, None, what);
         }
@@ -86,7 +86,7 @@ mod tests {
         session.mid_frame_since = Some(at(2));
         // This time lies within the pause, so it moves to the current time at most.
         session.unread_since = Some(at(50));
-        session.excuse(Duration::from_secs(40), at(60));
+        session.extend_timeouts(Duration::from_secs(40), at(60));
         assert!(session.stage == Stage::AwaitingHello { since: at(41) });
         assert_eq!((session.mid_frame_since, session.unread_since), (Some(at(42)), Some(at(60))));
     }
