@@ -13,7 +13,7 @@ use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
 use bulkhead_control::control::{self, ControlThread, InForce, Options, Place};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{Bound, Sockets};
-use bulkhead_dataplane::{DataPlane, Parts, descriptors};
+use bulkhead_dataplane::{Components, DataPlane, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::lifeline::{self, Lifeline};
 use bulkhead_linux::schedule::shorten_slice;
@@ -143,7 +143,7 @@ impl Ready {
         let labels: Arc<[String]> = config.labelled_tenants().into();
         let in_force =
             InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
-        let parts = Parts {
+        let parts = Components {
             config: config.clone(),
             support,
             listener,

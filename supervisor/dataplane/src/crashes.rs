@@ -1,22 +1,26 @@
-//! Crash reports: the data plane records the state of a worker at the time of death, with the payloads that are still
-//! in memory. A crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
+//! Crash reports: which deaths are reported, and the contents of a report.
+//!
+//! The data plane records the state of a worker at the time of death, with the payloads that are still in memory. A
+//! crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
 
+mod start_failures;
+
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Severity, Stage,
-    Victim, What,
+    Cause, Confinement, CrashId, CrashJob, CrashReport, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
 };
 use bulkhead_keeper::Usage;
-use bulkhead_plane::command::Notice;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
-use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
-use bulkhead_shared::JobId;
-use tokio::sync::OwnedSemaphorePermit;
+use bulkhead_policy::{Answer, Bulkhead, Death, HeldJob, PostMortem, Time, WorkerId};
+use bulkhead_shared::{JobId, Verdict};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::links::Link;
-use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::{DataPlane, JobData};
+use super::JobData;
+use super::slab::BulkheadIndex;
+use start_failures::StartFailures;
 
 /// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
 const REPORT_BURST_MAX: u32 = 10;
@@ -24,9 +28,41 @@ const REPORT_BURST_MAX: u32 = 10;
 /// Minimum interval between events about unreported crashes.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
+pub(super) struct Crashes {
+    /// Number of crash reports so far.
+    reports: u32,
+    /// Permits for crash reports that wait to be stored.
+    permits: Arc<Semaphore>,
+    /// Bulkheads with crashes.
+    by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
+    /// Number of crashes without a report that no event has reported yet.
+    skipped: u64,
+    /// Process and crash report of the death that is being applied. Events about the death refer to the report.
+    last_report: Option<(u32, CrashId)>,
+    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
+    /// job.
+    last_failed: Option<(JobId, Box<str>, Box<str>)>,
+}
+
+#[derive(Default)]
+struct BulkheadCrashes {
+    limit: ReportLimit,
+    /// Crashes of workers that were never ready.
+    start_failures: StartFailures,
+}
+
+/// Permission to send a crash report.
+pub(super) struct ReportSlot {
+    id: CrashId,
+    at: SystemTime,
+    /// Number of equal start failures so far.
+    count: u32,
+    permit: OwnedSemaphorePermit,
+}
+
 /// Rate limit of crash reports (token bucket).
 #[derive(Debug)]
-pub(super) struct ReportLimit {
+struct ReportLimit {
     left: u32,
     /// Time up to which the bucket has been refilled.
     filled_to: Time,
@@ -64,7 +100,7 @@ impl ReportLimit {
 }
 
 /// Circumstances of a death.
-struct CrashContext {
+pub(super) struct CrashContext {
     victim: Victim,
     cause: Cause,
     stage: Stage,
@@ -73,162 +109,175 @@ struct CrashContext {
     stderr_tail: Option<String>,
 }
 
-impl DataPlane {
-    /// Reports the death of a worker, unless the worker ended normally. Must run before policy gets the event.
-    pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
-        let (compartment, worker) = (link.compartment, link.worker);
-        let (now, entry) = (self.now, &mut self.compartments[compartment]);
-        if entry.is_replay {
-            return;
-        }
-        let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
-        let Some(cause) = crash_cause(&post, death) else { return };
+impl CrashContext {
+    /// Returns the circumstances of a worker's death, unless the worker ended normally.
+    pub(super) fn of_worker(post: &PostMortem, death: Death, usage: Usage) -> Option<Self> {
+        let cause = crash_cause(post, death)?;
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        let death = CrashContext {
-            victim: Victim::Worker,
-            cause,
-            stage,
-            culprit,
-            usage: Some(usage),
-            stderr_tail: None,
-        };
-        self.send_crash_report(compartment, worker, (&post, Some(link)), death);
+        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
     }
 
-    /// Reports that a program was killed by a signal, while the worker continues.
-    pub(super) fn report_program(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        job: JobId,
-        death: Death,
-        message: &str,
-    ) {
-        let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
-        // If the client already has an answer, the supervisor itself ended the program.
-        if !policy.holds(worker, job) || policy.cargo_mut(job).is_none() {
-            return;
-        }
-        let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
-        post.jobs.extend(policy.held(now, job));
-        let Some(cause) = cause_of(death, None) else { return };
-        if self.compartments[compartment].is_replay {
-            return self.replay_program_died(compartment, Some(cause));
-        }
-        let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
-        let said = said.trim_start_matches(": ");
-        let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let death = CrashContext {
-            victim: Victim::Program,
-            cause,
-            stage: Stage::Working,
-            culprit: Some(0),
-            usage: None,
-            stderr_tail,
-        };
-        self.send_crash_report(compartment, worker, (&post, None), death);
+    /// Returns the circumstances of a program's death by `cause`. `message` is the worker's description of the death.
+    pub(super) fn of_program(cause: Cause, message: &str) -> Self {
+        let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
+        let output = output.trim_start_matches(": ");
+        let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
+        let (victim, stage) = (Victim::Program, Stage::Working);
+        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail }
     }
 
-    /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
-    fn send_crash_report(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        (post, link): (&PostMortem, Option<&Link>),
-        death: CrashContext,
-    ) {
-        let entry = &self.compartments[compartment];
-        let bulkhead = entry.bulkhead;
-        let tenant = entry.tenant.as_deref().map(str::to_owned);
-        let place = self.report_permit_for(bulkhead, death.stage);
-        let before = match death.stage {
-            Stage::Starting => self.bulkheads[bulkhead].start_failures.count_again(&death.cause),
-            _ => None,
-        };
-        if let Some((id, _)) = before {
-            self.reporter.last_report = Some((post.pid, id));
-        }
-        let Some(place) = place else { return self.schedule_checks() };
-        let at = SystemTime::now();
-        let (id, count) = before.unwrap_or_else(|| {
-            self.reporter.crashes = self.reporter.crashes.wrapping_add(1);
-            (CrashId::new(at, self.reporter.crashes), 1)
-        });
-        if death.stage == Stage::Starting && before.is_none() {
-            self.bulkheads[bulkhead].start_failures.begin(death.cause.clone(), id);
-        }
-        let CrashContext { victim, cause, stage, culprit, usage, stderr_tail } = death;
-        let of_living = || self.links.get(self.link_of(compartment, worker)?);
-        let confinement = link.or_else(of_living).and_then(Link::confinement);
+    /// Returns the report of a worker in the bulkhead and for the tenant in `names`, with the permit for the report.
+    pub(super) fn report(
+        self,
+        slot: ReportSlot,
+        names: (&str, Option<&str>),
+        (worker, post): (WorkerId, &PostMortem),
+        confinement: Option<Confinement>,
+        jobs: Vec<CrashJob>,
+    ) -> (Box<CrashReport>, OwnedSemaphorePermit) {
         let report = CrashReport {
-            id,
-            at,
-            count,
-            bulkhead: self.bulkheads[bulkhead].name.as_ref().to_owned(),
-            tenant,
-            victim: victim.into(),
-            stage: stage.into(),
-            cause,
+            id: slot.id,
+            at: slot.at,
+            count: slot.count,
+            bulkhead: names.0.to_owned(),
+            tenant: names.1.map(str::to_owned),
+            victim: self.victim.into(),
+            stage: self.stage.into(),
+            cause: self.cause,
             pid: post.pid,
             slot: post.slot,
             generation: worker.generation,
             uptime_ms: millis(post.uptime),
             served: post.served,
-            usage: usage.map(crash::usage),
+            usage: self.usage.map(crash::usage),
             in_flight: post.in_flight,
-            culprit,
-            jobs: self.crash_jobs(compartment, &post.jobs),
-            stderr_tail,
+            culprit: self.culprit,
+            jobs,
+            stderr_tail: self.stderr_tail,
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
-        self.reporter.last_report = Some((post.pid, id));
-        self.reporter.notify(Notice::Crash { report: Box::new(report), place });
+        (Box::new(report), slot.permit)
     }
+}
 
-    /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
-    /// permits are reserved for workers that had been ready.
-    fn report_permit_for(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
-        let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
-        let (report_limit, spared) = match stage {
-            Stage::Starting => (&mut bulkhead.start_failures.report_limit, REPORTS_WAITING_MAX / 2),
-            Stage::Idle | Stage::Working => (&mut bulkhead.crash_report_limit, 0),
-        };
-        let is_allowed = report_limit.take(now) && self.reporter.report_permits.available_permits() > spared;
-        let place = self.reporter.report_permit().filter(|_| is_allowed);
-        report_limit.skipped += u64::from(place.is_none());
-        place
-    }
-
-    fn crash_jobs(&mut self, compartment: CompartmentIndex, jobs: &[HeldJob]) -> Vec<CrashJob> {
-        let mut room = PAYLOADS_BYTES_MAX;
-        let policy = &mut self.compartments[compartment].policy;
-        jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
-    }
-
-    /// Reports at intervals the number of unreported crashes and of further jobs sent to fallbacks.
-    pub(super) fn report_skipped_crashes(&mut self) {
-        let now = self.now;
-        for bulkhead in self.bulkheads.indices() {
-            let Some(entry) = self.bulkheads.get_mut(bulkhead) else { continue };
-            let report_limits = [&mut entry.crash_report_limit, &mut entry.start_failures.report_limit];
-            let unreported = report_limits
-                .map(|report_limit| (report_limit.take_unreported(now), report_limit.skipped > 0));
-            for (skipped, is_waiting) in unreported {
-                if let Some(skipped) = skipped {
-                    let what = What::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
-                    self.bulkhead_event(Severity::Warning, bulkhead, what);
-                } else if is_waiting {
-                    self.schedule_checks();
-                }
-            }
-            self.report_skipped_fallbacks(bulkhead);
+impl Crashes {
+    pub(super) fn new() -> Self {
+        Self {
+            reports: 0,
+            permits: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
+            by_bulkhead: HashMap::new(),
+            skipped: 0,
+            last_report: None,
+            last_failed: None,
         }
     }
+
+    // Reports.
+
+    /// Counts the death of process `pid`. Returns `None` if there are too many reports. Half of the permits are
+    /// reserved for workers that had been ready.
+    pub(super) fn begin_report(
+        &mut self,
+        (now, at): (Time, SystemTime),
+        bulkhead: BulkheadIndex,
+        context: &CrashContext,
+        pid: u32,
+    ) -> Option<ReportSlot> {
+        let crashes = self.by_bulkhead.entry(bulkhead).or_default();
+        let is_start = context.stage == Stage::Starting;
+        let (limit, spared) = match is_start {
+            true => (&mut crashes.start_failures.limit, REPORTS_WAITING_MAX / 2),
+            false => (&mut crashes.limit, 0),
+        };
+        let is_allowed = limit.take(now) && self.permits.available_permits() > spared;
+        let permit = self.permits.clone().try_acquire_owned().ok().filter(|_| is_allowed);
+        let is_skipped = u64::from(permit.is_none());
+        limit.skipped += is_skipped;
+        self.skipped += is_skipped;
+        let known = if is_start { crashes.start_failures.count_again(&context.cause) } else { None };
+        if let Some((id, _)) = known {
+            self.last_report = Some((pid, id));
+        }
+        let permit = permit?;
+        let (id, count) = known.unwrap_or_else(|| {
+            self.reports = self.reports.wrapping_add(1);
+            (CrashId::new(at, self.reports), 1)
+        });
+        if is_start && known.is_none() {
+            crashes.start_failures.begin(context.cause.clone(), id);
+        }
+        self.last_report = Some((pid, id));
+        Some(ReportSlot { id, at, count, permit })
+    }
+
+    /// Returns the crash report for an event about the death of process `pid`.
+    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
+        let (dead, id) = self.last_report?;
+        (pid == Some(dead)).then_some(id)
+    }
+
+    /// Returns the crash report about the death that ends this job. Valid only while this death is applied.
+    pub(super) fn report_of(&self, answer: &Answer<Box<JobData>>) -> Option<CrashId> {
+        let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
+        self.report_about(answer.worker_pid.filter(|_| has_crashed))
+    }
+
+    /// Records that a death was applied. Later events do not refer to the report.
+    pub(super) fn death_applied(&mut self) {
+        self.last_report = None;
+    }
+
+    // Jobs.
+
+    /// Remembers the names of a job that crashed or exceeded its deadline.
+    pub(super) fn record_failed_job(&mut self, answer: &Answer<Box<JobData>>) {
+        let names = |job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone());
+        self.last_failed = answer.job.map(names);
+    }
+
+    /// Returns the operation and tenant of the last failed job, if this is the job.
+    pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
+        let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
+        Some((operation.to_string(), tenant.to_string()))
+    }
+
+    // Crashes without a report.
+
+    /// Returns true if some crashes are neither reported nor counted in an event.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.skipped > 0
+    }
+
+    /// Returns the bulkheads with a due event, and the number of crashes without a report since the last event.
+    pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
+        let mut due = Vec::new();
+        for (&bulkhead, crashes) in &mut self.by_bulkhead {
+            for limit in [&mut crashes.limit, &mut crashes.start_failures.limit] {
+                due.extend(limit.take_unreported(now).map(|skipped| (bulkhead, skipped)));
+            }
+        }
+        due.sort_unstable();
+        self.skipped -= due.iter().map(|(_, skipped)| skipped).sum::<u64>();
+        due
+    }
+
+    /// Forgets a bulkhead whose index will be reused.
+    pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
+        if let Some(crashes) = self.by_bulkhead.remove(&bulkhead) {
+            self.skipped -= crashes.limit.skipped + crashes.start_failures.limit.skipped;
+        }
+    }
+}
+
+/// Describes jobs of a dead worker, with payloads as far as there is room.
+pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
+    let mut room = PAYLOADS_BYTES_MAX;
+    jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
 }
 
 /// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
@@ -236,6 +285,10 @@ impl DataPlane {
 fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Describes a job of a dead worker. Includes the payload if it fits into `room`.
@@ -261,10 +314,6 @@ fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize
         blake3: None,
         digest: held.digest.map(|digest| digest.to_string()),
     }
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -7,10 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use bulkhead_shared::in_process;
 
-use super::client_end::ClientEnd;
-use super::sessions::Session;
 use super::slab::SessionId;
-use super::{DataPlane, Endpoint};
 
 #[derive(Default)]
 struct ReadySet {
@@ -110,33 +107,21 @@ impl InProcessWaker {
         Poll::Pending
     }
 
+    /// Calls `handle` for the clients that have signalled.
+    pub(super) fn drain(&mut self, handle: impl FnMut(SessionId)) {
+        if !self.is_used {
+            return;
+        }
+        std::mem::swap(&mut self.buffer, &mut lock(&self.ready).sessions);
+        self.buffer.drain(..).for_each(handle);
+    }
+
     /// Marks the data plane as awake.
     pub(super) fn unpark(&self) {
         if self.is_used {
             let unwanted = lock(&self.ready).parked.take();
             drop(unwanted);
         }
-    }
-}
-
-impl DataPlane {
-    /// Schedules reads and writes for the clients that have signalled.
-    pub(super) fn handle_in_process_signals(&mut self) {
-        if !self.in_process_waker.is_used {
-            return;
-        }
-        let mut buffer = std::mem::take(&mut self.in_process_waker.buffer);
-        std::mem::swap(&mut buffer, &mut lock(&self.in_process_waker.ready).sessions);
-        for session in buffer.drain(..) {
-            let Some(found) = self.sessions.of_mut(session) else { continue };
-            let Session { end: ClientEnd::InProcess(end), outbox, queue_state, .. } = found else { continue };
-            queue_state.is_read_closed |= end.is_closed();
-            if !outbox.is_empty() {
-                self.schedule_flush(Endpoint::Session(session.index));
-            }
-            self.sessions.schedule_client_read(session.index);
-        }
-        self.in_process_waker.buffer = buffer;
     }
 }
 

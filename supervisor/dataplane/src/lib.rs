@@ -12,54 +12,33 @@ mod acceptor;
 mod background;
 mod buffers;
 mod bulkheads;
-mod client_end;
-mod client_frames;
-mod command_queue;
 mod commands;
-mod compartments;
 mod crashes;
-mod demand;
 pub mod descriptors;
-mod fair_queue;
 mod fallback;
+mod handshake;
 mod in_process_waker;
 mod journal;
 mod keeper_link;
-mod keeper_reports;
-mod last_iteration;
 mod leases;
-mod link_table;
 mod links;
 mod memory;
 mod memory_files;
-mod metrics;
 mod operator_events;
-mod outcomes;
-mod output;
 mod pauses;
-mod prefetch;
-mod read_position;
 mod rejections;
-mod reload;
-mod replay;
+mod replays;
 mod reporter;
-mod session_table;
 mod sessions;
 mod shares;
 mod slab;
-mod snapshot_sums;
-mod snapshots;
 mod spans;
-mod start_failures;
 mod starvation;
-mod submits;
+mod submissions;
 mod templates;
-mod temporary_folders;
-mod tenants;
 mod time_budget;
 mod unread_loans;
-mod unsolicited_frames;
-mod worker_frames;
+mod wiring;
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -69,15 +48,19 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll as Readiness};
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Severity;
 use bulkhead_config::Config;
-use bulkhead_keeper::Keeper;
+use bulkhead_keeper::{Keeper, Report};
 use bulkhead_plane::access::Access;
-use bulkhead_plane::command::Commander;
+use bulkhead_plane::command::{Command, Commander, WorkerProcess};
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::entry::SocketKind;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::notices::Speaker;
+use bulkhead_plane::notices::{Milestone, Speaker};
+use bulkhead_plane::open_files;
 use bulkhead_plane::reload::{BulkheadSpec, SpecInputs};
+use bulkhead_plane::scrape::Scrape;
 use bulkhead_plane::span::SpanSender;
 use bulkhead_plane::threads::Fate;
 use bulkhead_policy::{Action, Event, Time};
@@ -88,23 +71,31 @@ use bulkhead_shared::worker_protocol::{Empty, Limits};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::oneshot;
 
 use acceptor::Acceptor;
-use background::Background;
+use background::{Background, Done};
 use buffers::Buffers;
-use bulkheads::Bulkheads;
-use command_queue::CommandQueue;
-use compartments::Compartments;
+use bulkheads::{Bulkheads, Compartments, SnapshotQueue, SnapshotSource};
+use commands::CommandQueue;
+use crashes::Crashes;
+use descriptors::Intake;
 use fallback::FallbackState;
 use in_process_waker::InProcessWaker;
 use keeper_link::{KeeperLink, WorkerOrder};
 use leases::{LeasedPayload, Leases};
-use link_table::Links;
-use memory::{Charge, Memory};
+use links::{JobPosition, Link, Links, death_of};
+use memory::{Charge, ChargeKind, Memory};
+use pauses::PauseDetector;
+use rejections::RejectionReports;
+use replays::Replays;
 use reporter::Reporter;
-use session_table::Sessions;
+use sessions::Sessions;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
-use spans::Trace;
+use spans::{Spans, Trace};
+use templates::Templates;
+use unread_loans::UnreadLoans;
 
 /// Maximum number of socket events per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
@@ -119,6 +110,9 @@ const FIRST_CONNECTION: usize = 4;
 
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
+
+/// Size of header and metadata of a job without names.
+const FRAME_BYTES: usize = 128;
 
 /// Message for a peer that has sent out-of-band data.
 const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
@@ -136,9 +130,9 @@ pub(crate) struct JobData {
     priority: Priority,
     /// Label of the tenant in the metrics.
     label: u32,
-    held: Held,
+    held: HeldPayload,
     /// Position on the link of the job's worker.
-    position: read_position::JobPosition,
+    position: JobPosition,
     charge: Charge,
     /// Exit status of the program that ran the job.
     status: Option<i32>,
@@ -161,9 +155,14 @@ impl JobData {
     }
 }
 
+/// Returns the size of a job on a link, given the `own` bytes of its payload and names.
+fn link_bytes(own: usize) -> u32 {
+    u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
+}
+
 /// Payload of a job while it is held here.
 #[derive(Default)]
-struct Held {
+struct HeldPayload {
     /// Payload of a waiting job. A large payload of a repeatable job is kept until the job's end. Counts towards the
     /// memory for waiting payloads.
     payload: Option<Vec<u8>>,
@@ -176,7 +175,7 @@ struct Held {
     is_repeatable: bool,
 }
 
-impl Held {
+impl HeldPayload {
     fn is_empty(&self) -> bool {
         self.payload.is_none() && self.copy.is_none() && self.file.is_none()
     }
@@ -216,37 +215,48 @@ impl Held {
 
 /// The data plane: the event loop, and the parts that handle the events.
 pub struct DataPlane {
+    // The loop.
     poll: Poll,
-    in_process_waker: InProcessWaker,
-    origin: Instant,
-    now: Time,
-    acceptor: Acceptor,
-    commands: CommandQueue,
-    reporter: Reporter,
-    keeper: KeeperLink,
-    background: Background,
-    bulkheads: Bulkheads,
-    compartments: Compartments,
-    sessions: Sessions,
-    links: Links,
-    templates: templates::Templates,
-    /// Memory of waiting data: jobs in queues, kept payloads, and frames that workers have not read.
-    memory: Memory,
-    leases: Leases,
-    buffers: Buffers,
-    /// Connections with pending writes.
-    dirty: Vec<Endpoint>,
-    limits: DataPlaneLimits,
-    check_at: Option<Time>,
-    /// Next deadline, as of the last `settle`.
-    due: Option<Time>,
     events: Events,
     /// True if there were more events than the maximum per iteration.
     has_more_events: bool,
-    pause_detector: pauses::PauseDetector,
+    origin: Instant,
+    now: Time,
+    /// Next time of periodic checks, while a part needs checks.
+    check_at: Option<Time>,
+    /// Next deadline, as of the last [`DataPlane::finish_iteration`].
+    due: Option<Time>,
+    limits: DataPlaneLimits,
     is_stopping: bool,
     has_started: bool,
     fate: Fate,
+    pulse: Arc<SharedCounters>,
+    // Input and output.
+    acceptor: Acceptor,
+    access: Access,
+    background: Background,
+    buffers: Buffers,
+    in_process_waker: InProcessWaker,
+    intake: Intake,
+    keeper: KeeperLink,
+    reporter: Reporter,
+    unread_loans: UnreadLoans,
+    // Parts without input and output.
+    bulkheads: Bulkheads,
+    commands: CommandQueue,
+    compartments: Compartments,
+    crashes: Crashes,
+    leases: Leases,
+    links: Links,
+    /// Memory of waiting data: jobs in queues, kept payloads, and frames that workers have not read.
+    memory: Memory,
+    pause_detector: PauseDetector,
+    rejections: RejectionReports,
+    replays: Replays,
+    sessions: Sessions,
+    snapshots: SnapshotQueue,
+    spans: Spans,
+    templates: Templates,
 }
 
 /// A connection that the event loop serves.
@@ -304,7 +314,7 @@ impl<'p> Incoming<'p> {
 }
 
 /// Components that a [`DataPlane`] is built from.
-pub struct Parts {
+pub struct Components {
     /// Configuration at the start.
     pub config: Arc<Config>,
     /// Confinement mechanisms that this machine supports.
@@ -330,8 +340,9 @@ pub struct Parts {
 
 impl DataPlane {
     /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
-    pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
+    pub fn new(components: Components) -> io::Result<(Self, Commander)> {
+        let Components { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } =
+            components;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
@@ -340,41 +351,51 @@ impl DataPlane {
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let own = rustix::process::geteuid().as_raw();
+        let open_files = open_files::limit_in_force();
+        let unread_loans_max = usize::try_from(open_files / open_files::LIMIT_PER_UNREAD);
         let mut plane = Self {
-            origin: Instant::now(),
-            now: Time::ZERO,
-            acceptor: Acceptor::new(&poll, listener, Access::new(&config, own))?,
+            acceptor: Acceptor::new(&poll, listener)?,
             poll,
-            commands: CommandQueue::new(commands, commander.stops()),
-            reporter: Reporter::new(notices, pulse, spans),
-            keeper: KeeperLink::new(keeper),
-            in_process_waker: InProcessWaker::new(waker.clone()),
-            background: Background::start(&fate, waker)?,
-            bulkheads: Bulkheads::new(labels),
-            compartments: Compartments::new(seed()),
-            sessions: Sessions::new(),
-            links: Links::new(support.ids()),
-            templates: templates::Templates::default(),
-            memory: Memory::new(own),
-            leases: Leases::new(),
-            buffers: Buffers::default(),
-            dirty: Vec::new(),
-            limits: DataPlaneLimits::new(&config.supervisor),
-            check_at: None,
-            due: None,
             events: Events::with_capacity(EVENTS_PER_ITERATION_MAX),
             has_more_events: false,
-            pause_detector: pauses::PauseDetector::default(),
+            origin: Instant::now(),
+            now: Time::ZERO,
+            check_at: None,
+            due: None,
+            limits: DataPlaneLimits::new(&config.supervisor),
             is_stopping: false,
             has_started: false,
+            access: Access::new(&config, own),
+            in_process_waker: InProcessWaker::new(waker.clone()),
+            background: Background::start(&fate, waker)?,
             fate,
+            buffers: Buffers::default(),
+            intake: Intake::new()?,
+            keeper: KeeperLink::new(keeper),
+            reporter: Reporter::new(notices, pulse.clone()),
+            unread_loans: UnreadLoans::new(unread_loans_max.unwrap_or(usize::MAX)),
+            bulkheads: Bulkheads::new(labels),
+            commands: CommandQueue::new(commands, commander.stops()),
+            compartments: Compartments::new(seed()),
+            crashes: Crashes::new(),
+            leases: Leases::new(open_files),
+            links: Links::new(support.ids()),
+            memory: Memory::new(own),
+            pause_detector: PauseDetector::default(),
+            rejections: RejectionReports::default(),
+            replays: Replays::default(),
+            sessions: Sessions::new(),
+            snapshots: SnapshotQueue::default(),
+            spans: Spans::new(spans, pulse.clone()),
+            templates: Templates::default(),
+            pulse,
         };
         for bulkhead in &config.bulkheads {
             let inputs =
-                SpecInputs { host: host.as_deref(), support: &support, labels: &plane.bulkheads.labels };
+                SpecInputs { host: host.as_deref(), support: &support, labels: plane.bulkheads.labels() };
             let spec = BulkheadSpec::new(bulkhead, inputs);
             spec.program.log_warnings(&bulkhead.name);
-            plane.add_bulkhead(spec);
+            plane.bulkheads.add(&mut plane.compartments, spec, plane.now);
         }
         Ok((plane, commander))
     }
@@ -396,8 +417,6 @@ impl DataPlane {
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
-        // Compartments without workers cause no event, so check here as well.
-        self.check_started();
     }
 
     /// Returns true until everything is stopped or an essential thread has ended.
@@ -415,13 +434,16 @@ impl DataPlane {
         self.continue_removals();
         self.enforce_memory_limit(None);
         self.flush_connections();
-        self.links.closed.clear();
+        self.links.drop_closed();
         self.offer_leases();
+        self.flush_connections();
         self.spawn_queued_workers();
         self.set_timers();
         self.publish_memory();
         self.sessions.recycle();
         self.links.recycle();
+        self.check_started();
+        self.schedule_checks();
         self.due = self.next_due();
         self.wait_time(self.due)
     }
@@ -445,7 +467,7 @@ impl DataPlane {
             Ok(()) => {
                 self.has_more_events = events.iter().nth(EVENTS_PER_ITERATION_MAX - 1).is_some();
                 self.read_clock();
-                let was_paused = self.detect_pause(self.due);
+                let was_paused = self.detect_pause();
                 self.handle_events(&events, was_paused)
             }
         };
@@ -464,7 +486,7 @@ impl DataPlane {
     pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
         self.in_process_waker.unpark();
         self.read_clock();
-        let was_paused = self.detect_pause(self.due);
+        let was_paused = self.detect_pause();
         self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
@@ -481,10 +503,10 @@ impl DataPlane {
 
     fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
         // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
-        self.resume_links();
-        let again = std::mem::take(&mut self.links.unfinished_reads);
-        again.into_iter().for_each(|link| self.read_link_input(link));
-        let mut has_others = self.acceptor.accept_pending;
+        for link in self.links.take_unfinished_reads(self.now) {
+            self.read_link(link);
+        }
+        let mut has_others = self.acceptor.is_pending();
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready(),
@@ -496,7 +518,8 @@ impl DataPlane {
         if has_others {
             self.handle_other_events(events)?;
         }
-        self.handle_in_process_signals();
+        let sessions = &mut self.sessions;
+        self.in_process_waker.drain(|session| sessions.in_process_signalled(session));
         self.run_commands();
         self.read_clients();
         if !was_paused {
@@ -509,16 +532,16 @@ impl DataPlane {
     fn handle_other_events(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (LISTENER, _) => self.acceptor.accept_pending = true,
+                (LISTENER, _) => self.acceptor.arrived(),
                 (WAKER, _) => {
-                    self.commands.has_commands = true;
+                    self.commands.arrived();
                     self.handle_background_results()?;
                 }
                 (_, Some(session @ Endpoint::Session(_))) => self.handle_readiness(session, event),
                 _ => {}
             }
         }
-        if self.acceptor.accept_pending {
+        if self.acceptor.is_pending() {
             self.accept();
         }
         Ok(())
@@ -526,40 +549,29 @@ impl DataPlane {
 
     fn handle_readiness(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
         if event.is_writable() {
-            self.schedule_flush(endpoint);
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.schedule_flush(index),
+                Endpoint::Link(index) => self.links.schedule_flush(index),
+            }
         }
         if event.is_read_closed() {
-            self.peer_closed(endpoint);
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.peer_closed(index),
+                Endpoint::Link(index) => {
+                    if let Some(link) = self.links.get_mut(index) {
+                        link.peer_closed();
+                    }
+                }
+            }
         }
         if event.is_priority() {
             self.out_of_band(endpoint);
         }
         if event.is_readable() || event.is_read_closed() || event.is_error() {
-            self.readable(endpoint);
-        }
-    }
-
-    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived at the same
-    /// time, and is not reported again. The connection must therefore be read to the end.
-    fn peer_closed(&mut self, endpoint: Endpoint) {
-        match endpoint {
-            Endpoint::Session(index) => {
-                if let Some(session) = self.sessions.get_mut(index) {
-                    session.queue_state.is_read_closed = true;
-                }
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.schedule_read(index),
+                Endpoint::Link(index) => self.read_link(index),
             }
-            Endpoint::Link(index) => {
-                if let Some(link) = self.links.get_mut(index) {
-                    link.reads.close();
-                }
-            }
-        }
-    }
-
-    fn readable(&mut self, endpoint: Endpoint) {
-        match endpoint {
-            Endpoint::Session(index) => self.sessions.schedule_client_read(index),
-            Endpoint::Link(index) => self.read_link_input(index),
         }
     }
 
@@ -568,7 +580,7 @@ impl DataPlane {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
             // If the process of a worker is not known yet, `worker_spawned` checks for out-of-band bytes later.
-            Endpoint::Link(index) if self.links.get(index).is_some_and(|link| link.running().is_some()) => {
+            Endpoint::Link(index) if self.links.get(index).is_some_and(Link::is_running) => {
                 self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }
             Endpoint::Link(_) => {}
@@ -583,19 +595,18 @@ impl DataPlane {
 
     fn next_due(&self) -> Option<Time> {
         let (accept_at, low_priority_at) = (self.acceptor.accept_at(), self.sessions.low_priority_at());
-        [self.compartments.next_timer(), self.check_at, self.links.resume_at, accept_at, low_priority_at]
-            .into_iter()
-            .flatten()
-            .min()
+        let (timer, resume_at) = (self.compartments.next_timer(), self.links.resume_at());
+        [timer, self.check_at, resume_at, accept_at, low_priority_at].into_iter().flatten().min()
     }
 
     fn wait_time(&self, due: Option<Time>) -> Option<Duration> {
         let has_more = self.has_more_events
-            || !self.links.unfinished_reads.is_empty()
-            || !self.sessions.fair_queue.is_empty()
-            || self.commands.is_waiting();
+            || self.links.has_unfinished_reads()
+            || self.sessions.has_input()
+            || self.commands.is_waiting()
+            || !self.snapshots.is_empty();
         // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
-        if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_worker_orders() {
+        if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds. The time is rounded up so that the loop does not wake just before the
@@ -607,7 +618,7 @@ impl DataPlane {
     /// Updates the timers of all compartments with events, once per iteration.
     fn set_timers(&mut self) {
         while let Some(index) = self.compartments.next_touched() {
-            self.record_load(index);
+            self.bulkheads.record_load(&mut self.compartments, index, self.now);
             self.compartments.set_timer(index);
         }
     }
@@ -621,18 +632,55 @@ impl DataPlane {
             self.check_at = None;
             self.check_sessions();
             self.report_skipped_rejections();
-            self.check_closed_links();
+            self.check_links();
             self.check_leases();
             self.check_templates();
-            self.forward_pending_outputs();
             self.check_keeper();
             self.report_skipped_crashes();
+            self.report_skipped_fallbacks();
         }
     }
 
+    /// Schedules periodic checks if a part needs checks.
     fn schedule_checks(&mut self) {
-        if self.check_at.is_none() {
+        let needs_checks = self.sessions.needs_checks()
+            || self.acceptor.needs_checks()
+            || self.links.needs_checks()
+            || self.leases.needs_checks()
+            || self.unread_loans.needs_checks()
+            || self.keeper.awaits_pong()
+            || self.templates.needs_checks()
+            || self.rejections.needs_checks()
+            || self.crashes.needs_checks()
+            || self.bulkheads.needs_checks();
+        if needs_checks && self.check_at.is_none() {
             self.check_at = Some(self.now + CHECK_INTERVAL);
+        }
+    }
+
+    /// Detects a pause of the supervisor. Returns true if timers must wait for the next iteration, because answers that
+    /// arrived during the pause may be unread and take precedence.
+    fn detect_pause(&mut self) -> bool {
+        let clock = clock_gettime(ClockId::Boottime);
+        let boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
+        let Some((late, event)) = self.pause_detector.detect(self.now, boot_ns, self.due) else {
+            return false;
+        };
+        self.keeper.restart_timeout(self.now);
+        self.sessions.extend_timeouts(late, self.now);
+        for index in self.compartments.indices() {
+            self.apply(index, Event::HeldUp, Incoming::None);
+        }
+        event.into_iter().for_each(|what| self.reporter.supervisor_event(Severity::Warning, what));
+        true
+    }
+
+    /// Reports that all compartments have started, once.
+    fn check_started(&mut self) {
+        if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
+            self.has_started = true;
+            self.reporter.states_have_changed();
+            self.reporter.milestone(Milestone::Started);
         }
     }
 
@@ -657,7 +705,7 @@ impl DataPlane {
         self.buffers.actions = actions;
         self.compartments.touch(index);
         if self.compartments[index].tenant.is_some() {
-            self.update_tenant_state(index);
+            self.bulkheads.update_tenant(&mut self.compartments, index, now);
         }
         if let Some(job) = job {
             self.keep_payload(index, job, incoming);
@@ -670,7 +718,7 @@ impl DataPlane {
         let policy = &mut self.compartments[index].policy;
         if policy.cargo_mut(job).is_some_and(|record| record.held.file.is_some()) {
             if policy.is_waiting(job) {
-                self.charge_waiting(index, job);
+                self.charge(index, job, ChargeKind::Waiting);
             }
             return;
         }
@@ -682,7 +730,7 @@ impl DataPlane {
         };
         if let Some(record) = self.compartments[index].policy.cargo_mut(job) {
             record.held.payload = Some(payload);
-            self.charge_waiting(index, job);
+            self.charge(index, job, ChargeKind::Waiting);
         }
     }
 
@@ -694,13 +742,13 @@ impl DataPlane {
     ) {
         match action {
             Action::Dispatch { worker, job, remaining, is_ahead } => {
-                self.dispatch(index, worker, job, (remaining, is_ahead), incoming);
+                self.dispatch((index, worker), job, (remaining, is_ahead), incoming);
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
             Action::TookBack { worker, job } => self.job_recalled(index, worker, job),
             Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
             Action::Spawn { worker, slot, again } => {
-                self.count_restart(index, again);
+                self.bulkheads.count_restart(&self.compartments[index], again);
                 self.keeper.queue_worker(WorkerOrder { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
@@ -714,33 +762,212 @@ impl DataPlane {
         }
     }
 
-    fn schedule_flush(&mut self, endpoint: Endpoint) {
-        let is_dirty = match endpoint {
-            Endpoint::Session(index) => self.sessions.get_mut(index).map(|s| &mut s.is_dirty),
-            Endpoint::Link(index) => self.links.get_mut(index).map(|l| &mut l.is_dirty),
-        };
-        if let Some(flag) = is_dirty
-            && !std::mem::replace(flag, true)
-        {
-            self.dirty.push(endpoint);
-        }
-    }
-
     /// Writes the output of this iteration, with a single write per connection.
     fn flush_connections(&mut self) {
         // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
-        while !self.dirty.is_empty() {
-            let mut dirty = std::mem::take(&mut self.dirty);
-            for endpoint in dirty.drain(..) {
-                match endpoint {
-                    Endpoint::Session(index) => self.flush_session(index),
-                    Endpoint::Link(index) => self.flush_link(index),
-                }
-            }
-            if self.dirty.is_empty() {
-                self.dirty = dirty;
+        loop {
+            if let Some(index) = self.sessions.next_dirty() {
+                self.flush_session(index);
+            } else if let Some(index) = self.links.next_dirty() {
+                self.flush_link(index);
+            } else {
+                return;
             }
         }
+    }
+
+    fn snapshot_source(&self) -> SnapshotSource<'_> {
+        SnapshotSource::new(&self.bulkheads, &self.compartments, &self.links, self.now)
+    }
+
+    // Reports from the keeper.
+
+    fn keeper_ready(&mut self) {
+        if self.keeper.serving().and_then(Keeper::flush).is_err() {
+            return self.keeper_lost();
+        }
+        loop {
+            // Deferred reports are handled before newer reports.
+            self.handle_deferred_reports();
+            match self.keeper.serving().and_then(Keeper::receive) {
+                Ok(Some(report)) => self.handle_report(report),
+                Ok(None) => break,
+                Err(_) => return self.keeper_lost(),
+            }
+        }
+    }
+
+    fn handle_deferred_reports(&mut self) {
+        while let Some(report) = self.keeper.next_deferred_report() {
+            self.handle_report(report);
+        }
+    }
+
+    fn handle_report(&mut self, report: Report) {
+        self.keeper.report_received();
+        match report {
+            Report::Started { .. } => {
+                self.pulse.keeper.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
+            }
+            Report::Spawned { worker, pid, .. } if self.templates.spawned(self.now, worker, pid) => {
+                self.forward_template_outputs();
+            }
+            Report::Spawned { worker, pid, pidfd, observed } => {
+                self.worker_spawned(worker, pid, pidfd, observed);
+            }
+            Report::Violation { worker, process, call } => self.report_violation(worker, process, call),
+            Report::SpawnFailed { worker, step, error } => {
+                let message = format!("failed to start the template: {step}: {error}");
+                if !self.update_templates(|it, _| it.failed(worker, &message)) {
+                    self.spawn_failed(worker, &step, &error);
+                }
+            }
+            Report::Template { worker, word } => {
+                self.update_templates(|it, now| it.message(now, worker, word));
+            }
+            Report::Exited { worker, exit, usage } => {
+                if !self.update_templates(|it, _| it.ended(worker, Some(death_of(exit, None)))) {
+                    self.worker_exited(worker, exit, usage);
+                }
+            }
+            Report::Swept { worker } => {
+                self.worker_reaped(worker);
+                self.update_templates(|it, _| it.reaped(worker));
+            }
+            Report::Pong => {}
+            Report::Remains { count } => {
+                let detail = format!("{count} remain");
+                self.reporter.trouble("processes of a dead worker cannot be killed", &detail);
+            }
+        }
+    }
+
+    /// Handles the results of the background threads. Errors are those of a keeper that cannot be replaced.
+    fn handle_background_results(&mut self) -> io::Result<()> {
+        while let Some(done) = self.background.done() {
+            match done {
+                Done::KeeperSwept(swept) => {
+                    swept?;
+                    self.update_templates(|it, _| it.keeper_lost());
+                    self.keeper_reaped();
+                }
+                Done::Keeper(keeper) => self.keeper_replaced(keeper?)?,
+                Done::Looked { compartment, worker, is_starved } => {
+                    self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
+                }
+                Done::FilesMade { lease, bytes, files } => {
+                    self.update_leases(|it, _| it.files_created(lease, bytes, files));
+                }
+                Done::Watched | Done::FilesFreed => {}
+            }
+        }
+        Ok(())
+    }
+
+    // Commands.
+
+    /// Performs a bounded part of the pending commands.
+    fn run_commands(&mut self) {
+        for _ in 0..self.commands.take_stops() {
+            self.stop();
+        }
+        if !self.snapshots.is_empty() {
+            let mut snapshots = std::mem::take(&mut self.snapshots);
+            snapshots.advance(&self.snapshot_source());
+            self.snapshots = snapshots;
+        }
+        while let Some(command) = self.commands.next() {
+            self.run_command(command);
+        }
+    }
+
+    fn run_command(&mut self, command: Command) {
+        self.count_http_rejections();
+        // A result for a caller that has gone is dropped.
+        match command {
+            Command::Listen(listener) => {
+                if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
+                    self.reporter.trouble("the jobs socket cannot be listened to", &error.to_string());
+                }
+            }
+            Command::Snapshot { bulkhead, reply } => {
+                let mut snapshots = std::mem::take(&mut self.snapshots);
+                snapshots.request(&self.snapshot_source(), bulkhead.as_deref(), reply);
+                self.snapshots = snapshots;
+            }
+            Command::States { reply } => drop(reply.send(self.bulkheads.short_states(&self.compartments))),
+            Command::Scrape { reply } => drop(reply.send(self.scrape())),
+            Command::Steer { bulkhead, verb, reply } => self.reply(reply, |it| it.steer(&bulkhead, verb)),
+            Command::Change { bulkhead, change, reply } => {
+                self.reply(reply, |it| it.change(&bulkhead, &change));
+            }
+            Command::TenantSnapshot { bulkhead, tenant, reply } => {
+                drop(reply.send(self.snapshot_source().tenant_snapshot(&bulkhead, &tenant)));
+            }
+            Command::ChangeTenant { bulkhead, tenant, change, reply } => {
+                self.reply(reply, |it| it.change_tenant(&bulkhead, &tenant, &change));
+            }
+            Command::Observe { bulkhead, reply } => {
+                let (compartments, now) = (&mut self.compartments, self.now);
+                drop(reply.send(self.bulkheads.observation(compartments, now, &bulkhead)));
+            }
+            Command::WorkerProcesses { reply } => drop(reply.send(self.worker_processes())),
+            Command::Memory { bulkhead, pid, generation, rss_bytes } => {
+                self.report_worker_memory(&bulkhead, pid, generation, rss_bytes);
+            }
+            Command::Temporary { worker, bytes, apart, of } => {
+                self.check_temporary_folder(worker, (bytes, apart), of);
+            }
+            Command::Replay { order, accepted, done } => drop(accepted.send(self.replay(order, done))),
+            Command::Connect { end } => self.open_in_process_session(end),
+            Command::Client { socket, place, uid } => self.open_control_session(socket, place, uid),
+            Command::Refused { refusal, .. } => self.report_rejection(SocketKind::Admin, refusal),
+            Command::Reload { reload, reply } => self.reply(reply, |it| it.apply_reload(*reload)),
+            Command::TryReload { reload, reply } => {
+                drop(reply.send(self.bulkheads.dropped_changes(&self.compartments, &reload)));
+            }
+            Command::Summarise => self.send_summary(),
+            Command::ReapOrphans { reply } => drop(reply.send(self.keeper.reap_orphans())),
+        }
+    }
+
+    /// Performs a command that changes the bulkheads' states, and replies.
+    fn reply<T>(&mut self, reply: oneshot::Sender<T>, perform: impl FnOnce(&mut Self) -> T) {
+        let result = perform(self);
+        self.reporter.states_have_changed();
+        // The caller may have gone.
+        let _ = reply.send(result);
+    }
+
+    /// Counts the jobs that the HTTP server has rejected, so that the next counts include them.
+    fn count_http_rejections(&mut self) {
+        for ((name, priority, reason), count) in self.pulse.refused.take() {
+            let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
+            let key = (priority, self.bulkheads.label_of(""));
+            for _ in 0..count {
+                self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, reason);
+            }
+        }
+    }
+
+    /// Collects the numbers for the metrics.
+    fn scrape(&mut self) -> Scrape {
+        Scrape {
+            clients: self.sessions.clients() as u64,
+            buffered_bytes: self.memory.held_in_all() as u64,
+            memory_file_bytes: self.leases.bytes(),
+            labels: self.bulkheads.labels().clone(),
+            bulkheads: self.bulkheads.scrape(&self.compartments, self.now, self.access.has_entries()),
+        }
+    }
+
+    /// Returns the processes of all workers, with the bulkhead of each.
+    fn worker_processes(&self) -> Vec<WorkerProcess> {
+        let process = |link: &Link| {
+            let compartment = &self.compartments[link.compartment];
+            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker.generation))
+        };
+        self.links.values().filter_map(process).collect()
     }
 
     // Shutdown.
@@ -752,14 +979,14 @@ impl DataPlane {
     /// Waits up to a second for clients to read their last answers, then ends the keeper.
     fn shut_down(mut self) {
         self.fate.expect_end();
-        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.pulse.is_over.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.handle_last_events();
         loop {
             for index in self.sessions.indices() {
                 self.flush_session(index);
             }
-            if self.sessions.unread_bytes == 0 || Instant::now() >= until {
+            if self.sessions.unread_bytes() == 0 || Instant::now() >= until {
                 break;
             }
             let mut events = Events::with_capacity(EVENTS_PER_ITERATION_MAX);
@@ -774,9 +1001,23 @@ impl DataPlane {
     /// Ends the keeper and all workers after an essential thread has ended.
     fn abort(self, name: &str) -> io::Error {
         self.fate.expect_end();
-        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        self.pulse.is_over.store(true, Ordering::SeqCst);
         self.end_keeper();
         io::Error::other(format!("the thread or task '{name}' has ended"))
+    }
+
+    /// Reads from all clients once more. Every bulkhead has stopped, so each job is rejected.
+    fn handle_last_events(&mut self) {
+        while let Some(command) = self.commands.next_unlimited() {
+            if let Command::Client { .. } | Command::Connect { .. } = command {
+                self.run_command(command);
+            }
+        }
+        for index in self.sessions.indices() {
+            self.read_session(index, usize::MAX);
+            // A client that keeps sending has its answers so far, and is disconnected with the others.
+            self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
+        }
     }
 
     fn end_keeper(self) {

@@ -1,135 +1,47 @@
 //! Converts notes of policy to events for operators. No text is formatted here, because an event is a value that
 //! another thread renders.
 
-use bulkhead_api::{CrashId, Severity, Text, What, millis};
-use bulkhead_plane::command::Event;
-use bulkhead_plane::notices::Milestone;
+use bulkhead_api::{Severity, Text, What, millis};
 use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
-use bulkhead_shared::{JobId, Verdict};
+use bulkhead_shared::Verdict;
 
-use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::{DataPlane, JobData};
+use super::JobData;
 
-impl DataPlane {
-    pub(super) fn report_note(&mut self, compartment: CompartmentIndex, note: Note) {
-        self.count_note(compartment, &note);
-        if self.reporter.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
-            return;
+/// Returns the event for the end of a job, if the job crashed or exceeded its deadline while running.
+pub(super) fn failed_job_event(answer: &Answer<Box<JobData>>) -> Option<What> {
+    let Answer { job, cargo, verdict, .. } = answer;
+    if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
+        return None;
+    }
+    let job = job.map(|id| id.to_string());
+    let (operation, tenant) = (cargo.operation.to_string(), cargo.tenant.to_string());
+    let trace_id = cargo.trace_id().map(|id| id.to_string());
+    let (pid, payload_bytes) = (answer.worker_pid, cargo.payload_bytes as u64);
+    Some(if *verdict == Verdict::DeadlineRunning {
+        What::JobTimeout {
+            job,
+            operation,
+            tenant,
+            trace_id,
+            pid,
+            payload_bytes,
+            timeout_ms: millis(answer.deadline),
+            run_limit_ms: answer.run_limit.map(millis),
+            actual_duration_ms: millis(answer.queued + answer.ran),
         }
-        if self.compartments[compartment].is_replay {
-            return self.handle_replay_note(compartment, note);
+    } else {
+        What::JobCrashed {
+            job,
+            operation,
+            tenant,
+            trace_id,
+            pid,
+            payload_bytes,
+            reason: verdict.reason().map(|reason| reason.to_owned().into()),
+            message: verdict.message().map(str::to_owned),
+            attempts: answer.attempts,
         }
-        let dead = match &note {
-            Note::WorkerExited { pid, .. } => Some(*pid),
-            Note::JobRetried { worker_pid, .. } => *worker_pid,
-            _ => None,
-        };
-        let job_names = match &note {
-            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => {
-                self.job_names(compartment, *job)
-            }
-            _ => None,
-        };
-        let (severity, what) = describe(note, job_names);
-        let report = self.reporter.report_about(dead);
-        self.event_with_report(severity, Some(compartment), what, report);
-        if !self.has_started {
-            self.check_started();
-        }
-    }
-
-    /// Returns the operation and tenant of a job that has just lost its worker or has just crashed.
-    fn job_names(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
-        if let Some(cargo) = self.compartments[compartment].policy.cargo_mut(job) {
-            return Some((cargo.operation.to_string(), cargo.tenant.to_string()));
-        }
-        let (_, operation, tenant) = self.reporter.last_crashed.as_ref().filter(|(id, ..)| *id == job)?;
-        Some((operation.to_string(), tenant.to_string()))
-    }
-
-    /// Reports a problem of the supervisor itself.
-    pub(super) fn report_trouble(&mut self, what: &str, detail: &str) {
-        let trouble = What::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
-        self.event(Severity::Critical, None, trouble);
-    }
-
-    /// Reports an event of a compartment, or of the supervisor if `compartment` is `None`. The event names the tenant
-    /// if the compartment serves a single tenant.
-    pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
-        self.event_with_report(severity, compartment, what, None);
-    }
-
-    /// Reports an event with a crash report.
-    fn event_with_report(
-        &mut self,
-        severity: Severity,
-        compartment: Option<CompartmentIndex>,
-        what: What,
-        report: Option<CrashId>,
-    ) {
-        let bulkhead = compartment.map(|compartment| self.owner(compartment).name.clone());
-        let tenant = compartment.and_then(|compartment| self.compartments[compartment].tenant.clone());
-        self.reporter.event(Event { tenant, report, ..Event::new(severity, bulkhead, what) });
-    }
-
-    /// Reports an event of a whole bulkhead.
-    pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: BulkheadIndex, what: What) {
-        let bulkhead = self.bulkheads[bulkhead].name.clone();
-        self.reporter.event(Event::new(severity, Some(bulkhead), what));
-    }
-
-    pub(super) fn check_started(&mut self) {
-        if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
-            self.has_started = true;
-            self.reporter.states_have_changed();
-            self.reporter.notices.milestone(Milestone::Started);
-        }
-    }
-
-    /// Reports the event for the end of a job, if the job crashed or exceeded its deadline while running.
-    pub(super) fn report_failed_job(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
-        let Answer { job, cargo, verdict, .. } = answer;
-        if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
-            return;
-        }
-        let job = job.map(|id| id.to_string());
-        let (operation, tenant) = (cargo.operation.to_string(), cargo.tenant.to_string());
-        let trace_id = cargo.trace_id().map(|id| id.to_string());
-        let (pid, payload_bytes) = (answer.worker_pid, cargo.payload_bytes as u64);
-        let (what, report) = if *verdict == Verdict::DeadlineRunning {
-            let (timeout_ms, actual_duration_ms) =
-                (millis(answer.deadline), millis(answer.queued + answer.ran));
-            let what = What::JobTimeout {
-                job,
-                operation,
-                tenant,
-                trace_id,
-                pid,
-                payload_bytes,
-                timeout_ms,
-                run_limit_ms: answer.run_limit.map(millis),
-                actual_duration_ms,
-            };
-            (what, None)
-        } else {
-            let reason = verdict.reason().map(|reason| reason.to_owned().into());
-            let message = verdict.message().map(str::to_owned);
-            let attempts = answer.attempts;
-            let what = What::JobCrashed {
-                job,
-                operation,
-                tenant,
-                trace_id,
-                pid,
-                payload_bytes,
-                reason,
-                message,
-                attempts,
-            };
-            (what, self.reporter.report_about(pid))
-        };
-        self.event_with_report(Severity::Warning, Some(compartment), what, report);
-    }
+    })
 }
 
 /// Returns the exit status or the signal.
@@ -143,7 +55,7 @@ fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
 }
 
 /// Converts a note to an event. `job_names` contains the operation and tenant of the note's job.
-fn describe(note: Note, job_names: Option<(String, String)>) -> (Severity, What) {
+pub(super) fn describe(note: Note, job_names: Option<(String, String)>) -> (Severity, What) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();
     match note {

@@ -1,13 +1,10 @@
 //! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for
-//! unresponsive workers or clients. Reports pauses to operators.
+//! unresponsive workers or clients.
 
 use std::time::Duration;
 
-use bulkhead_api::{Severity, What};
-use bulkhead_policy::{Event, Time};
-use rustix::time::{ClockId, clock_gettime};
-
-use super::{DataPlane, Incoming};
+use bulkhead_api::What;
+use bulkhead_policy::Time;
 
 /// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
@@ -27,67 +24,67 @@ pub(super) struct PauseDetector {
 }
 
 impl PauseDetector {
-    /// Returns how long the machine was suspended since the last call. The data plane's clock, and with it every
-    /// deadline, stood still during that time.
-    fn suspended(&mut self, now: Time) -> Duration {
-        let clock = clock_gettime(ClockId::Boottime);
-        let since_boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
-        let suspended_ns = since_boot_ns.saturating_sub(now.0);
+    /// Checks for a pause at the beginning of an iteration that was due at `due`. `boot_ns` is the time since the boot
+    /// of the machine, including suspended time. The data plane's clock, and with it every deadline, stands still while
+    /// the machine is suspended. Returns the delay of the iteration, and an event unless there was one a short time ago.
+    pub(super) fn detect(
+        &mut self,
+        now: Time,
+        boot_ns: u64,
+        due: Option<Time>,
+    ) -> Option<(Duration, Option<What>)> {
+        let suspended_ns = boot_ns.saturating_sub(now.0);
         let before_ns = self.suspended_ns.replace(suspended_ns).unwrap_or(suspended_ns);
-        Duration::from_nanos(suspended_ns.saturating_sub(before_ns))
-    }
-}
-
-impl DataPlane {
-    /// Checks for a pause at the beginning of an iteration that was due at `due`. Returns true if timers must wait
-    /// for the next iteration, because answers that arrived during the pause may be unread and take precedence.
-    pub(super) fn detect_pause(&mut self, due: Option<Time>) -> bool {
-        let suspended = self.pause_detector.suspended(self.now);
-        let late = due.map_or(Duration::ZERO, |at| self.now.since(at));
-        self.pause_detector.was_late = late.max(suspended) > PAUSE_MIN && !self.pause_detector.was_late;
-        if !self.pause_detector.was_late {
-            return false;
+        let suspended = Duration::from_nanos(suspended_ns.saturating_sub(before_ns));
+        let late = due.map_or(Duration::ZERO, |at| now.since(at));
+        self.was_late = late.max(suspended) > PAUSE_MIN && !self.was_late;
+        if !self.was_late {
+            return None;
         }
-        self.keeper.restart_timeout(self.now);
-        for session in self.sessions.values_mut() {
-            session.extend_timeouts(late, self.now);
-        }
-        for index in self.compartments.indices() {
-            self.apply(index, Event::HeldUp, Incoming::None);
-        }
-        if self.pause_detector.reported_at.is_none_or(|at| self.now.since(at) >= EVENT_INTERVAL) {
-            self.pause_detector.reported_at = Some(self.now);
+        let is_reported = self.reported_at.is_none_or(|at| now.since(at) >= EVENT_INTERVAL);
+        let event = is_reported.then(|| {
+            self.reported_at = Some(now);
             let suspended_ms = (suspended > PAUSE_MIN).then_some(suspended.as_millis() as u64);
-            let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
-            self.event(Severity::Warning, None, what);
-        }
-        true
+            What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms }
+        });
+        Some((late, event))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use bulkhead_plane::access::Grant;
-    use bulkhead_shared::in_process;
-
     use super::*;
-    use crate::client_end::ClientEnd;
-    use crate::sessions::{Session, Stage};
-    use crate::shares::{Owner, Shares};
+
+    fn at(ms: u64) -> Time {
+        Time::ZERO + Duration::from_millis(ms)
+    }
+
+    /// Detects a pause of a machine that was suspended for `suspended_ms` in total.
+    fn detect(
+        detector: &mut PauseDetector,
+        now_ms: u64,
+        suspended_ms: u64,
+        due_ms: u64,
+    ) -> Option<(Duration, Option<What>)> {
+        detector.detect(at(now_ms), (now_ms + suspended_ms) * 1_000_000, Some(at(due_ms)))
+    }
 
     #[test]
-    fn a_pause_is_not_held_against_clients() {
-        let at = |seconds: u64| Time::ZERO + Duration::from_secs(seconds);
-        let (end, _client) = in_process::pair();
-        let holder = Shares::default().open(Owner::User(1), 1);
-        let stage = Stage::AwaitingHello { since: at(1) };
-        let end = ClientEnd::InProcess(end);
-        let mut session = Session::new(end, (None, Grant::Everything), stage, (1, holder), (1, at(1)));
-        session.mid_frame_since = Some(at(2));
-        // This time lies within the pause, so it moves to the current time at most.
-        session.unread_since = Some(at(50));
-        session.extend_timeouts(Duration::from_secs(40), at(60));
-        assert!(session.stage == Stage::AwaitingHello { since: at(41) });
-        assert_eq!((session.mid_frame_since, session.unread_since), (Some(at(42)), Some(at(60))));
+    fn reports_late_iteration_once() {
+        let mut detector = PauseDetector::default();
+        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second is no pause");
+        let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
+        assert_eq!(pause.0, Duration::from_millis(600));
+        assert!(matches!(pause.1, Some(What::HeldUp { late_ms: 600, suspended_ms: None })));
+        assert!(detect(&mut detector, 3200, 0, 2600).is_none(), "the iteration after a pause is late too");
+        assert!(detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(), "reported a short time ago");
+    }
+
+    #[test]
+    fn reports_suspended_machine() {
+        let mut detector = PauseDetector::default();
+        assert!(detect(&mut detector, 1000, 100, 1000).is_none(), "suspended before the first call");
+        let pause = detect(&mut detector, 1100, 60_100, 1100).unwrap();
+        assert!(matches!(pause.1, Some(What::HeldUp { late_ms: 0, suspended_ms: Some(60_000) })));
     }
 }

@@ -10,7 +10,6 @@ use bulkhead_plane::entry::{Refusal, SocketKind};
 use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
 
-use super::DataPlane;
 use super::slab::BulkheadIndex;
 
 /// Minimum interval between events about a subject.
@@ -31,7 +30,7 @@ enum Subject {
 }
 
 /// Last event about a subject, and the rejections after it.
-pub(super) struct Reported {
+struct Reported {
     at: Time,
     unreported: u64,
     last: (SocketKind, Refusal),
@@ -54,21 +53,29 @@ impl RejectionReports {
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns the rejection if an event must be sent now.
-    fn add(
+    /// Records a rejection. Returns an event if the rejection must be reported now. `worker` returns the bulkhead with a
+    /// worker among the ancestors of a process.
+    pub(super) fn add(
         &mut self,
         now: Time,
-        subject: Subject,
         socket: SocketKind,
         refusal: Refusal,
-    ) -> Option<(SocketKind, Refusal)> {
+        worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>,
+    ) -> Option<RejectionEvent> {
+        let subject = self.subject(&refusal, worker);
         if let Some(reported) = self.0.get_mut(&subject) {
             reported.unreported += 1;
             reported.last = (socket, refusal);
             return None;
         }
-        self.0.insert(subject, Reported { at: now, unreported: 0, last: (socket, refusal.clone()) });
-        Some((socket, refusal))
+        let event = subject.event(1, socket, &refusal);
+        self.0.insert(subject, Reported { at: now, unreported: 0, last: (socket, refusal) });
+        Some(event)
+    }
+
+    /// Returns true if rejections may have to be reported or forgotten later.
+    pub(super) fn needs_checks(&self) -> bool {
+        !self.0.is_empty()
     }
 
     /// Forgets a bulkhead whose index will be reused.
@@ -76,9 +83,8 @@ impl RejectionReports {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// Returns the subjects with a due event, and the number of rejections for each. Forgets subjects without new
-    /// rejections.
-    fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, Refusal)> {
+    /// Returns the due events about rejections since the last event. Forgets subjects without new rejections.
+    pub(super) fn due(&mut self, now: Time) -> Vec<RejectionEvent> {
         let mut due = Vec::new();
         self.0.retain(|&subject, reported| {
             if now < reported.at + REPEAT_INTERVAL {
@@ -87,8 +93,8 @@ impl RejectionReports {
             if reported.unreported == 0 {
                 return false;
             }
-            let (socket, refusal) = reported.last.clone();
-            due.push((subject, std::mem::take(&mut reported.unreported), socket, refusal));
+            let count = std::mem::take(&mut reported.unreported);
+            due.push(subject.event(count, reported.last.0, &reported.last.1));
             reported.at = now;
             true
         });
@@ -96,53 +102,27 @@ impl RejectionReports {
     }
 }
 
-impl DataPlane {
-    /// Records the rejection of a connection or a job.
-    pub(super) fn report_rejection(&mut self, socket: SocketKind, refusal: Refusal) {
-        let worker = |line: &[u32]| self.bulkhead_of_ancestors(line);
-        let subject = self.acceptor.rejections.subject(&refusal, worker);
-        if let Some((socket, refusal)) = self.acceptor.rejections.add(self.now, subject, socket, refusal) {
-            self.send_rejection_event(subject, 1, socket, &refusal);
-        }
-        self.schedule_checks();
-    }
+/// Event about one or more rejections of a subject, with the bulkhead of workers that were rejected.
+pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, What);
 
-    pub(super) fn report_skipped_rejections(&mut self) {
-        for (subject, count, socket, refusal) in self.acceptor.rejections.due(self.now) {
-            self.send_rejection_event(subject, count, socket, &refusal);
-        }
-        if !self.acceptor.rejections.0.is_empty() {
-            self.schedule_checks();
-        }
-    }
-
-    /// Returns the bulkhead with a worker among these ancestors.
-    fn bulkhead_of_ancestors(&self, line: &[u32]) -> Option<BulkheadIndex> {
-        let mut links = self.links.values();
-        let link = links.find(|link| link.pid().is_some_and(|pid| line.contains(&pid)))?;
-        Some(self.compartments[link.compartment].bulkhead)
-    }
-
-    fn send_rejection_event(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &Refusal) {
+impl Subject {
+    fn event(self, refused: u64, socket: SocketKind, refusal: &Refusal) -> RejectionEvent {
         let (socket, reason) = (socket.name().into(), refusal.reason.name().into());
         let (uid, gid) = (refusal.peer.map(|peer| peer.uid), refusal.peer.map(|peer| peer.gid));
         let pid = refusal.peer.and_then(|peer| peer.pid);
-        let (message, refused) = (refusal.message.to_string(), count);
-        match subject {
+        let message = refusal.message.to_string();
+        match self {
             // An honest worker does not do that.
-            Subject::Worker(bulkhead) => {
+            Self::Worker(bulkhead) => {
                 let what = What::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
-                match bulkhead {
-                    Some(bulkhead) => self.bulkhead_event(Severity::Critical, bulkhead, what),
-                    None => self.event(Severity::Critical, None, what),
-                }
+                (bulkhead, Severity::Critical, what)
             }
-            Subject::User(_) | Subject::Others => {
+            Self::User(_) | Self::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
                 // All other clients disconnected before being identified, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = What::AccessRefused { socket, uid, gid, pid, reason, message, refused };
-                self.event(severity, None, what);
+                (None, severity, what)
             }
         }
     }
@@ -159,36 +139,46 @@ mod tests {
         Refusal { line: line.to_vec(), ..Refusal::forbidden(peer, "no".into()) }
     }
 
+    fn count(event: &RejectionEvent) -> u64 {
+        match event.2 {
+            What::WorkerRefused { refused, .. } | What::AccessRefused { refused, .. } => refused,
+            _ => 0,
+        }
+    }
+
     #[test]
-    fn a_crowd_is_told_of_now_and_then() {
+    fn reports_crowd_at_intervals() {
         let mut rejections = RejectionReports::default();
         let mut reported = 0;
         for n in 0..100_000u32 {
-            let refusal = refusal(n % 1000, &[]);
-            let subject = rejections.subject(&refusal, |_| None);
-            reported += usize::from(rejections.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
+            let event = rejections.add(Time::ZERO, SocketKind::Jobs, refusal(n % 1000, &[]), |_| None);
+            reported += event.as_ref().map_or(0, count);
         }
         // The subjects beyond the maximum share an entry.
-        assert_eq!((reported, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
+        assert_eq!((reported as usize, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
         assert!(rejections.due(Time::ZERO).is_empty());
         let later = Time::ZERO + REPEAT_INTERVAL;
         let due = rejections.due(later);
-        let counted: u64 = due.iter().map(|(_, count, ..)| count).sum();
-        assert_eq!((due.len(), counted), (SUBJECTS_MAX + 1, 100_000 - reported as u64));
+        let counted: u64 = due.iter().map(count).sum();
+        assert_eq!((due.len(), counted), (SUBJECTS_MAX + 1, 100_000 - reported));
         assert!(rejections.due(later).is_empty());
         assert!(rejections.due(later + REPEAT_INTERVAL).is_empty());
-        assert!(rejections.0.is_empty());
-        // Workers keep separate entries when many users are rejected.
+        assert!(!rejections.needs_checks());
+    }
+
+    #[test]
+    fn reports_workers_separately_from_many_users() {
+        let mut rejections = RejectionReports::default();
         for uid in 0..100 {
-            let refusal = refusal(uid, &[]);
-            let subject = rejections.subject(&refusal, |_| None);
-            rejections.add(later, subject, SocketKind::Jobs, refusal);
+            rejections.add(Time::ZERO, SocketKind::Jobs, refusal(uid, &[]), |_| None);
         }
-        let (worker, place) = (refusal(7, &[3, 2, 1]), BulkheadIndex::from_number(5));
-        assert_eq!(
-            rejections.subject(&worker, |line| (line == [3, 2, 1]).then_some(place)),
-            Subject::Worker(Some(BulkheadIndex::from_number(5)))
-        );
-        assert_eq!(worker.reason, RejectReason::Forbidden);
+        let bulkhead = BulkheadIndex::from_number(5);
+        let worker = refusal(7, &[3, 2, 1]);
+        let event = rejections
+            .add(Time::ZERO, SocketKind::Jobs, worker, |line| (line == [3, 2, 1]).then_some(bulkhead));
+        assert!(event.is_some_and(|event| event.0 == Some(bulkhead)));
+        rejections.forget(bulkhead);
+        let again = refusal(7, &[3, 2, 1]);
+        assert!(rejections.add(Time::ZERO, SocketKind::Jobs, again, |_| Some(bulkhead)).is_some());
     }
 }

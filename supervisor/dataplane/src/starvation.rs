@@ -2,20 +2,13 @@
 //! ready to run without running. Policy requests the check and decides. The background thread reads the files.
 
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Event, Time, WorkerId};
-
-use super::journal::Journal;
-use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
-use super::{DataPlane, Incoming};
+use bulkhead_policy::Time;
 
 /// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
-
-/// Number of workers whose journal beats are read together.
-const BEATS_READ_TOGETHER: usize = 128;
 
 /// Number of checks for silent workers per heartbeat interval.
 const CHECKS_PER_HEARTBEAT: u128 = 4;
@@ -41,84 +34,16 @@ struct Thread {
     is_ready: bool,
 }
 
-impl DataPlane {
-    pub(super) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        self.read_journal_beats(index);
-        if !self.compartments[compartment].policy.is_silent(worker) {
-            return;
-        }
-        let Some(running) = self.links[index].running_mut() else { return };
-        let watch = Arc::new(Watch::new(running.pid));
-        running.watch = self.background.watch(&watch).then_some(watch);
-    }
-
-    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
-    /// iterations.
-    fn read_journal_beats(&mut self, index: LinkIndex) {
-        if !self.links[index].beats_in_journal {
-            return;
-        }
-        let first = index.number() / BEATS_READ_TOGETHER * BEATS_READ_TOGETHER;
-        for number in first..first + BEATS_READ_TOGETHER {
-            let Some(link) = self.links.get(LinkIndex::from_number(number)) else { continue };
-            let (compartment, worker) = (link.compartment, link.worker);
-            let journal = link.journal.as_ref().filter(|_| link.beats_in_journal);
-            if let Some(since) = journal.and_then(Journal::since_beat) {
-                let at = beat_at(self.now, since, self.owner(compartment).heartbeat);
-                self.apply(compartment, Event::WasAlive { worker, at }, Incoming::None);
-            }
-        }
-    }
-
-    /// Starts the check of a watched worker. Policy gets the result in a later iteration.
-    pub(super) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let index = self.link_of(compartment, worker);
-        if let Some(index) = index {
-            self.read_journal_beats(index);
-            if !self.compartments[compartment].policy.is_silent(worker) {
-                return;
-            }
-        }
-        let running = index.and_then(|index| self.links[index].running_mut());
-        match running.and_then(|running| running.watch.take()) {
-            // The worker is dead. It counts as starved until policy gets the death, when none of its processes is
-            // left.
-            _ if self.keeper.is_being_replaced() => {
-                self.links.starvation_results.push((compartment, worker, true))
-            }
-            Some(watch) => self.background.check_starvation(compartment, worker, watch),
-            // The worker could not be watched, because too many checks are pending on this machine.
-            None => self.links.starvation_results.push((compartment, worker, true)),
-        }
-    }
-
-    pub(super) fn report_starvation_results(&mut self) {
-        for (compartment, worker, is_starved) in std::mem::take(&mut self.links.starvation_results) {
-            self.report_starvation_result(compartment, worker, is_starved);
-        }
-    }
-
-    pub(super) fn report_starvation_result(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        is_starved: bool,
-    ) {
-        self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
-    }
-}
-
 /// Rounds the time of a worker's last beat up to a quarter of the heartbeat interval. Workers with nearly equal times
 /// are then due together and do not cause a wake-up each.
-fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
+pub(super) fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
     let grid = u64::try_from(heartbeat.as_nanos() / CHECKS_PER_HEARTBEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
     Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(now)
 }
 
 impl Watch {
-    fn new(pid: u32) -> Self {
+    pub(super) fn new(pid: u32) -> Self {
         Self { pid, begun: OnceLock::new() }
     }
 

@@ -62,15 +62,19 @@ impl UnreadLoans {
         }
     }
 
-    /// Removes connections that the receivers have read completely or closed. Returns true if some are left.
-    pub(super) fn remove_closed(&mut self) -> bool {
+    /// Returns true if some closed connections may have unread loans.
+    pub(super) fn needs_checks(&self) -> bool {
+        !self.closed.is_empty()
+    }
+
+    /// Removes connections that the receivers have read completely or closed.
+    pub(super) fn remove_closed(&mut self) {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {
             let is_read = is_read(socket);
             *unread -= if is_read { usize::from(left.0) } else { 0 };
             !is_read
         });
-        !self.closed.is_empty()
     }
 }
 
@@ -107,10 +111,12 @@ mod tests {
             !lends.can_lend(&here, &mut ReceiverLoans::default()),
             "all together have used up what there is"
         );
-        assert!(lends.remove_closed());
+        lends.remove_closed();
+        assert!(lends.needs_checks());
         others[0].read_to_end(&mut Vec::new()).unwrap();
         others.pop();
-        assert!(!lends.remove_closed());
+        lends.remove_closed();
+        assert!(!lends.needs_checks());
         assert!(lends.can_lend(&here, &mut ReceiverLoans::default()));
     }
 
@@ -127,6 +133,7 @@ mod tests {
             there.read_exact(&mut [0; 4]).unwrap();
         }
         lends.close(&here, &mut unread);
-        assert!(!lends.remove_closed());
+        lends.remove_closed();
+        assert!(!lends.needs_checks());
     }
 }
