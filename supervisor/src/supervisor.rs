@@ -13,7 +13,7 @@ use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
 use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{BoundSocket, Sockets};
-use bulkhead_dataplane::{DataPlane, Parts, descriptors};
+use bulkhead_dataplane::{Components, DataPlane, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::liveness::{self, LivenessDescriptor};
 use bulkhead_linux::scheduler::set_time_slice;
@@ -149,7 +149,7 @@ impl Ready {
             own_uid,
             labels: labels.clone(),
         };
-        let parts = Parts {
+        let parts = Components {
             config: config.clone(),
             support,
             listener,

@@ -90,7 +90,7 @@ impl Background {
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // Sending fails only if the thread has ended, which ends the whole supervisor (see `ThreadMonitor`).
+        // Sending fails only if the thread has ended, which ends the whole supervisor (see `Fate`).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
@@ -112,7 +112,12 @@ impl Background {
     }
 
     /// Checks if a watched worker is starved. The result is [`Done::Looked`].
-    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch>) {
+    pub(super) fn check_starvation(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        watch: Arc<Watch>,
+    ) {
         self.send(Task::Look { compartment, worker, watch });
     }
 

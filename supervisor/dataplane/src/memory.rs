@@ -1,18 +1,16 @@
 //! Memory of waiting data: incomplete frames, waiting jobs with names and records, and frames that workers have not
-//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this file frees the
-//! memory that the tree selects.
+//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this part chooses the
+//! memory to free, and `wiring` frees the memory.
 
 use std::collections::HashMap;
-use std::sync::atomic::Ordering;
 
-use bulkhead_policy::{Bulkhead, Event};
+use bulkhead_policy::Bulkhead;
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 
-use super::bulkheads::Compartment;
-use super::shares::{Giver, Holder, Kind, Owner, Shares};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
-use super::{DataPlane, Incoming, JobData};
+use super::JobData;
+use super::shares::{self, Holder, Kind, Owner, Shares};
+use super::slab::{BulkheadIndex, CompartmentIndex};
 
 /// Minimum memory of an incomplete small frame for which the connection is closed.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
@@ -42,9 +40,47 @@ pub(super) struct Charge {
 /// Last counted size of memory that is not charged to a job, such as an incomplete frame.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
-    pub(super) holder: Holder,
-    pub(super) bytes: usize,
-    pub(super) kind: Kind,
+    holder: Holder,
+    bytes: usize,
+    kind: Kind,
+}
+
+impl Counted {
+    /// Returns the size of `bytes` that cannot be freed early.
+    pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
+        Self { holder, bytes, kind: Kind::Fixed }
+    }
+
+    /// Returns the size of an incomplete frame that can be discarded.
+    pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
+        Self { holder, bytes, kind: Kind::Frame }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Memory that must be freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Eviction {
+    /// This number of bytes of the payloads that arrive by HTTP.
+    Spool(usize),
+    /// The incomplete frame of a connection.
+    Frame(Holder),
+    /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
+    Job(Holder),
+}
+
+/// Kind of memory charged to a job.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChargeKind {
+    /// The job waits here.
+    Waiting,
+    /// The payload is kept while a worker has the job, because another worker may need it.
+    Kept,
+    /// The job is prefetched. It is charged for the memory that a waiting job would hold here.
+    Prefetched,
 }
 
 /// Waiting jobs of a connection in a bulkhead, newest last. Some entries may refer to jobs that no longer wait.
@@ -56,7 +92,7 @@ struct Waiting {
 }
 
 pub(super) struct Memory {
-    pub(super) shares: Shares,
+    shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
     /// Holder of bytes that workers have not read.
     workers: Holder,
@@ -82,6 +118,41 @@ impl Memory {
         self.shares.held() - self.spooled
     }
 
+    /// Returns the memory held in the data plane and for payloads that arrive by HTTP, in bytes.
+    pub(super) fn held_in_all(&self) -> usize {
+        self.shares.held()
+    }
+
+    // Connections.
+
+    /// Adds a connection of a user.
+    pub(super) fn open(&mut self, uid: u32, connection: u64) -> Holder {
+        self.shares.open(Owner::User(uid), connection)
+    }
+
+    /// Releases the memory that a closed connection still holds, apart from the memory of jobs.
+    pub(super) fn close(&mut self, connection: Holder, counted: Counted) {
+        self.recount(counted, Counted::fixed(connection, 0));
+        self.shares.close(connection);
+    }
+
+    /// Returns the holder for a connection in a bulkhead.
+    pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
+        self.shares.leaf(connection, bulkhead)
+    }
+
+    /// Returns true if a connection may hold `more` bytes, within `most` bytes for all. Other holders may then have to
+    /// free memory, which happens when the bytes are held.
+    pub(super) fn can_hold(
+        &self,
+        connection: Holder,
+        bulkhead: Option<BulkheadIndex>,
+        more: usize,
+        most: usize,
+    ) -> bool {
+        self.shares.can_hold_share(connection, bulkhead, more, most)
+    }
+
     /// Replaces a counted size.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
@@ -94,14 +165,71 @@ impl Memory {
     /// Updates the size of the bytes that workers have not read.
     pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
         let holder = self.workers;
-        let of = |bytes| Counted { holder, bytes, kind: Kind::Fixed };
-        self.recount(of(was), of(is));
+        self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
     }
 
-    fn spooled(&mut self, is: usize) {
+    /// Updates the size of the payloads that arrive by HTTP.
+    pub(super) fn set_spooled(&mut self, is: usize) {
         let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
-        let of = |bytes| Counted { holder, bytes, kind: Kind::Frame };
-        self.recount(of(was), of(is));
+        self.recount(Counted::frame(holder, was), Counted::frame(holder, is));
+    }
+
+    /// Releases memory of the payloads that arrive by HTTP.
+    pub(super) fn release_spooled(&mut self, bytes: usize) {
+        self.set_spooled(self.spooled - bytes);
+    }
+
+    /// Returns the number of bytes that each owner can always hold.
+    pub(super) fn equal_share(&self, most: usize) -> usize {
+        self.shares.equal_share(most)
+    }
+
+    // Jobs.
+
+    /// Charges the client of a job in a bulkhead. `connection` is `None` if the client is gone, or if the supervisor
+    /// itself submitted the job.
+    pub(super) fn charge(
+        &mut self,
+        record: &mut JobData,
+        kind: ChargeKind,
+        connection: Option<Holder>,
+        bulkhead: BulkheadIndex,
+    ) -> Holder {
+        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
+        let is_waiting = kind == ChargeKind::Waiting;
+        let bytes = match kind {
+            ChargeKind::Waiting => record.footprint(),
+            ChargeKind::Kept => record.payload_bytes(),
+            ChargeKind::Prefetched => {
+                record.footprint() + record.held.copy.as_ref().map_or(0, |copy| copy.len())
+            }
+        };
+        let holder = match connection {
+            Some(connection) => self.shares.leaf(connection, bulkhead),
+            None => self.own,
+        };
+        self.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
+        record.charge = Charge { holder, bytes, is_waiting };
+        holder
+    }
+
+    /// Lists a job that was charged as waiting. `is_waiting` tells which of the jobs listed earlier still wait.
+    pub(super) fn list_waiting(
+        &mut self,
+        (holder, priority): (Holder, Priority),
+        entry: (CompartmentIndex, JobId),
+        is_waiting: impl Fn(CompartmentIndex, JobId) -> bool,
+    ) {
+        let waiting = self.waiting.entry(holder).or_default();
+        waiting.jobs += 1;
+        let most = 2 * waiting.jobs + STALE_MAX;
+        let stack = &mut waiting.stacks[usize::from(priority.code())];
+        // The cost is amortised, because at least as many entries were added since the last removal.
+        if stack.len() >= most {
+            stack.retain(|&(compartment, job)| is_waiting(compartment, job));
+            stack.shrink_to(most);
+        }
+        stack.push(entry);
     }
 
     /// Releases the memory charged for a job.
@@ -121,6 +249,45 @@ impl Memory {
         }
         self.shares.subtract(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
     }
+
+    // Eviction.
+
+    /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
+    /// `wants`.
+    pub(super) fn next_eviction(
+        &mut self,
+        wants: Option<(Holder, Option<BulkheadIndex>)>,
+        most: usize,
+    ) -> Option<Eviction> {
+        Some(match self.shares.next_eviction(wants, most)? {
+            shares::Eviction::Frame(spool) if spool == self.spool => {
+                Eviction::Spool((self.shares.held() - most).min(self.spooled))
+            }
+            shares::Eviction::Frame(holder) => Eviction::Frame(self.shares.connection(holder)),
+            shares::Eviction::Job(leaf) => Eviction::Job(leaf),
+        })
+    }
+
+    /// Returns the newest job of the lowest priority that a holder has listed. The job may not wait any more, and the
+    /// number may belong to another job by now. The entry is removed.
+    pub(super) fn pop_waiting(&mut self, holder: Holder) -> Option<(CompartmentIndex, JobId)> {
+        self.waiting.get_mut(&holder)?.stacks.iter_mut().find_map(Vec::pop)
+    }
+}
+
+impl Charge {
+    /// Returns true if the job waits, and this holder is charged for the job.
+    pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
+        self.is_waiting && self.holder == holder
+    }
+}
+
+/// Returns the reason for rejecting data that does not fit into `most` bytes.
+pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
+    let message = format!(
+        "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
+    );
+    (RejectReason::Overloaded, message)
 }
 
 impl JobData {
@@ -134,142 +301,52 @@ impl JobData {
 
     /// Returns the size of the payload, in memory or in a file.
     fn payload_bytes(&self) -> usize {
-        self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes)
+        self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes())
     }
 }
 
-impl DataPlane {
-    /// Returns the holder of a job: the client, in the bulkhead that has the job.
-    fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
-        match self.sessions.holder(session) {
-            Some(connection) => self.memory.shares.leaf(connection, bulkhead),
-            None => self.memory.own,
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::SlabIndex;
+
+    fn job(number: u64) -> (CompartmentIndex, JobId) {
+        (CompartmentIndex::from_number(0), JobId(number))
+    }
+
+    fn charge_waiting(memory: &mut Memory, connection: Holder, number: u64, priority: Priority) -> JobData {
+        let mut record = JobData { priority, ..JobData::default() };
+        let holder =
+            memory.charge(&mut record, ChargeKind::Waiting, Some(connection), BulkheadIndex::from_number(0));
+        memory.list_waiting((holder, priority), job(number), |_, _| true);
+        record
+    }
+
+    #[test]
+    fn evicts_newest_job_of_lowest_priority_of_largest_client() {
+        let mut memory = Memory::new(0);
+        let (small, large) = (memory.open(1, 1), memory.open(2, 2));
+        let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
+        for (number, priority) in [(2, Priority::ALL[1]), (3, Priority::ALL[0]), (4, Priority::ALL[0])] {
+            jobs.push(charge_waiting(&mut memory, large, number, priority));
         }
+        let most = memory.held() - 1;
+        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else { panic!("no job") };
+        let lowest = usize::from(Priority::ALL[0].code()) < usize::from(Priority::ALL[1].code());
+        assert_eq!(memory.pop_waiting(holder), Some(job(if lowest { 4 } else { 2 })));
+        assert!(jobs[3].charge.is_of_waiting(holder) && !jobs[0].charge.is_of_waiting(holder));
+        jobs.iter_mut().for_each(|record| memory.discharge(&mut record.charge));
+        assert_eq!(memory.held(), 0);
+        assert_eq!(memory.next_eviction(None, 0), None);
     }
 
-    /// Charges a job's client for the memory that `count` returns. Returns the holder and the job's priority.
-    fn charge(
-        &mut self,
-        (compartment, job): (CompartmentIndex, JobId),
-        is_waiting: bool,
-        count: impl Fn(&JobData) -> usize,
-    ) -> Option<(Holder, Priority)> {
-        let Compartment { policy, bulkhead, .. } = &mut self.compartments[compartment];
-        let Some(record) = policy.record_mut(job) else {
-            debug_assert!(false, "{job} was just taken or dispatched, but has no record");
-            return None;
-        };
-        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
-        let (bulkhead, session, bytes, class) = (*bulkhead, record.session, count(record), record.priority);
-        let holder = self.holder_of(session, bulkhead);
-        self.memory.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
-        let record = self.compartments[compartment].policy.record_mut(job)?;
-        record.charge = Charge { holder, bytes, is_waiting };
-        Some((holder, class))
-    }
-
-    /// Charges a job that starts to wait.
-    pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
-        if let Some((holder, class)) = self.charge((compartment, job), true, JobData::footprint) {
-            self.list_waiting(holder, class, (compartment, job));
-        }
-    }
-
-    fn list_waiting(&mut self, holder: Holder, class: Priority, entry: (CompartmentIndex, JobId)) {
-        let waiting = self.memory.waiting.entry(holder).or_default();
-        waiting.jobs += 1;
-        let most = 2 * waiting.jobs + STALE_MAX;
-        let stack = &mut waiting.stacks[usize::from(class.code())];
-        // The cost is amortised, because at least as many entries were added since the last removal.
-        if stack.len() >= most {
-            let compartments = &self.compartments;
-            stack.retain(|&(place, job)| compartments.get(place).is_some_and(|at| at.policy.is_waiting(job)));
-            stack.shrink_to(most);
-        }
-        stack.push(entry);
-    }
-
-    /// Charges a payload that is kept while a worker has the job, because another worker may need it.
-    pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
-        self.charge((compartment, job), false, JobData::payload_bytes);
-    }
-
-    /// Charges a prefetched job for the memory that a waiting job would hold here.
-    pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
-        let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
-        self.charge((compartment, job), false, |record| record.footprint() + copied(record));
-    }
-
-    /// Returns true if a connection may hold `more` bytes. Other holders may then have to free memory, which happens
-    /// in [`DataPlane::settle_memory`] when the bytes are held.
-    pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
-        self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
-    }
-
-    fn look_at_spool(&mut self) {
-        let unwanted = self.reporter.counters.spool_bytes_to_free.load(Ordering::Relaxed);
-        let spooled = self.reporter.counters.spooled.load(Ordering::Relaxed);
-        self.memory.spooled(spooled.saturating_sub(unwanted));
-    }
-
-    /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
-    pub(super) fn tell_memory(&self) {
-        self.reporter.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
-        let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
-        self.reporter.counters.spool_share.store(share, Ordering::Relaxed);
-    }
-
-    /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
-    /// `wants`.
-    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
-        self.look_at_spool();
-        if self.leases.bytes > 0 {
-            self.settle_files(self.memory.shares.held());
-        }
-        while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
-            let before = self.memory.shares.held();
-            match giver {
-                Giver::Frame(spool) if spool == self.memory.spool => self.give_spool(),
-                Giver::Frame(holder) => self.give_frame(self.memory.shares.connection(holder)),
-                Giver::Job(leaf) => self.give_job(leaf),
-            }
-            if self.memory.shares.held() >= before {
-                debug_assert!(false, "{giver:?} gave nothing");
-                return;
-            }
-        }
-    }
-
-    fn give_spool(&mut self) {
-        let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
-        let given = over.min(self.memory.spooled);
-        self.reporter.counters.spool_bytes_to_free.fetch_add(given, Ordering::Relaxed);
-        self.reporter.counters.spool_free_requested.notify_waiters();
-        self.memory.spooled(self.memory.spooled - given);
-    }
-
-    /// Rejects the newest waiting job of the lowest priority.
-    fn give_job(&mut self, leaf: Holder) {
-        let Some(waiting) = self.memory.waiting.get_mut(&leaf) else { return };
-        for stack in &mut waiting.stacks {
-            while let Some((compartment, job)) = stack.pop() {
-                let Some(entry) = self.compartments.get_mut(compartment) else { continue };
-                // The number may belong to another job by now.
-                let is_its =
-                    |record: &mut Box<JobData>| record.charge.is_waiting && record.charge.holder == leaf;
-                if entry.policy.is_waiting(job) && entry.policy.record_mut(job).is_some_and(is_its) {
-                    self.apply(compartment, Event::MemoryExhausted { job }, Incoming::None);
-                    return;
-                }
-            }
-        }
-    }
-
-    pub(super) fn memory_full(&self) -> (RejectReason, String) {
-        let most = self.limits.buffered_bytes_max;
-        let message = format!(
-            "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
-        );
-        (RejectReason::Overloaded, message)
+    #[test]
+    fn evicts_spooled_payloads_as_far_as_necessary() {
+        let mut memory = Memory::new(0);
+        memory.set_spooled(1000);
+        assert_eq!((memory.held(), memory.held_in_all()), (0, 1000));
+        assert_eq!(memory.next_eviction(None, 700), Some(Eviction::Spool(300)));
+        memory.set_spooled(700);
+        assert_eq!(memory.next_eviction(None, 700), None);
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd
 pub(super) struct Files {
     payload: File,
     result: File,
-    pub(super) bytes: u64,
+    bytes: u64,
 }
 
 impl Files {
@@ -62,6 +62,10 @@ impl Files {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
         Ok(files)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Returns the descriptors for the client.
@@ -92,17 +96,6 @@ impl Files {
             empty(&self.result);
         }
     }
-}
-
-/// State of lending memory files to the worker of a link.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Lending {
-    /// The worker cannot take files, or sending files has failed.
-    #[default]
-    Never,
-    Open,
-    /// The worker has not confirmed the last loan.
-    Unacknowledged,
 }
 
 /// Returns a frame that announces lent files.

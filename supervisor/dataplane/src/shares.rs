@@ -39,7 +39,7 @@ pub(super) enum Kind {
 
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Giver {
+pub(super) enum Eviction {
     /// The incomplete frame of a connection, or of a connection for a bulkhead.
     Frame(Holder),
     /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
@@ -137,7 +137,7 @@ impl Shares {
 
     /// Returns true if a connection may hold `more` bytes for a bulkhead. Either there is room, or the holder at some
     /// level stays within an equal share, so that another holder must free memory.
-    pub(super) fn may_have(
+    pub(super) fn can_hold_share(
         &self,
         connection: Holder,
         bulkhead: Option<BulkheadIndex>,
@@ -194,11 +194,11 @@ impl Shares {
     /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
     /// `wants`. Returns `None` if the limit is not exceeded, or if no holder over an equal share has memory that can
     /// be freed.
-    pub(super) fn giver(
+    pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
         most: usize,
-    ) -> Option<Giver> {
+    ) -> Option<Eviction> {
         if self.held() <= most {
             if self.is_ordered && self.held() < most / 2 {
                 self.is_ordered = false;
@@ -207,27 +207,27 @@ impl Shares {
             return None;
         }
         if !self.is_ordered {
-            self.put_in_order();
+            self.build_order();
         }
         let scope = wants.and_then(|(connection, bulkhead)| self.scope(connection, bulkhead, 0, most));
-        self.giver_in(scope.unwrap_or(ROOT), most).or_else(|| self.giver_in(ROOT, most))
+        self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
     /// Chooses the child that is furthest over an equal share. The largest frame is freed first, and then a job.
-    fn giver_in(&self, parent: Holder, most: usize) -> Option<Giver> {
+    fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
-        let mut over = self.most_first(parent).take_while(|&child| self.bytes(child).all > share);
-        let mut giver = over.find(|&child| self.bytes(child).frames + self.bytes(child).jobs > 0)?;
-        let has_frames = self.bytes(giver).frames > 0;
+        let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);
+        let mut next_eviction = over.find(|&child| self.bytes(child).frames + self.bytes(child).jobs > 0)?;
+        let has_frames = self.bytes(next_eviction).frames > 0;
         let given =
             |child: Holder| if has_frames { self.bytes(child).frames } else { self.bytes(child).jobs };
         loop {
-            let mut children = self.most_first(giver).filter(|&child| given(child) > 0);
+            let mut children = self.largest_first(next_eviction).filter(|&child| given(child) > 0);
             let next = if has_frames { children.max_by_key(|&child| given(child)) } else { children.next() };
             match next {
-                Some(child) => giver = child,
-                None if has_frames => return Some(Giver::Frame(giver)),
-                None => return Some(Giver::Job(giver)),
+                Some(child) => next_eviction = child,
+                None if has_frames => return Some(Eviction::Frame(next_eviction)),
+                None => return Some(Eviction::Job(next_eviction)),
             }
         }
     }
@@ -236,11 +236,11 @@ impl Shares {
         self.nodes[holder.0 as usize].held
     }
 
-    fn most_first(&self, parent: Holder) -> impl Iterator<Item = Holder> {
+    fn largest_first(&self, parent: Holder) -> impl Iterator<Item = Holder> {
         self.nodes[parent.0 as usize].order.iter().rev().map(|&(_, holder)| holder)
     }
 
-    fn put_in_order(&mut self) {
+    fn build_order(&mut self) {
         self.is_ordered = true;
         for index in 1..self.nodes.len() {
             let (held, parent) = (self.nodes[index].held.all, self.nodes[index].parent);

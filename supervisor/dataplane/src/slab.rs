@@ -67,7 +67,7 @@ indices! {
 }
 
 /// Identifies a session. The epoch distinguishes sessions that have used the same index.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct SessionId {
     pub(super) index: SessionIndex,
     pub(super) epoch: u64,

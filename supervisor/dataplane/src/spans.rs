@@ -7,16 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use bulkhead_plane::span::JobSpan;
-use bulkhead_plane::span::SpanSender;
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::span::{JobSpan, SpanSender};
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Outcome, Priority, Verdict};
 
-use super::slab::CompartmentIndex;
-use super::{DataPlane, JobData};
+use super::JobData;
 
 /// Trace context of a job.
 pub(super) struct Trace {
@@ -40,7 +39,7 @@ impl Trace {
     }
 
     /// Returns the context for the worker: the job's own span if any, otherwise the client's context.
-    pub(super) fn handed_on(&self) -> &str {
+    pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
@@ -52,16 +51,12 @@ impl JobData {
     }
 }
 
-/// Channel for spans, and generator of span ids.
+/// The spans of jobs.
 pub(super) struct Spans {
-    sender: SpanSender,
+    /// Set if tracing is on.
+    sender: Option<SpanSender>,
     ids: SpanIds,
-}
-
-impl Spans {
-    pub(super) fn new(sender: SpanSender) -> Self {
-        Self { sender, ids: SpanIds(RandomState::new().hash_one(std::process::id())) }
-    }
+    counters: Arc<SharedCounters>,
 }
 
 /// Generator of span ids. The start is random and the ids look random (SplitMix64), so that other participants in a
@@ -78,43 +73,38 @@ impl SpanIds {
     }
 }
 
-impl DataPlane {
-    /// Creates the trace context of a new job.
-    pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
+impl Spans {
+    pub(super) fn new(sender: Option<SpanSender>, counters: Arc<SharedCounters>) -> Self {
+        Self { sender, ids: SpanIds(RandomState::new().hash_one(std::process::id())), counters }
+    }
+
+    /// Creates the trace context of a new job. Reads `clock` only for a sampled job.
+    pub(super) fn start(
+        &mut self,
+        (now, clock): (Time, fn() -> SystemTime),
+        given: Option<Traceparent>,
+    ) -> Option<Box<Trace>> {
         let given = given?;
-        let spans = self.reporter.spans.as_mut().filter(|_| given.is_sampled());
-        let span = spans.map(|spans| OpenSpan {
-            own: given.with_span(spans.ids.next()),
-            began: SystemTime::now(),
-            received: self.now,
+        let is_recorded = self.sender.is_some() && given.is_sampled();
+        let span = is_recorded.then(|| OpenSpan {
+            own: given.with_span(self.ids.next()),
+            began: clock(),
+            received: now,
         });
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Sends the span of a finished job. Takes the job's names, which are not needed afterwards.
-    pub(super) fn end_span(
-        &mut self,
-        compartment: CompartmentIndex,
-        record: &mut JobData,
-        outcome: &Outcome,
-    ) {
-        let entered = record
-            .fallback
-            .as_ref()
-            .map_or(self.compartments[compartment].bulkhead, |fallback| fallback.entry.0);
-        let bulkhead = self.bulkheads[entered].name.clone();
-        self.send_span(bulkhead, record, outcome);
-    }
-
     /// Sends a span for a submission that is rejected before becoming a job. Returns the context of the span, if any.
-    pub(super) fn span_of_refused(
+    pub(super) fn send_rejected(
         &mut self,
+        (now, clock): (Time, fn() -> SystemTime),
         submit: &Submit<'_>,
         given: Option<Traceparent>,
         payload_bytes: usize,
         verdict: &Verdict,
     ) -> Option<Traceparent> {
-        let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
+        let trace = self.start((now, clock), given);
+        let priority = Priority::from_code(submit.priority).unwrap_or_default();
         let mut record = JobData { trace, priority, payload_bytes, ..JobData::default() };
         let span = record.span()?;
         record.operation = truncate(submit.operation, OPERATION_BYTES_MAX).into();
@@ -135,23 +125,24 @@ impl DataPlane {
             status: None,
             report: None,
         };
-        self.send_span(name.into(), &mut record, &outcome);
+        self.send(now, name.into(), &mut record, &outcome);
         Some(span)
     }
 
-    fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
-        let Some(spans) = &self.reporter.spans else { return };
+    /// Sends the span of a finished job. Takes the job's names, which are not needed afterwards.
+    pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
+        let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
         // Reserves room first. Without room, a span costs no more than the count.
-        let Ok(place) = spans.sender.try_reserve() else {
-            self.reporter.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
+        let Ok(place) = sender.try_reserve() else {
+            self.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
-        let about = JobSpan {
+        let span = JobSpan {
             parent: *given,
             own: span.own,
             began: span.began,
-            took: self.now.since(span.received),
+            took: now.since(span.received),
             bulkhead,
             operation: std::mem::take(&mut record.operation),
             tenant: std::mem::take(&mut record.tenant),
@@ -159,7 +150,7 @@ impl DataPlane {
             payload_bytes: record.payload_bytes,
             outcome: outcome.into(),
         };
-        place.send(Box::new(about));
+        place.send(Box::new(span));
     }
 }
 

@@ -2,31 +2,24 @@
 //! ready to run without running. Policy requests the check and decides. The background thread reads the files.
 
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Event, Time, WorkerId};
-
-use super::journal::Journal;
-use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
-use super::{DataPlane, Incoming};
+use bulkhead_policy::Time;
 
 /// Maximum number of threads examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Number of workers whose journal beats are read together.
-const BEATS_AT_ONCE: usize = 128;
-
 /// Number of checks for silent workers per heartbeat interval.
-const LOOKS_PER_BEAT: u128 = 4;
+const CHECKS_PER_HEARTBEAT: u128 = 4;
 
 /// Scheduling statistics of a worker's threads since the silence was noticed.
 pub(super) struct Watch {
     pid: u32,
-    begun: OnceLock<Figures>,
+    begun: OnceLock<SchedStats>,
 }
 
-struct Figures {
+struct SchedStats {
     read_at: Instant,
     threads: HashMap<u32, Thread>,
 }
@@ -41,92 +34,31 @@ struct Thread {
     is_ready: bool,
 }
 
-impl DataPlane {
-    pub(super) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        self.look_up_beats(index);
-        if !self.compartments[compartment].policy.is_silent(worker) {
-            return;
-        }
-        let Some(running) = self.links[index].running_mut() else { return };
-        let watch = Arc::new(Watch::new(running.pid));
-        running.watch = self.background.watch(&watch).then_some(watch);
-    }
-
-    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
-    /// iterations.
-    fn look_up_beats(&mut self, index: LinkIndex) {
-        if !self.links[index].has_beats {
-            return;
-        }
-        let first = index.number() / BEATS_AT_ONCE * BEATS_AT_ONCE;
-        for number in first..first + BEATS_AT_ONCE {
-            let Some(link) = self.links.get(LinkIndex::from_number(number)) else { continue };
-            let (compartment, worker) = (link.compartment, link.worker);
-            let journal = link.journal.as_ref().filter(|_| link.has_beats);
-            if let Some(since) = journal.and_then(Journal::since_beat) {
-                let at = beat_at(self.now, since, self.owner(compartment).heartbeat);
-                self.apply(compartment, Event::AliveAt { worker, at }, Incoming::None);
-            }
-        }
-    }
-
-    /// Starts the check of a watched worker. Policy gets the result in a later iteration.
-    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let index = self.link_of(compartment, worker);
-        if let Some(index) = index {
-            self.look_up_beats(index);
-            if !self.compartments[compartment].policy.is_silent(worker) {
-                return;
-            }
-        }
-        let running = index.and_then(|index| self.links[index].running_mut());
-        match running.and_then(|running| running.watch.take()) {
-            // The worker is dead. It counts as starved until policy gets the death, when none of its processes is
-            // left.
-            _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),
-            Some(watch) => self.background.look(compartment, worker, watch),
-            // The worker could not be watched, because too many checks are pending on this machine.
-            None => self.links.looked.push((compartment, worker, true)),
-        }
-    }
-
-    pub(super) fn report_looks(&mut self) {
-        for (compartment, worker, is_starved) in std::mem::take(&mut self.links.looked) {
-            self.report_look(compartment, worker, is_starved);
-        }
-    }
-
-    pub(super) fn report_look(&mut self, compartment: CompartmentIndex, worker: WorkerId, is_starved: bool) {
-        self.apply(compartment, Event::CpuTimeChecked { worker, is_starved }, Incoming::None);
-    }
-}
-
 /// Rounds the time of a worker's last beat up to a quarter of the heartbeat interval. Workers with nearly equal times
 /// are then due together and do not cause a wake-up each.
-fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
-    let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
+pub(super) fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
+    let grid = u64::try_from(heartbeat.as_nanos() / CHECKS_PER_HEARTBEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
     Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(now)
 }
 
 impl Watch {
-    fn new(pid: u32) -> Self {
+    pub(super) fn new(pid: u32) -> Self {
         Self { pid, begun: OnceLock::new() }
     }
 
     /// Records the statistics to compare with later.
     pub(super) fn begin(&self) {
-        self.begun.get_or_init(|| Figures::of(self.pid));
+        self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
 
     /// Returns true if a thread has waited for a processor for at least half of the time since [`Watch::begin`].
     pub(super) fn is_starved(&self) -> bool {
-        self.begun.get().is_some_and(|begun| Figures::of(self.pid).is_starved_since(begun))
+        self.begun.get().is_some_and(|begun| SchedStats::of(self.pid).is_starved_since(begun))
     }
 }
 
-impl Figures {
+impl SchedStats {
     fn of(pid: u32) -> Self {
         Self { read_at: Instant::now(), threads: threads(pid) }
     }
@@ -156,23 +88,23 @@ impl Thread {
 /// Returns the statistics by thread id. Empty if this kernel provides no statistics.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let figures = |entry: std::fs::DirEntry| {
+    let stats = |entry: std::fs::DirEntry| {
         let number = entry.file_name().to_str()?.parse().ok()?;
         let read = |name| std::fs::read_to_string(entry.path().join(name)).ok();
         Some((number, Thread::read(&read("schedstat")?, &read("stat")?)?))
     };
-    threads.take(THREADS_MAX).filter_map(figures).collect()
+    threads.take(THREADS_MAX).filter_map(stats).collect()
 }
 
 impl Thread {
     /// Parses the contents of a thread's files `schedstat` and `stat`.
     fn read(schedstat: &str, stat: &str) -> Option<Self> {
-        let mut figures = schedstat.split(' ').map(str::parse);
+        let mut stats = schedstat.split(' ').map(str::parse);
         // The name before the state can contain any character.
         let (_, state) = stat.rsplit_once(") ")?;
         Some(Self {
-            ran_ns: figures.next()?.ok()?,
-            waited_ns: figures.next()?.ok()?,
+            ran_ns: stats.next()?.ok()?,
+            waited_ns: stats.next()?.ok()?,
             is_ready: state.starts_with('R'),
         })
     }
@@ -198,7 +130,7 @@ mod tests {
     #[test]
     fn a_process_that_sleeps_is_not_starved() {
         let own = std::process::id();
-        let (mut now, mut later) = (Figures::of(own), Figures::of(own));
+        let (mut now, mut later) = (SchedStats::of(own), SchedStats::of(own));
         if now.threads.is_empty() {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
@@ -223,8 +155,8 @@ mod tests {
                 HashMap::from([(1, Thread { ran_ns, waited_ns, is_ready })])
             };
             let read_at = Instant::now();
-            let before = Figures { read_at, threads: thread([0, 0], ready[0]) };
-            let now = Figures {
+            let before = SchedStats { read_at, threads: thread([0, 0], ready[0]) };
+            let now = SchedStats {
                 read_at: read_at + Duration::from_secs(10),
                 threads: thread([ran_s, waited_s], ready[1]),
             };
@@ -246,7 +178,7 @@ mod tests {
         assert_eq!((thread.ran_ns, thread.waited_ns, thread.is_ready), (12, 34, true));
         assert!(!read("7 (R) S 1 2 3\n").unwrap().is_ready);
         assert!(read("").is_none() && Thread::read("12\n", "7 (a) R 1").is_none());
-        let own = Figures::of(std::process::id());
+        let own = SchedStats::of(std::process::id());
         assert!(
             own.threads.is_empty() || own.threads.values().any(|thread| thread.is_ready),
             "this one runs"

@@ -188,25 +188,25 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
         deprecated,
         reason = "the replacement is unsafe; an owned descriptor stays open as long as this value"
     )]
-    let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+    let event_descriptor = AsyncFd::with_interest(data_plane.event_descriptor()?, Interest::READABLE)?;
     // Run one iteration before the first await, so that every call makes progress even if its future is
     // dropped there.
-    if data_plane.goes_on() {
-        guarded(data_plane, |plane| Ok(plane.settle()))?;
-        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
+    if data_plane.is_running() {
+        guarded(data_plane, |plane| Ok(plane.finish_iteration()))?;
+        guarded(data_plane, |plane| plane.run_iteration(Some(Duration::ZERO)))?;
     }
     let mut client_iterations = 0;
-    while data_plane.goes_on() {
-        match guarded(data_plane, |plane| Ok(plane.settle()))? {
+    while data_plane.is_running() {
+        match guarded(data_plane, |plane| Ok(plane.finish_iteration()))? {
             Some(Duration::ZERO) => tokio::task::yield_now().await,
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
-                match next(data_plane, &arrivals, timeout).await? {
+                match next(data_plane, &event_descriptor, timeout).await? {
                     // Saves the system call of a full iteration. The limit keeps sockets and timers from
                     // starving.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
-                        guarded(data_plane, DataPlane::hear_clients)?;
+                        guarded(data_plane, DataPlane::handle_in_process_clients)?;
                         continue;
                     }
                     Next::Clients => tokio::task::yield_now().await,
@@ -215,7 +215,7 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             }
         }
         client_iterations = 0;
-        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
+        guarded(data_plane, |plane| plane.run_iteration(Some(Duration::ZERO)))?;
     }
     Ok(())
 }
@@ -264,14 +264,18 @@ enum Next {
 }
 
 /// Waits until an event arrives, for at most `timeout`.
-async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, timeout: Duration) -> io::Result<Next> {
+async fn next(
+    data_plane: &DataPlane,
+    event_descriptor: &AsyncFd<OwnedFd>,
+    timeout: Duration,
+) -> io::Result<Next> {
     let event = poll_fn(|context| {
         // Sockets go first, so that a flood of in-process jobs cannot starve the other events.
-        if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
+        if let Poll::Ready(ready) = event_descriptor.poll_read_ready(context) {
             ready?.clear_ready();
             return Poll::Ready(Ok(Next::Other));
         }
-        data_plane.poll_clients(context).map(|()| Ok(Next::Clients))
+        data_plane.poll_in_process_clients(context).map(|()| Ok(Next::Clients))
     });
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
@@ -301,11 +305,11 @@ impl Drop for LocalSupervisor {
         let mut ended = Ok(());
         while ended.is_ok()
             && let Some(ready) = &mut self.ready
-            && ready.data_plane.goes_on()
+            && ready.data_plane.is_running()
         {
             ended = guarded(&mut ready.data_plane, |plane| {
-                let timeout = plane.settle();
-                plane.take_turn(timeout)
+                let timeout = plane.finish_iteration();
+                plane.run_iteration(timeout)
             });
         }
         if self.ready.is_some()

@@ -39,7 +39,12 @@ impl Plain {
         held.filter_map(|(key, _)| of(key)).collect::<BTreeSet<_>>().len()
     }
 
-    fn may_have(&self, (user, connection, bulkhead): (u32, u64, usize), more: usize, most: usize) -> bool {
+    fn can_hold_share(
+        &self,
+        (user, connection, bulkhead): (u32, u64, usize),
+        more: usize,
+        most: usize,
+    ) -> bool {
         let within = |held: usize, sharers: usize, room: usize| {
             held + more <= room / (sharers + usize::from(held == 0)).max(1)
         };
@@ -73,8 +78,8 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
                 .or_insert_with(|| shares.open(Owner::User(user), u64::from(user) * 100 + connection));
             let more = 1 + random.below(most / 4);
             assert_eq!(
-                shares.may_have(holder, Some(place(bulkhead)), more, most),
-                plain.may_have(key, more, most)
+                shares.can_hold_share(holder, Some(place(bulkhead)), more, most),
+                plain.can_hold_share(key, more, most)
             );
             let entry = plain.held.entry(key).or_default();
             match random.below(4) {
@@ -119,17 +124,17 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
 }
 
 fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
-    let giver = shares.giver(None, most);
+    let next_eviction = shares.next_eviction(None, most);
     let users = plain.distinct(|key| Some(key.0)).max(1);
     let share = most / users;
     let is_over = |user: u32| plain.total(|key| key.0 == user) > share && plain.jobs(|key| key.0 == user) > 0;
     let may_give = plain.total(|_| true) > most && (0..4).any(is_over);
-    let Some(giver) = giver else {
+    let Some(next_eviction) = next_eviction else {
         assert!(!may_give, "nobody gives");
         return;
     };
     assert!(may_give);
-    let Giver::Job(leaf) = giver else { panic!("there are no frames") };
+    let Eviction::Job(leaf) = next_eviction else { panic!("there are no frames") };
     let node = |holder: Holder| &shares.nodes[holder.0 as usize];
     let connection = node(leaf).parent;
     let user = node(connection).parent;
@@ -149,13 +154,13 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
 /// Requests `wanted` bytes for a holder as the data plane does: checks the share, counts the bytes, and frees
 /// memory of other holders if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
-    if !shares.may_have(leaf.0, Some(place(leaf.1)), wanted, most) {
+    if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
     }
     let holder = shares.leaf(leaf.0, place(leaf.1));
     shares.add(holder, Kind::Job, wanted);
-    while let Some(giver) = shares.giver(Some((leaf.0, Some(place(leaf.1)))), most) {
-        let Giver::Job(holder) = giver else { panic!("there are no frames") };
+    while let Some(next_eviction) = shares.next_eviction(Some((leaf.0, Some(place(leaf.1)))), most) {
+        let Eviction::Job(holder) = next_eviction else { panic!("there are no frames") };
         shares.subtract(holder, Kind::Job, wanted);
     }
     shares.held() <= most
@@ -200,16 +205,16 @@ fn frames_go_before_jobs_and_what_is_fixed_stays() {
     shares.add(leaf, Kind::Job, 500);
     shares.add(b, Kind::Frame, 20);
     shares.add(workers, Kind::Fixed, 600);
-    assert_eq!(shares.giver(None, 1000), Some(Giver::Frame(b)), "small, but a frame");
+    assert_eq!(shares.next_eviction(None, 1000), Some(Eviction::Frame(b)), "small, but a frame");
     shares.subtract(b, Kind::Frame, 20);
-    assert_eq!(shares.giver(None, 1000), None, "within its share, whatever is on its way to workers");
-    assert!(!shares.may_have(a, Some(place(0)), 1, 1000));
+    assert_eq!(shares.next_eviction(None, 1000), None, "within its share, whatever is on its way to workers");
+    assert!(!shares.can_hold_share(a, Some(place(0)), 1, 1000));
     shares.add(leaf, Kind::Job, 1);
-    assert_eq!(shares.giver(None, 1000), Some(Giver::Job(leaf)));
+    assert_eq!(shares.next_eviction(None, 1000), Some(Eviction::Job(leaf)));
     shares.subtract(leaf, Kind::Job, 1);
     shares.add(leaf, Kind::Fixed, 1000);
     shares.subtract(leaf, Kind::Job, 500);
-    assert_eq!(shares.giver(None, 1000), None, "nobody has anything to give");
+    assert_eq!(shares.next_eviction(None, 1000), None, "nobody has anything to give");
     shares.close(a);
     shares.subtract(leaf, Kind::Fixed, 1000);
     assert_eq!(shares.free.len(), 2, "a connection that is closed stays as long as something is held for it");

@@ -1,0 +1,71 @@
+//! Deaths of workers that were never ready, counted by cause. A program that never starts causes a crash report with
+//! a count instead of a hundred reports. The separate rate limit leaves room for reports about jobs.
+
+use bulkhead_api::{Cause, CrashId};
+
+use super::ReportLimit;
+
+/// Maximum number of causes per bulkhead. When there are more, the least recently seen cause is forgotten.
+const CAUSES_MAX: usize = 8;
+
+/// Start failures of a bulkhead.
+#[derive(Debug, Default)]
+pub(super) struct StartFailures {
+    /// Rate limit of crash reports.
+    pub(super) limit: ReportLimit,
+    /// Reported causes, the most recently seen last.
+    seen: Vec<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    cause: Cause,
+    report: CrashId,
+    count: u32,
+}
+
+impl StartFailures {
+    /// Counts another failure with a cause that was reported before. Returns the crash report and the new count.
+    pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
+        let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
+        let mut seen = self.seen.remove(place);
+        seen.count = seen.count.saturating_add(1);
+        let counted = (seen.report, seen.count);
+        self.seen.push(seen);
+        Some(counted)
+    }
+
+    /// Records the first report about a cause.
+    pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
+        if self.seen.len() == CAUSES_MAX {
+            self.seen.remove(0);
+        }
+        self.seen.push(Seen { cause, report, count: 1 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use bulkhead_policy::Death;
+
+    use super::*;
+    use bulkhead_plane::crash::cause_of;
+
+    #[test]
+    fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
+        let mut failures = StartFailures::default();
+        let cause = |code| cause_of(Death::Exit(code), None).expect("a cause");
+        let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
+        for code in 1..=8 {
+            assert_eq!(failures.count_again(&cause(code)), None);
+            failures.begin(cause(code), id(code));
+        }
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 2)));
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 3)));
+        failures.begin(cause(9), id(9));
+        assert_eq!(failures.count_again(&cause(2)), None, "seen longest ago");
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 4)));
+    }
+}
