@@ -14,7 +14,7 @@ use bulkhead_api::{
 };
 use bulkhead_keeper::Usage;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
-use bulkhead_policy::{Bulkhead, Death, HeldJob, JobOutcome, PostMortem, Time, WorkerId};
+use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, PostMortem, Time, WorkerId};
 use bulkhead_shared::{JobId, Verdict};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -283,8 +283,9 @@ pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) 
 /// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
 /// was not killed, and exited with status 0.
 fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
-    let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
-    if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
+    let ending = Ending { death, killed: post.killed.clone() };
+    let is_fine = ending.is_clean() && post.begun == 0 && post.was_ready;
+    if is_fine { None } else { cause_of(&ending) }
 }
 
 fn millis(duration: Duration) -> u64 {

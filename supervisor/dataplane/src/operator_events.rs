@@ -68,16 +68,16 @@ pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>)
         OperatorEvent::WorkerNotStarted { slot, message } => {
             (Critical, EventKind::WorkerNotStarted { slot, message })
         }
-        OperatorEvent::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
-            let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
-            let (exit_code, signal) = exit_of(death);
+        OperatorEvent::WorkerExited { worker, slot, pid, ending, uptime, served, in_flight } => {
+            let is_fine = ending.killed.is_some() || ending.is_clean() && in_flight == 0;
+            let (exit_code, signal) = exit_of(ending.death);
             let what = EventKind::WorkerExited {
                 pid,
                 slot,
                 generation: worker.generation,
                 exit_code,
                 signal,
-                killed: killed.map(|reason| reason.describe()),
+                killed: ending.killed.map(|reason| reason.describe()),
                 uptime_ms: millis(uptime),
                 served,
                 in_flight,

@@ -83,8 +83,8 @@ impl Replays {
                 }
             }
             OperatorEvent::WorkerNotStarted { message, .. } => replay.fail(message),
-            OperatorEvent::WorkerExited { death, killed, .. } if replay.end.is_none() => {
-                replay.cause = cause_of(death, killed.as_ref());
+            OperatorEvent::WorkerExited { ending, .. } if replay.end.is_none() => {
+                replay.cause = cause_of(&ending);
                 if matches!(replay.stage, Stage::Starting(_) | Stage::Ready(_)) {
                     replay.fail_unread();
                 }
@@ -220,8 +220,7 @@ mod tests {
                 worker,
                 slot: 0,
                 pid: 7,
-                death: Death::Signal(11),
-                killed: None,
+                ending: Death::Signal(11).into(),
                 uptime: Duration::ZERO,
                 served: 0,
                 in_flight: 0,

@@ -45,6 +45,22 @@ pub struct Limits {
     pub idle: Option<Duration>,
 }
 
+impl Limits {
+    /// Returns the number of slots for jobs.
+    pub(crate) fn slot_count(&self) -> usize {
+        if self.max_in_flight == 0 { 0 } else { self.processes as usize }
+    }
+
+    /// Returns the number of spare slots.
+    pub(crate) fn spare_count(&self) -> usize {
+        if self.max_in_flight == 0 { 0 } else { self.start.spares as usize }
+    }
+
+    pub(crate) fn has_spares(&self) -> bool {
+        self.spare_count() > 0
+    }
+}
+
 /// Thresholds for queue pressure, as shares of the queue's capacity. Above `reject`, only critical jobs are
 /// accepted.
 #[derive(Clone, Debug, PartialEq)]

@@ -8,6 +8,7 @@ use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vo
 
 use crate::adaptive::AdaptiveLimits;
 use crate::breaker::Transition;
+use crate::ending::{Death, Ending, KillReason};
 use crate::limits::{Limits, TenantOverrides};
 use crate::poison::Digest;
 use crate::rate::RateLimit;
@@ -93,21 +94,6 @@ pub enum Reply {
         /// Human-readable message.
         message: String,
     },
-}
-
-/// Cause of a process's end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Death {
-    /// Exited with this status.
-    Exit(i32),
-    /// Killed by the signal with this number.
-    Signal(i32),
-    /// Killed for this system call, which the sandbox forbids. Empty if the call has no known name.
-    Violation(&'static str),
-    /// Killed by the kernel for exceeding the memory limit.
-    Oom,
-    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
-    TmpFull,
 }
 
 /// Optional capabilities of a worker.
@@ -464,47 +450,6 @@ pub struct JobOutcome<T> {
     pub run_limit: Option<Duration>,
 }
 
-/// Reason for killing a worker.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KillReason {
-    /// A job in the worker did not end in time.
-    Deadline,
-    /// The worker sent no heartbeats.
-    Hung,
-    /// The worker violated the protocol as described.
-    Protocol(String),
-    /// The worker sent no hello within `start.handshake`.
-    NoHello,
-    /// The worker was not ready within `start.ready`.
-    NotReady,
-    /// The worker was asked to exit and did not.
-    ExitTimeout,
-    /// The worker has run no job and is no longer needed.
-    NotNeeded,
-    /// The keeper died.
-    KeeperDied,
-}
-
-impl KillReason {
-    /// Returns a description for operators and clients.
-    pub fn describe(&self) -> String {
-        match self {
-            Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
-                               or after a result that was too large"
-                .into(),
-            Self::Hung => "the worker no longer sent heartbeats".into(),
-            Self::Protocol(how) => format!("protocol violation: {how}"),
-            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
-                              built with the worker SDK needs `exec` instead of `command`"
-                .into(),
-            Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::ExitTimeout => "the worker was asked to stop and did not".into(),
-            Self::NotNeeded => "the worker had not begun a job and is no longer needed".into(),
-            Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
-        }
-    }
-}
-
 vocabulary! {
     /// Reason for replacing a healthy worker.
     RecycleReason {
@@ -556,22 +501,6 @@ impl RestartCause {
     /// Returns true if the previous worker was replaced because of a `recycle` limit.
     pub(crate) const fn is_recycling(self) -> bool {
         matches!(self, Self::Jobs | Self::Memory | Self::Age)
-    }
-
-    /// Returns the cause for a worker that has ended.
-    pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
-        match (killed, death) {
-            (Some(KillReason::Deadline), _) => Self::Deadline,
-            (Some(KillReason::Hung), _) => Self::Hung,
-            (Some(KillReason::Protocol(_)), _) => Self::Protocol,
-            (Some(KillReason::NoHello | KillReason::NotReady), _) => Self::NotReady,
-            (Some(KillReason::ExitTimeout | KillReason::NotNeeded), _) => Self::Stopped,
-            (Some(KillReason::KeeperDied), _) => Self::KeeperDied,
-            (None, Death::Exit(_)) => Self::Exit,
-            (None, Death::Signal(_)) => Self::Signal,
-            (None, Death::Violation(_) | Death::TmpFull) => Self::Violation,
-            (None, Death::Oom) => Self::Oom,
-        }
     }
 }
 
@@ -633,10 +562,8 @@ pub enum OperatorEvent {
         slot: u32,
         /// Process id.
         pid: u32,
-        /// Cause of the exit.
-        death: Death,
-        /// Reason, if the supervisor killed the worker.
-        killed: Option<KillReason>,
+        /// Death, and the reason if the supervisor killed the worker.
+        ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
         /// Number of jobs that the worker answered.

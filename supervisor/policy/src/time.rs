@@ -33,6 +33,14 @@ impl Sub<Duration> for Time {
     }
 }
 
+/// Returns the earlier of two times, or the only one.
+pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
+
 /// Returns the duration in nanoseconds, saturated to 64 bits.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())

@@ -98,7 +98,8 @@ impl Timers {
         }
     }
 
-    fn at(&self, number: u32) -> Option<Time> {
+    /// Returns the time of the timer of `number`, if set.
+    pub(crate) fn at(&self, number: u32) -> Option<Time> {
         match *self.position.get(number as usize)? {
             ABSENT => None,
             position if position & IN_QUEUE == 0 => Some(self.heap[position as usize].0),

@@ -255,18 +255,18 @@ mod tests {
     use super::*;
     use bulkhead_plane::crash::cause_of;
     use bulkhead_plane::crash::sample_report as report;
-    use bulkhead_policy::{Death, KillReason};
+    use bulkhead_policy::{Death, Ending, KillReason};
     use bulkhead_shared::CrashReason;
 
     #[test]
     fn compares_crashes_by_cause() {
-        let segv = cause_of(Death::Signal(11), None).unwrap();
+        let segv = cause_of(&Death::Signal(11).into()).unwrap();
         let crashed = |cause| {
             let verdict =
                 Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
             ReplayResult { pid: Some(1), verdict: Ok(verdict), cause, ran: std::time::Duration::ZERO }
         };
-        let other = cause_of(Death::Signal(9), Some(&KillReason::Hung));
+        let other = cause_of(&Ending { death: Death::Signal(9), killed: Some(KillReason::Hung) });
         assert_eq!(compare(&segv, &crashed(Some(segv.clone()))), ReplayVerdict::Same);
         assert_eq!(compare(&segv, &crashed(other)), ReplayVerdict::Different);
         assert_eq!(compare(&segv, &crashed(None)), ReplayVerdict::NotRun);

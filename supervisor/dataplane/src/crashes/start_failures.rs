@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
         let mut failures = StartFailures::default();
-        let cause = |code| cause_of(Death::Exit(code), None).expect("a cause");
+        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
         for code in 1..=8 {
             assert_eq!(failures.count_again(&cause(code)), None);

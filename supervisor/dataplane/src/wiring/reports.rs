@@ -44,7 +44,7 @@ impl DataPlane {
         }
         let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
         post.jobs.extend(policy.held_job(now, job));
-        let Some(cause) = cause_of(death, None) else { return };
+        let Some(cause) = cause_of(&death.into()) else { return };
         if is_replay {
             return self.replays.program_died(index, cause);
         }

@@ -20,12 +20,13 @@ impl<T> Bulkhead<T> {
     /// Returns the number of jobs that may run at once now. Each ready worker adds `max_in_flight`, or fewer
     /// if the worker was started with fewer and cannot change that number. The adaptive limit is the maximum.
     pub fn limit(&self) -> u64 {
-        self.permits.min(self.adaptive_bound())
+        self.workers.totals().permits.min(self.adaptive_bound())
     }
 
     /// Returns true if there are fewer permits than configured. A lowered adaptive limit does not count.
     pub fn is_short_of_workers(&self) -> bool {
-        self.permits < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
+        self.workers.totals().permits
+            < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
     }
 
     /// Returns the bound set by the adaptive limit, or `u64::MAX` without one.
@@ -56,9 +57,9 @@ impl<T> Bulkhead<T> {
     }
 
     /// Adjusts the limit if a window has ended, and reports changes.
-    pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn adapt(&mut self, now: Time) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
-            for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
+            for index in self.workers.iter().flat_map(|worker| &worker.jobs) {
                 let job = self.jobs.get(*index);
                 if let (JobState::InFlight { since, .. }, true) = (job.state, job.record.is_some()) {
                     adaptive.count_running(now, since, job.tenant.0);
@@ -79,7 +80,7 @@ impl<T> Bulkhead<T> {
                 latency: reported.latency,
                 limits,
             };
-            out.push(Action::Report(note));
+            self.actions.push(Action::Report(note));
         }
     }
 }

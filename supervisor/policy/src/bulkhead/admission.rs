@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
-use super::{Activity, Bulkhead, Mode, earlier};
+use super::{Activity, Bulkhead, Mode};
 use crate::breaker::Admission;
 use crate::jobs::JobState;
 use crate::limits::Overflow;
 use crate::messages::{Action, JobOutcome, OperatorEvent, Submission, rejection};
 use crate::rate::{Excess, RateLimit, RatePer};
 use crate::tenants::TenantId;
-use crate::time::Time;
+use crate::time::{Time, earlier};
 use crate::workers::SlotState;
 
 /// Minimum time between two reports about the same tenant, or about evictions.
@@ -61,20 +61,15 @@ impl<T> Bulkhead<T> {
         self.tenants.get(tenant).label as usize
     }
 
-    pub(super) fn submit(
-        &mut self,
-        now: Time,
-        submission: Submission<T>,
-        out: &mut Vec<Action<T>>,
-    ) -> Option<JobId> {
+    pub(super) fn submit(&mut self, now: Time, submission: Submission<T>) -> Option<JobId> {
         let most = if submission.is_fallback { Duration::MAX } else { self.limits.deadline_max };
         let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
         self.counters.submitted += u64::from(!submission.is_fallback);
         self.tenants.get(submission.tenant).submitted += 1;
-        let worker = match self.admit(now, &submission, limit, out) {
+        let worker = match self.admit(now, &submission, limit) {
             Ok(worker) => worker,
             Err(rejection) => {
-                self.reject(now, submission, rejection, limit, out);
+                self.reject(now, submission, rejection, limit);
                 return None;
             }
         };
@@ -85,17 +80,17 @@ impl<T> Bulkhead<T> {
         let id = self.jobs.id(index);
         match worker {
             Some(worker) => {
-                self.try_dispatch(now, index, worker, out);
+                self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
                     // The job may have been the last one for this worker, so that a standby takes over and
                     // has free permits.
-                    self.pump(now, out);
+                    self.pump(now);
                 }
             }
             None => {
                 self.enqueue(index);
-                self.recall_lower_priority(now, priority, out);
-                self.pump(now, out);
+                self.recall_lower_priority(now, priority);
+                self.pump(now);
             }
         }
         Some(id)
@@ -107,7 +102,6 @@ impl<T> Bulkhead<T> {
         now: Time,
         submission: &Submission<T>,
         limit: Duration,
-        out: &mut Vec<Action<T>>,
     ) -> Result<Option<u32>, Rejection> {
         if self.mode != Mode::Open {
             return Err(RejectReason::Draining.into());
@@ -125,12 +119,12 @@ impl<T> Bulkhead<T> {
         }
         self.check_breaker(now)?;
         if !submission.is_fallback {
-            self.charge(now, submission, out)?;
+            self.charge(now, submission)?;
         }
         if self.limits.max_in_flight == 0 {
             return Err(RejectReason::QueueFull.into());
         }
-        if self.live_slots == 0 {
+        if self.workers.totals().live_slots == 0 {
             return Err(rejected_with(RejectReason::Unavailable, self.no_worker_message()));
         }
         if self.jobs.is_full() {
@@ -146,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
         self.check_next_start(now, limit)?;
-        self.make_room(now, submission.priority, out)?;
+        self.make_room(now, submission.priority)?;
         Ok(None)
     }
 
@@ -154,7 +148,7 @@ impl<T> Bulkhead<T> {
     /// comes.
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
         // While workers are being started for this job, the job may be the probe.
-        let has_worker = self.ready > 0 || self.activity == Activity::StartAnnounced;
+        let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
             // Without a worker there is no probe, and the time of the next start is unknown.
@@ -165,17 +159,12 @@ impl<T> Bulkhead<T> {
     }
 
     /// Charges the job to the rate limit.
-    fn charge(
-        &mut self,
-        now: Time,
-        submission: &Submission<T>,
-        out: &mut Vec<Action<T>>,
-    ) -> Result<(), Rejection> {
+    fn charge(&mut self, now: Time, submission: &Submission<T>) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
             Ok(()) => Ok(()),
             Err(Excess::RetryIn(wait)) => {
-                self.report_throttled(now, (limit.per, whose), wait, out);
+                self.report_throttled(now, (limit.per, whose), wait);
                 let verdict = rejection(RejectReason::RateLimited);
                 Err(Rejection { verdict, wait: Wait::RetryIn(wait) })
             }
@@ -244,7 +233,7 @@ impl<T> Bulkhead<T> {
     }
 
     fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Rejection> {
-        let next_start = if self.ready == 0 { self.next_start() } else { None };
+        let next_start = if self.has_ready_worker() { None } else { self.next_start() };
         if next_start.is_some_and(|at| at > now + limit) {
             let message = "no worker runs, and the next start comes after the deadline".to_owned();
             return Err(rejected_with(RejectReason::Unavailable, message));
@@ -253,12 +242,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Ensures that the queue has a place for a job of this priority. Rejects another job if necessary.
-    fn make_room(
-        &mut self,
-        now: Time,
-        priority: Priority,
-        out: &mut Vec<Action<T>>,
-    ) -> Result<(), Rejection> {
+    fn make_room(&mut self, now: Time, priority: Priority) -> Result<(), Rejection> {
         let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
             let is_over_pressure = queued as f64 > self.limits.pressure.reject * most as f64;
@@ -270,11 +254,11 @@ impl<T> Bulkhead<T> {
         }
         let mut found = self.victim(priority);
         if found.is_none() && self.prefetched > 0 && priority > Priority::BestEffort {
-            self.recall_lower_priority(now, priority, out);
+            self.recall_lower_priority(now, priority);
             found = self.victim(priority);
         }
         let Some((victim, reason)) = found else {
-            self.pump(now, out);
+            self.pump(now);
             let message = match self.limits.max_queue {
                 0 => "no worker is free, and no queue is configured: set `max_queue` to let jobs wait"
                     .to_owned(),
@@ -283,9 +267,9 @@ impl<T> Bulkhead<T> {
             return Err(rejected_with(RejectReason::QueueFull, message));
         };
         let tenant = self.jobs.get(victim).tenant;
-        self.leave_queue(now, victim, rejection(reason), out);
+        self.leave_queue(now, victim, rejection(reason));
         if reason == RejectReason::Evicted {
-            self.report_eviction(now, tenant, out);
+            self.report_eviction(now, tenant);
         }
         Ok(())
     }
@@ -308,14 +292,15 @@ impl<T> Bulkhead<T> {
     /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected
     /// to become ready, or to go on after they were late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
-        let coming = self.live_slots.saturating_sub(self.ready) + self.stalled;
+        let totals = self.workers.totals();
+        let coming = totals.live_slots.saturating_sub(totals.ready) + totals.stalled;
         self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
     }
 
     /// Returns the time of the next worker start if all slots wait for their backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
-        for slot in self.slots.iter().filter(|slot| !slot.is_spare_slot) {
+        for slot in self.workers.slots().iter().filter(|slot| !slot.is_spare_slot) {
             match slot.state {
                 SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
                 SlotState::Occupied(_) | SlotState::Awaiting => return None,
@@ -331,7 +316,7 @@ impl<T> Bulkhead<T> {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
         }
-        let is_free = u64::from(self.in_use) + self.reserved_permits() < self.limit();
+        let is_free = u64::from(self.workers.totals().in_use) + self.reserved_permits() < self.limit();
         if is_free { Priority::BestEffort } else { Priority::Critical }
     }
 
@@ -346,14 +331,7 @@ impl<T> Bulkhead<T> {
         reserved.min(self.limit().saturating_sub(1))
     }
 
-    fn reject(
-        &mut self,
-        now: Time,
-        submission: Submission<T>,
-        rejection: Rejection,
-        limit: Duration,
-        out: &mut Vec<Action<T>>,
-    ) {
+    fn reject(&mut self, now: Time, submission: Submission<T>, rejection: Rejection, limit: Duration) {
         let Rejection { verdict, wait } = rejection;
         if !submission.is_fallback {
             self.counters.count(&verdict);
@@ -366,7 +344,7 @@ impl<T> Bulkhead<T> {
         };
         let run_limit = earlier(submission.run_limit, self.limits.run_limit);
         let is_pointless = matches!(wait, Wait::Never) || retry_after.is_some_and(|wait| wait > limit);
-        out.push(Action::SendOutcome(JobOutcome {
+        self.actions.push(Action::SendOutcome(JobOutcome {
             job: None,
             record: submission.record,
             retryable: verdict.is_retryable(submission.idempotent) && !is_pointless,
@@ -397,9 +375,15 @@ impl<T> Bulkhead<T> {
 
     #[cold]
     fn estimate_retry_after(&mut self, now: Time, priority: Priority) -> Duration {
-        let limit = self.permits.max(u64::from(self.limits.max_in_flight)).min(self.adaptive_bound()).max(1);
+        let limit = self
+            .workers
+            .totals()
+            .permits
+            .max(u64::from(self.limits.max_in_flight))
+            .min(self.adaptive_bound())
+            .max(1);
         let waiting = self.queued() as u64 + 1;
-        let estimate = Duration::from_nanos(waiting.saturating_mul(self.service_ns) / limit);
+        let estimate = Duration::from_nanos(waiting.saturating_mul(self.workers.service_ns()) / limit);
         let retry_after_values =
             self.retry_after_values[usize::from(priority.code())].get_or_insert_default();
         let base = estimate.max(retry_after_values.record(now));
@@ -433,24 +417,24 @@ impl<T> Bulkhead<T> {
     }
 
     /// Dispatches waiting jobs while workers have free permits.
-    pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if !self.suspects.is_empty() || self.reserved.is_some() {
-            self.dispatch_suspects(now, out);
+    pub(super) fn pump(&mut self, now: Time) {
+        if !self.suspects.is_empty() || self.workers.reserved().is_some() {
+            self.dispatch_suspects(now);
         }
         if self.prefetched > 0 {
-            self.recall_pending(now, out);
+            self.recall_pending(now);
         }
         if !self.to_resend.is_empty() {
-            self.resend(now, out);
+            self.resend(now);
         }
         if self.queue.len() == 0 && !self.is_pressure_reported && self.late_workers.is_empty() {
             return;
         }
         loop {
             // Jobs of lagging workers arrived before the jobs in the queue.
-            let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now, out);
+            let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
-                self.dispatch_suspects(now, out);
+                self.dispatch_suspects(now);
             }
             while let Some(worker) = self.next_worker()
                 && let Some(index) = self.queue.pop(self.lowest_admitted())
@@ -458,44 +442,38 @@ impl<T> Bulkhead<T> {
                 self.jobs.get(index).state = JobState::Unplaced;
                 self.job_timers.clear(index);
                 if self.jobs.get(index).deadline_at <= now {
-                    self.send_outcome(now, index, Verdict::DeadlineQueued, out);
+                    self.send_outcome(now, index, Verdict::DeadlineQueued);
                     self.forget(index);
                     continue;
                 }
-                self.try_dispatch(now, index, worker, out);
+                self.try_dispatch(now, index, worker);
             }
             if !has_taken {
                 break;
             }
         }
-        self.prefetch(now, out);
-        self.report_pressure(out);
+        self.prefetch(now);
+        self.report_pressure();
     }
 
     /// Removes a job from the queue and answers its client.
-    pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+    pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict) {
         match self.jobs.get(index).state {
             JobState::WaitingSuspect => self.suspects.retain(|&suspect| suspect != index),
             _ => self.queue.remove(index),
         }
         self.jobs.get(index).state = JobState::Unplaced;
         self.job_timers.clear(index);
-        self.send_outcome(now, index, verdict, out);
+        self.send_outcome(now, index, verdict);
         self.forget(index);
     }
 
-    pub(super) fn reject_queue(
-        &mut self,
-        now: Time,
-        reason: RejectReason,
-        message: &str,
-        out: &mut Vec<Action<T>>,
-    ) {
-        self.recall_all(now, out);
-        self.resend(now, out);
+    pub(super) fn reject_queue(&mut self, now: Time, reason: RejectReason, message: &str) {
+        self.recall_all(now);
+        self.resend(now);
         for index in self.jobs.queued() {
             let verdict = Verdict::Rejected { reason, message: message.to_owned() };
-            self.leave_queue(now, index, verdict, out);
+            self.leave_queue(now, index, verdict);
         }
     }
 
@@ -527,38 +505,32 @@ impl<T> Bulkhead<T> {
 
     /// Reports queue pressure once. Reports it again only after the queue has fallen below 90 % of the
     /// threshold.
-    fn report_pressure(&mut self, out: &mut Vec<Action<T>>) {
+    fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
             ((self.queue.len() + self.prefetched) as f64, self.limits.pressure.warn * capacity as f64);
         if capacity > 0 && queued >= warn && !self.is_pressure_reported {
             self.is_pressure_reported = true;
             let queued = self.queue.len() + self.prefetched;
-            out.push(Action::Report(OperatorEvent::QueuePressure { queued, capacity }));
+            self.actions.push(Action::Report(OperatorEvent::QueuePressure { queued, capacity }));
         } else if queued < warn * 0.9 {
             self.is_pressure_reported = false;
         }
     }
 
-    fn report_throttled(
-        &mut self,
-        now: Time,
-        (per, id): (RatePer, TenantId),
-        wait: Duration,
-        out: &mut Vec<Action<T>>,
-    ) {
+    fn report_throttled(&mut self, now: Time, (per, id): (RatePer, TenantId), wait: Duration) {
         let tenant = self.tenants.get(id);
         if tenant.throttled_at.is_some_and(|at| now < at + REPORT_INTERVAL) {
             return;
         }
         tenant.throttled_at = Some(now);
         let tenant = (per == RatePer::Tenant).then(|| self.tenants.name(id).clone());
-        out.push(Action::Report(OperatorEvent::TenantThrottled { tenant, retry_after: wait }));
+        self.actions.push(Action::Report(OperatorEvent::TenantThrottled { tenant, retry_after: wait }));
     }
 
-    fn report_eviction(&mut self, now: Time, id: TenantId, out: &mut Vec<Action<T>>) {
+    fn report_eviction(&mut self, now: Time, id: TenantId) {
         let Some((tenant, share)) = self.evictions.record(now, self.tenants.name(id)) else { return };
-        out.push(Action::Report(OperatorEvent::TenantEvictions { tenant, share }));
+        self.actions.push(Action::Report(OperatorEvent::TenantEvictions { tenant, share }));
     }
 }
 

@@ -7,9 +7,9 @@ use bulkhead_shared::{HandlerFailure, JobId, Verdict};
 
 use super::Bulkhead;
 use crate::jobs::JobState;
-use crate::messages::{Action, WorkerId};
+use crate::messages::WorkerId;
 use crate::time::Time;
-use crate::workers::Phase;
+use crate::worker::Phase;
 
 /// Minimum time that a worker sending such a result has for its next bytes, however short `grace` is.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -27,23 +27,20 @@ impl<T> Bulkhead<T> {
         worker: WorkerId,
         job: JobId,
         failure: HandlerFailure,
-        out: &mut Vec<Action<T>>,
     ) {
         self.record_sign_of_life(now, worker);
         let Some((index, JobState::InFlight { since, .. })) = self.find_at(worker, job) else { return };
         if self.jobs.get(index).record.is_none() {
             return;
         }
-        self.send_outcome(now, index, Verdict::Failed(failure), out);
+        self.send_outcome(now, index, Verdict::Failed(failure));
         let entry = self.jobs.get(index);
         let kill_by = entry.kill_by(since);
         if let JobState::InFlight { is_oversized, .. } = &mut entry.state {
             *is_oversized = true;
         }
         self.job_timers.set(index, kill_by);
-        if let Some(worker) = self.worker_mut(worker) {
-            worker.awaited_jobs -= 1;
-        }
+        self.edit_by_id(worker, |worker| worker.awaited_jobs -= 1);
         self.update_kill_time(now, worker.place);
     }
 
@@ -51,23 +48,20 @@ impl<T> Bulkhead<T> {
     /// worker is then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline
     /// or run limit.
     pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
-        let Some(worker) = self.worker(id) else { return };
+        let Some(worker) = self.workers.by_id(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
         if !is_awaited || !self.is_sending(id.place) {
             return;
         }
         let kill_at = now + self.kill_delay(id.place);
-        if let Some(worker) = self.worker_mut(id) {
-            worker.kill_at = Some(kill_at);
-        }
-        self.arm(id.place);
+        self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
     /// Returns the time before a worker is killed because no client waits for its jobs, or because a job has
     /// run too long.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
-        let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.awaited_jobs > 0);
+        let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);
         if self.limits.worker_ends_jobs && is_wanted {
             grace.max(SLOW_END_TIMEOUT)
         } else if self.is_sending(place) {
@@ -78,7 +72,7 @@ impl<T> Bulkhead<T> {
     }
 
     fn is_sending(&self, place: u32) -> bool {
-        self.workers[place as usize].as_ref().is_some_and(|worker| {
+        self.workers.get(place).is_some_and(|worker| {
             worker.overdue_jobs == 0 && worker.jobs.iter().any(|&job| self.jobs.is_oversized(job))
         })
     }

@@ -7,11 +7,12 @@
 use bulkhead_shared::{JobId, Verdict};
 
 use super::{Bulkhead, Mode};
+use crate::ending::Ending;
 use crate::jobs::{EarlierAttempts, JobState};
 use crate::messages::{Action, OperatorEvent, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::Exclusivity;
+use crate::worker::Exclusivity;
 
 /// Circumstances in which a job was lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,20 +27,24 @@ pub(super) enum Suspicion {
     Cleared,
 }
 
+impl Suspicion {
+    /// Returns the suspicion against each of the jobs that a dead worker may have begun.
+    pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
+        match (ending.may_be_caused_by_job(), jobs) {
+            (true, 1) => Self::OnlyJob,
+            (true, _) => Self::OneOfSeveral,
+            (false, _) => Self::Cleared,
+        }
+    }
+}
+
 impl<T> Bulkhead<T> {
     /// Handles a job whose worker is dead. Retries or answers the job.
-    pub(super) fn job_lost(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: &Verdict,
-        loss: Suspicion,
-        out: &mut Vec<Action<T>>,
-    ) {
+    pub(super) fn job_lost(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) {
         self.job_timers.clear(index);
-        let is_retried = self.decide_retry(now, index, verdict, loss, out);
+        let is_retried = self.decide_retry(now, index, verdict, loss);
         if !is_retried {
-            self.send_outcome(now, index, verdict.clone(), out);
+            self.send_outcome(now, index, verdict.clone());
         }
         let job = self.jobs.get(index);
         job.state = JobState::Unplaced;
@@ -52,56 +57,27 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles a job whose program died while the worker lives on. Returns true if the job will be retried
-    /// and has left the worker.
-    pub(super) fn retry_after_program_crash(
-        &mut self,
-        now: Time,
-        index: u32,
-        worker: WorkerId,
-        verdict: &Verdict,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
-        if !matches!(verdict, Verdict::Crashed { .. }) {
-            return false;
-        }
-        let is_retried = self.decide_retry(now, index, verdict, Suspicion::Program, out);
-        if is_retried {
-            self.withdraw(index);
-            self.requeue(index);
-            self.refresh(worker.place);
-        }
-        is_retried
-    }
-
     /// Records the loss against the payload, and decides if the job is retried. If so, records the attempt
     /// and reports the retry.
-    fn decide_retry(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: &Verdict,
-        loss: Suspicion,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
+    pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
         }
         if !self.may_retry(now, index) {
             return false;
         }
-        self.record_call(now, index, verdict, out);
+        self.record_call(now, index, verdict);
         let job = self.jobs.get(index);
         let JobState::InFlight { worker, since, .. } = job.state else { return false };
         let ran =
             job.earlier_attempts.as_ref().map(|earlier| earlier.ran).unwrap_or_default() + now.since(since);
-        let worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
+        let worker_pid = self.workers.get(worker).and_then(|worker| worker.pid);
         job.earlier_attempts = Some(Box::new(EarlierAttempts { crash: verdict.clone(), ran, worker_pid }));
         job.is_suspect |= matches!(loss, Suspicion::OnlyJob | Suspicion::OneOfSeveral);
         let attempts = job.attempts;
         self.counters.retries += 1;
         let (job, crash) = (self.jobs.id(index), verdict.clone());
-        out.push(Action::Report(OperatorEvent::JobRetried { job, attempts, crash, worker_pid }));
+        self.actions.push(Action::Report(OperatorEvent::JobRetried { job, attempts, crash, worker_pid }));
         true
     }
 
@@ -121,7 +97,7 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the job may be retried. If so, charges the retry budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
-        let is_open = self.mode == Mode::Open && self.live_slots > 0;
+        let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
         let (digest, attempts) = (job.digest, job.attempts);
         let is_fit = job.idempotent && job.is_resendable && job.record.is_some() && job.deadline_at > now;
@@ -135,10 +111,7 @@ impl<T> Bulkhead<T> {
         {
             *is_unread = true;
             // The exit event follows and decides about the worker's jobs.
-            if let Some(worker) = self.worker_mut(worker) {
-                worker.journal = None;
-            }
-            self.update_prefetch_level(worker.place);
+            self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }
 
@@ -151,10 +124,8 @@ impl<T> Bulkhead<T> {
             return;
         }
         self.job_unread(id, job);
-        if self.holds(id, job)
-            && let Some(worker) = self.worker_mut(id)
-        {
-            worker.unbegun += 1;
+        if self.holds(id, job) {
+            self.edit_by_id(id, |worker| worker.unbegun += 1);
         }
     }
 
@@ -164,7 +135,7 @@ impl<T> Bulkhead<T> {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
         });
-        if self.mode == Mode::Open && self.live_slots > 0 {
+        if self.mode == Mode::Open && self.workers.totals().live_slots > 0 {
             unread.sort_unstable_by_key(|&index| std::cmp::Reverse(self.jobs.id(index)));
             unread.retain(|&index| !self.requeue_unread_job(index));
         }
@@ -221,7 +192,7 @@ impl<T> Bulkhead<T> {
 
     /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded one, which then
     /// takes no new jobs until it is idle.
-    pub(super) fn dispatch_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn dispatch_suspects(&mut self, now: Time) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
             && let Some(index) = self.suspects.remove(at)
@@ -230,21 +201,18 @@ impl<T> Bulkhead<T> {
             self.jobs.get(index).state = JobState::Unplaced;
             self.job_timers.clear(index);
             if self.jobs.get(index).deadline_at <= now {
-                self.send_outcome(now, index, Verdict::DeadlineQueued, out);
+                self.send_outcome(now, index, Verdict::DeadlineQueued);
                 self.forget(index);
             } else {
-                self.try_dispatch(now, index, place, out);
+                self.try_dispatch(now, index, place);
             }
         }
         if self.next_suspect().is_none() {
             self.release_reserved_worker();
-        } else if self.reserved.is_none()
-            && let Some(place) = self.load.least_loaded()
-            && let Some(worker) = self.workers[place as usize].as_mut()
+        } else if self.workers.reserved().is_none()
+            && let Some(place) = self.workers.least_loaded()
         {
-            worker.exclusivity = Exclusivity::Draining;
-            self.reserved = Some(place);
-            self.refresh(place);
+            self.edit(place, |worker| worker.exclusivity = Exclusivity::Draining);
         }
     }
 
@@ -254,11 +222,9 @@ impl<T> Bulkhead<T> {
     }
 
     fn release_reserved_worker(&mut self) {
-        let Some(place) = self.reserved.take() else { return };
-        if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.exclusivity = Exclusivity::Shared;
+        if let Some(place) = self.workers.reserved() {
+            self.edit(place, |worker| worker.exclusivity = Exclusivity::Shared);
         }
-        self.refresh(place);
     }
 }
 

@@ -7,11 +7,13 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict, vocabulary};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
+use crate::ending::KillReason;
 use crate::jobs::JobState;
-use crate::messages::{KillReason, WorkerId};
+use crate::messages::WorkerId;
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Exclusivity, Role, SilenceCheck, Slot, Worker};
+use crate::worker::{Exclusivity, SilenceCheck, Worker};
+use crate::workers::Slot;
 
 // Codes start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -272,25 +274,23 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of jobs that a worker has and a client waits for.
     pub fn in_flight(&self) -> u64 {
-        self.workers.iter().flatten().map(|w| u64::from(w.awaited_jobs)).sum()
+        self.workers.iter().map(|worker| u64::from(worker.awaited_jobs)).sum()
     }
 
     /// Returns the number of permits held, including those of workers that take no more jobs.
     pub fn permits_held(&self) -> u32 {
-        self.permits_held
+        self.workers.totals().held
     }
 
     /// Returns true if an ordinary job that arrives now would find no free permit.
     pub fn is_full(&self) -> bool {
-        u64::from(self.in_use) >= self.limit() || self.lowest_admitted() == Priority::Critical
+        u64::from(self.workers.totals().in_use) >= self.limit()
+            || self.lowest_admitted() == Priority::Critical
     }
 
     /// Returns the number of free permits.
     pub fn available(&self) -> u64 {
-        let able = self.workers.iter().flatten().filter(|worker| worker.load_level.is_some());
-        let free: u64 =
-            able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum();
-        free.min(self.limit().saturating_sub(self.in_use.into()))
+        self.workers.free_permits().min(self.limit().saturating_sub(self.workers.totals().in_use.into()))
     }
 
     /// Returns the current maximum number of waiting jobs.
@@ -300,16 +300,16 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of worker restarts.
     pub fn restarts(&self) -> u64 {
-        self.slots.iter().map(|slot| slot.restarts).sum()
+        self.workers.slots().iter().map(|slot| slot.record.restarts).sum()
     }
 
     /// Returns true if the first start of every slot has succeeded or failed.
     pub fn has_settled(&self) -> bool {
-        self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.has_settled)
+        self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.record.has_settled)
     }
 
     fn slots_at_work(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
+        self.workers.slots().iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
     }
 
     /// Returns a description of the last failure of a worker. Empty if there was none.
@@ -324,11 +324,11 @@ impl<T> Bulkhead<T> {
         }
         let slots = self.slots_at_work().count() as u32;
         let has_worker = |slot: &&Slot| {
-            let worker = slot.state.worker().and_then(|place| self.workers[place as usize].as_ref());
-            worker.is_some_and(|worker| worker.counts_towards_limit || worker.is_at_job_limit)
+            let worker = slot.state.worker().and_then(|place| self.workers.get(place));
+            worker.is_some_and(|worker| worker.is_available() || worker.assignment.is_at_job_limit())
         };
         let ready_slots = self.slots_at_work().filter(has_worker).count() as u32;
-        match (ready_slots, self.live_slots) {
+        match (ready_slots, self.workers.totals().live_slots) {
             (ready, _) if ready == slots => BulkheadState::Ready,
             (0, 0) => BulkheadState::Failed,
             _ if !self.has_settled() => BulkheadState::Starting,
@@ -338,9 +338,10 @@ impl<T> Bulkhead<T> {
 
     /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
-        let worker = self.worker(id)?;
+        let worker = self.workers.by_id(id)?;
         let killed = worker.killed();
-        let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
+        let (slot, pid, uptime) =
+            (worker.assignment.slot(), worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
         let unbegun = worker.unbegun as u32;
         let indexes = worker.jobs.clone();
@@ -357,17 +358,17 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the worker has been silent for so long that it may be hung.
     pub fn is_silent(&self, worker: WorkerId) -> bool {
-        self.worker(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
+        self.workers.by_id(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
     }
 
     /// Returns true if the worker is a spare that is ready to take over a slot.
     pub fn is_spare(&self, worker: WorkerId) -> bool {
-        self.worker(worker).is_some_and(Worker::is_ready_spare)
+        self.workers.by_id(worker).is_some_and(Worker::is_ready_spare)
     }
 
     /// Returns the ids of the jobs that a worker has with a permit.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
-        let jobs = self.worker(worker).map(|worker| &worker.jobs);
+        let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
@@ -392,11 +393,11 @@ impl<T> Bulkhead<T> {
 
     /// Returns the brief state of all workers, unordered and without copying.
     pub fn worker_summaries(&self) -> impl Iterator<Item = WorkerSummary> {
-        self.workers.iter().flatten().map(|worker| WorkerSummary {
-            slot: worker.slot,
+        self.workers.iter().map(|worker| WorkerSummary {
+            slot: worker.assignment.slot(),
             pid: worker.living_pid(),
             state: worker.state_name(),
-            is_current: worker.role == Role::Current && !worker.is_spare,
+            is_current: self.workers.fills_job_slot(worker),
             is_ready_spare: worker.is_ready_spare(),
         })
     }
@@ -406,23 +407,23 @@ impl<T> Bulkhead<T> {
         let mut views: Vec<WorkerView> = self
             .workers
             .iter()
-            .flatten()
             .map(|worker| {
-                let slot = &self.slots[worker.slot as usize];
+                let slot = worker.assignment.slot();
+                let record = &self.workers.slot(slot).record;
                 WorkerView {
                     id: worker.id,
-                    slot: worker.slot,
+                    slot,
                     pid: worker.living_pid(),
                     state: worker.state_name(),
                     uptime: now.since(worker.spawned_at),
                     in_flight: worker.jobs.len() as u32,
                     served: worker.served,
-                    restarts: slot.restarts,
-                    last_exit: slot.last_exit.clone(),
-                    is_current: worker.role == Role::Current,
+                    restarts: record.restarts,
+                    last_exit: record.last_exit.clone(),
+                    is_current: worker.assignment.is_current(),
                     is_exclusive: worker.exclusivity != Exclusivity::Shared,
                     is_stalled: worker.is_stalled,
-                    is_spare: worker.is_kept_spare(),
+                    is_spare: worker.assignment.is_spare(),
                 }
             })
             .collect();

@@ -3,11 +3,11 @@
 //! tenant would then use far more of the bulkhead than its share.
 
 use super::Bulkhead;
+use crate::ending::{Ending, KillReason};
 use crate::jobs::JobState;
-use crate::messages::KillReason;
 use crate::tenants::TenantId;
 use crate::time::Time;
-use crate::workers::Phase;
+use crate::worker::Worker;
 
 /// Place of a tenant's share that is withheld until the slot has a ready worker. At most one place per tenant
 /// is withheld for each worker that ended.
@@ -20,19 +20,18 @@ pub(super) struct Withheld {
 
 impl<T> Bulkhead<T> {
     /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all
-    /// jobs of the worker, and `killed` is the reason if the supervisor killed the worker.
-    pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
+    /// jobs of the worker.
+    pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));
         let before = self.withheld.len();
         for &index in jobs {
             let job = self.jobs.get(index);
             let JobState::InFlight { is_overdue, is_unread, .. } = job.state else { continue };
-            let is_suspect = match killed {
+            let is_suspect = match ending.killed {
                 // Without a late job, the worker was killed because no client waited for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
-                None | Some(KillReason::Hung | KillReason::Protocol(_)) => !is_unread,
-                Some(_) => false,
+                _ => ending.may_be_caused_by_job() && !is_unread,
             };
             let tenant = job.tenant;
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
@@ -63,9 +62,8 @@ impl<T> Bulkhead<T> {
     }
 
     fn awaits_worker(&self, slot: u32) -> bool {
-        let entry = &self.slots[slot as usize];
-        let is_ready = self.worker_of(slot).is_some_and(|worker| worker.phase == Phase::Ready);
-        entry.state.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
+        let is_ready = self.workers.of_slot(slot).is_some_and(Worker::is_ready);
+        self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
     /// Returns the next time at which the withholding of a place ends because its time is up.

@@ -402,7 +402,7 @@ impl Model {
         let is_replaced =
             |w: &&Worker| !self.is_current(w) && !w.killed_before_replacement && !w.jobs.is_empty();
         if self.workers.values().any(|w| is_replaced(&w)) && !self.next_candidates().is_empty() {
-            self.coverage.see("debt of a replaced worker");
+            self.coverage.see("overcommit of a replaced worker");
         }
         for (worker, job) in self.step.dispatched.drain(..) {
             assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
@@ -417,7 +417,7 @@ impl Model {
             let worker = &self.workers[&view.id.place];
             assert_eq!(view.state == "reaping", worker.dead.is_some(), "{:?}", view.id);
             if worker.dead.is_some() {
-                self.coverage.see("dead and not swept");
+                self.coverage.see("dead and not reaped");
             }
             let in_flight = worker.jobs.len() as u32;
             let expected = (worker.id, worker.slot, in_flight, worker.served, self.is_current(worker));

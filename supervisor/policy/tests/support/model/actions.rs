@@ -193,7 +193,7 @@ impl Model {
         let now = self.now;
         let worker = self.live(id).expect("only what lives is watched");
         assert!(self.is_silent(worker) && worker.observed_since.is_none(), "{id:?} is watched for no reason");
-        self.coverage.see("watched");
+        self.coverage.see("cpu time recorded");
         self.live_mut(id).expect("it is live").observed_since = Some(now);
     }
 
@@ -437,8 +437,8 @@ fn kill_name(reason: &KillReason) -> &'static str {
         KillReason::Protocol(_) => "protocol",
         KillReason::NoHello => "no hello",
         KillReason::NotReady => "not ready",
-        KillReason::ExitTimeout => "overdue",
-        KillReason::NotNeeded => "unwanted",
+        KillReason::ExitTimeout => "exit timeout",
+        KillReason::NotNeeded => "not needed",
         KillReason::KeeperDied => "keeper died",
     }
 }

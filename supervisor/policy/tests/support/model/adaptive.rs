@@ -184,12 +184,12 @@ impl Model {
             match adaptive.limit.cmp(&before) {
                 std::cmp::Ordering::Less => {
                     self.counters.limit_lowered += 1;
-                    self.coverage.see(&format!("limit fell {mode}"));
+                    self.coverage.see(&format!("limit lowered {mode}"));
                 }
-                std::cmp::Ordering::Equal => self.coverage.see("limit stayed"),
+                std::cmp::Ordering::Equal => self.coverage.see("limit unchanged"),
                 std::cmp::Ordering::Greater => {
                     self.counters.limit_raised += 1;
-                    self.coverage.see(&format!("limit grew {mode}"));
+                    self.coverage.see(&format!("limit raised {mode}"));
                 }
             }
         }

@@ -39,7 +39,7 @@ impl Model {
             let before = self.withheld.len();
             self.withheld.retain(|&(.., until)| until > now);
             if self.withheld.len() < before {
-                self.coverage.see("place given back for its age");
+                self.coverage.see("withheld permit returned after its time");
             }
         }
         match event {
@@ -57,7 +57,11 @@ impl Model {
             Event::LostWithKeeper { worker } => {
                 let is_dead =
                     self.workers.get(&worker.place).is_some_and(|w| w.id == *worker && w.dead.is_some());
-                self.coverage.see(if is_dead { "lost while it is swept" } else { "lost" });
+                self.coverage.see(if is_dead {
+                    "lost with the keeper while reaped"
+                } else {
+                    "lost with the keeper"
+                });
                 if let Some(worker) = self.live_mut(*worker) {
                     worker.killed = Some(KillReason::KeeperDied);
                 }
@@ -127,7 +131,7 @@ impl Model {
                 worker.record_sign_of_life(now);
                 worker.excused_silences = 0;
             }
-            None => self.coverage.see("ghost"),
+            None => self.coverage.see("stale message"),
         }
     }
 
@@ -139,7 +143,7 @@ impl Model {
         if worker.last_heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
             (worker.observed_since, worker.was_checked) = (None, false);
             if was_watched {
-                self.coverage.see("was alive");
+                self.coverage.see("alive according to the timestamp");
             }
         }
     }
@@ -155,7 +159,7 @@ impl Model {
             worker.excused_silences += 1;
             worker.record_sign_of_life(now);
             self.step.is_excused = true;
-            self.coverage.see("forgiven");
+            self.coverage.see("silence excused");
         }
     }
 
@@ -278,7 +282,7 @@ impl Model {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
         };
-        self.coverage.see("shed ahead");
+        self.coverage.see("prefetched job shed");
         self.step.shed = Some(leaving);
         let verdict = self.overall_verdict_of_waiting(leaving, Verdict::rejected(RejectReason::Shed));
         self.step.required.insert(leaving, verdict);
@@ -341,10 +345,10 @@ impl Model {
         let (has_worker, has_run) = (job.worker.is_some() || job.is_prefetched(), job.before.is_some());
         let (can_be_recalled, _) = self.can_be_recalled(id);
         if unless_begun && has_worker && !can_be_recalled {
-            return self.coverage.see("goes on since it has begun");
+            return self.coverage.see("continues because it has begun");
         }
         if can_be_recalled {
-            self.coverage.see("cancelled ahead");
+            self.coverage.see("prefetched job cancelled");
         }
         let executed = if has_run || has_worker && !can_be_recalled { Executed::Yes } else { Executed::No };
         self.step.required.insert(id, Verdict::Cancelled { executed });
@@ -352,7 +356,7 @@ impl Model {
 
     fn memory_exhausted(&mut self, id: JobId) {
         if self.queue.contains(&id) || self.suspects.contains(&id) {
-            self.coverage.see("waiting job given up");
+            self.coverage.see("waiting job rejected for memory");
             let verdict = self.overall_verdict(id, Verdict::rejected(RejectReason::Overloaded));
             self.step.required.insert(id, verdict);
         }
@@ -463,7 +467,7 @@ impl Model {
             let replaced = self.workers.get_mut(&replaced).filter(|worker| is_killed(worker));
             if let Some(replaced) = replaced {
                 replaced.killed_before_replacement = true;
-                self.coverage.see("written off");
+                self.coverage.see("killed before replacement");
             }
         }
     }
@@ -472,7 +476,7 @@ impl Model {
         let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
         let Some(at) = held else {
             self.kill_for_invalid_reply(id, job);
-            self.coverage.see("reply for nothing");
+            self.coverage.see("reply without a job");
             self.counters.late_replies += 1;
             return;
         };
@@ -496,7 +500,7 @@ impl Model {
             self.crashed_as_only_job(job);
         }
         if self.jobs[&job].is_oversized {
-            self.coverage.see("oversized and ended");
+            self.coverage.see("oversized result ended");
             self.jobs.remove(&job);
             return;
         }
@@ -530,7 +534,7 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         if worker.killed_at.is_some() && self.is_sending(worker) {
             let killed_at = self.now + self.kill_delay(worker);
-            self.coverage.see("oversized and goes on");
+            self.coverage.see("oversized result continues");
             self.live_mut(id).into_iter().for_each(|worker| worker.killed_at = Some(killed_at));
         }
     }
@@ -598,9 +602,9 @@ impl Model {
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {
-                    "taken back unread"
+                    "unread job requeued"
                 } else {
-                    "taken back beside others"
+                    "unread job requeued beside others"
                 });
                 self.requeue(job);
                 self.jobs.entry(job).and_modify(|job| {
@@ -706,14 +710,14 @@ fn cause(event: &Event<Tag>) -> Cause {
 
 fn event_name(event: &Event<Tag>) -> &'static str {
     match event {
-        Event::SupervisorPaused => "event HeldUp",
+        Event::SupervisorPaused => "event SupervisorPaused",
         Event::Reset => "event Reset",
         Event::Restart => "event Restart",
         Event::Reconfigure(_) => "event Reconfigure",
-        Event::ReplaceWorkers => "event Replace",
+        Event::ReplaceWorkers => "event ReplaceWorkers",
         Event::Stopping { .. } => "event Stopping",
         Event::Cancel { .. } => "event Cancel",
-        Event::MemoryExhausted { .. } => "event GiveUp",
+        Event::MemoryExhausted { .. } => "event MemoryExhausted",
         Event::Stop { .. } => "event Stop",
         _ => "event",
     }

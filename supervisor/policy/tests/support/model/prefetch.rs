@@ -25,7 +25,7 @@ impl Model {
     }
 
     pub(super) fn prefetch(&mut self, id: WorkerId, job: JobId) {
-        self.coverage.see("ahead");
+        self.coverage.see("prefetched");
         assert!(self.mode == Mode::Open && self.suspects.is_empty() && self.limits.critical_reserve == 0.0);
         assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "nothing may be ahead now");
         assert_eq!(self.limits.overflow, Overflow::Reject);
@@ -79,7 +79,7 @@ impl Model {
         if entry.is_answered {
             self.step.to_cancel.insert((id, job));
         }
-        self.coverage.see("begun ahead");
+        self.coverage.see("prefetched job begun");
         self.begin(id);
     }
 
@@ -136,9 +136,9 @@ impl Model {
             *idle_since = Some(now);
         }
         self.coverage.see(match (returns_job, had_permit) {
-            (true, _) => "given back",
-            (false, true) => "taken back with a permit",
-            (false, false) => "taken back ahead",
+            (true, _) => "recalled job returned",
+            (false, true) => "job with a permit recalled",
+            (false, false) => "prefetched job recalled",
         });
         let entry = self.jobs.get_mut(&job).expect("it is known");
         entry.attempts -= u32::from(had_permit);
@@ -156,7 +156,7 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         let lives = worker.killed.is_none();
         if send_number > taken {
-            self.coverage.see("given back and not taken");
+            self.coverage.see("returned job not recalled");
             self.step.sent_invalid_reply = lives.then_some(id);
             return;
         }
@@ -165,7 +165,7 @@ impl Model {
         if has_it && self.jobs[&job].send_number == send_number && !self.jobs[&job].is_oversized {
             self.step.returned = Some((id, job));
         } else {
-            self.coverage.see("given back too late");
+            self.coverage.see("recalled job returned too late");
         }
     }
 
@@ -197,7 +197,7 @@ impl Model {
     pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
-            self.coverage.see("ahead of one that died");
+            self.coverage.see("prefetched to a worker that died");
             let entry = self.jobs.get_mut(&job).expect("it is known");
             (entry.prefetched, entry.is_overdue) = (None, false);
             self.end_or_requeue(job);
@@ -247,7 +247,7 @@ impl Model {
         if !is_too_soon && !was_taken {
             return;
         }
-        self.coverage.see(if is_too_soon { "answered too soon" } else { "answered and taken back" });
+        self.coverage.see(if is_too_soon { "reply before the job began" } else { "reply after a recall" });
         self.step.sent_invalid_reply = lives.then_some(id);
         // The job has run, and must not run again unless it already does.
         let reason = CrashReason::Protocol;

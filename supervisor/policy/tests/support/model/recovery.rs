@@ -71,7 +71,7 @@ impl Model {
 
     pub(super) fn retried(&mut self, id: JobId, attempts: u32) {
         let is_suspect = self.step.retryable.remove(&id).expect("tried again against the rules");
-        self.coverage.see(if is_suspect { "retried alone" } else { "retried" });
+        self.coverage.see(if is_suspect { "suspect retried" } else { "retried" });
         self.counters.retries += 1;
         let crash = self.step.required.remove(&id).expect("it is owed an answer otherwise");
         let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
@@ -136,9 +136,9 @@ impl Model {
     pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live(id).expect("only what lives is given a job");
         assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect is not alone");
-        self.coverage.see("alone");
+        self.coverage.see("suspect runs alone");
         if self.suspects.front() != Some(&job) {
-            self.coverage.see("suspect at its share");
+            self.coverage.see("suspect at its quota");
         }
         self.suspects.retain(|&waiting| waiting != job);
     }
@@ -210,7 +210,7 @@ impl Model {
         for worker in self.workers.values_mut().filter(|worker| worker.is_alive()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
             if is_resized && is_told && worker.can_resize && worker.sent_max_in_flight != most {
-                self.coverage.see("told of the limit");
+                self.coverage.see("sent its maximum");
                 worker.sent_max_in_flight = most;
                 self.step.to_resize.insert(worker.id, most);
             }

@@ -46,7 +46,7 @@ impl Model {
         let standby = &self.workers[&next];
         let is_ready = standby.phase == Phase::Ready && standby.is_alive();
         if current == place && is_ready {
-            self.coverage.see("its turn");
+            self.coverage.see("standby takes over");
             self.slots[slot].state = SlotState::Occupied { current: next, successor: None };
             return true;
         }
@@ -66,10 +66,10 @@ impl Model {
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
         if reason == RecycleReason::Jobs && !self.workers[&place].is_at_job_limit {
             assert!(self.has_standby_waited(slot), "slot {slot}: it was not its turn");
-            self.coverage.see("its turn since nothing comes");
+            self.coverage.see("standby takes over an idle slot");
             assert!(self.hand_over_to_standby(place) && self.workers[&place].jobs.is_empty());
         } else if reason != RecycleReason::Jobs && self.hand_over_to_standby(place) {
-            self.coverage.see("its turn for another reason");
+            self.coverage.see("standby takes over for another reason");
             self.check_standby(slot, place);
         }
     }

@@ -105,7 +105,7 @@ impl Model {
             self.workers.values().filter(leaves).map(|worker| (worker.id.place, worker.slot)).collect();
         self.release_count += 1;
         for (place, slot) in leaving {
-            self.coverage.see("left its slot");
+            self.coverage.see("released its slot");
             let left = Some(self.release_count);
             self.workers.entry(place).and_modify(|worker| worker.left = left);
             if self.slots[slot as usize].state == SlotState::Awaiting && self.activity == Activity::Started {
@@ -179,11 +179,11 @@ impl Model {
         let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= HISTORY_CLEARED_AFTER);
         let (slot, served) = (worker.charged_slot as usize, worker.served);
         if is_proven && served > 0 {
-            self.coverage.see("proven");
+            self.coverage.see("history cleared");
             self.slots[slot].forget();
         }
         if self.hand_over_to_standby(id.place) {
-            self.coverage.see("its turn after a death");
+            self.coverage.see("standby takes over after a death");
         }
     }
 
@@ -207,7 +207,7 @@ impl Model {
         }
         let SlotState::Occupied { current, successor } = self.slots[slot].state else { return };
         if successor == Some(id.place) {
-            self.coverage.see("successor gone");
+            self.coverage.see("successor failed");
             self.slots[slot].state = SlotState::Occupied { current, successor: None };
             if is_unwanted {
                 return;
@@ -255,7 +255,7 @@ impl Model {
         if at <= self.now {
             return NextStart::Now;
         }
-        self.coverage.see("many in vain");
+        self.coverage.see("many early deaths");
         NextStart::At(at)
     }
 
@@ -375,7 +375,7 @@ impl Model {
         };
         let state = self.slots[slot].saved_state.take().filter(waits);
         if let Some(state) = state {
-            self.coverage.see("waits on after a rest");
+            self.coverage.see("backoff continues after scaling to zero");
             self.slots[slot].state = state;
         }
         state.is_some()
@@ -397,7 +397,7 @@ impl Model {
         if self.activity != Activity::ScaledToZero || self.is_stopping() {
             return;
         }
-        self.coverage.see("awaits");
+        self.coverage.see("start announced");
         self.activity = Activity::StartAnnounced;
         for slot in 0..self.slots.len() {
             if self.slots[slot].state == SlotState::Empty && !self.restore_backoff(slot) {
@@ -410,7 +410,7 @@ impl Model {
         if self.activity == Activity::ScaledToZero || self.is_stopping() {
             return;
         }
-        self.coverage.see("rests");
+        self.coverage.see("scales to zero");
         self.activity = Activity::ScaledToZero;
         self.idle_since = None;
         for slot in self.slots.iter_mut().filter(|slot| slot.state != SlotState::Closed) {

@@ -43,7 +43,7 @@ impl Model {
             };
             let worker = &self.workers[&current];
             assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
-            self.coverage.see("spare instead of a successor");
+            self.coverage.see("spare replaces a worker");
             if !worker.is_at_job_limit {
                 self.check_standby(slot, current);
             }
@@ -63,13 +63,13 @@ impl Model {
         worker.slot = reserved_permits;
         let stays = SlotState::Occupied { current: place, successor: None };
         if worker.killed.is_some() || worker.dead.is_some() {
-            self.coverage.see("spare for one that was killed or is dead");
+            self.coverage.see("spare for a killed or dead worker");
             worker.killed_before_replacement = true;
             return stays;
         }
         match worker.phase {
             Phase::Spawned | Phase::Initializing { .. } => {
-                self.coverage.see("spare for one that starts");
+                self.coverage.see("spare for a starting worker");
                 worker.charged_slot = reserved_permits;
                 stays
             }

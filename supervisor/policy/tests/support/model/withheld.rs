@@ -30,9 +30,9 @@ impl Model {
         tenants.sort();
         tenants.dedup();
         self.coverage.see(match tenants.len() {
-            0 => "nobody pays for a worker",
-            1 => "a tenant pays for a worker",
-            _ => "tenants pay for a worker",
+            0 => "death withholds no permit",
+            1 => "death withholds the permit of a tenant",
+            _ => "death withholds permits of several tenants",
         });
         let (slot, until) = (worker.charged_slot as usize, self.now + self.limits.start.ready);
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
@@ -63,7 +63,7 @@ impl Model {
         let before = withheld.len();
         withheld.retain(|&(_, slot, _)| self.is_without_worker(slot));
         if withheld.len() < before {
-            self.coverage.see("place given back");
+            self.coverage.see("withheld permit returned");
         }
         self.withheld = withheld;
     }

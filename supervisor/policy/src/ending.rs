@@ -1,0 +1,171 @@
+//! Endings of workers and programs, and their consequences.
+
+use std::fmt;
+
+use bulkhead_shared::{CrashReason, Verdict};
+
+use crate::messages::RestartCause;
+
+pub(crate) const SIGKILL: i32 = 9;
+
+/// Death of a process, and the reason if the supervisor killed the process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ending {
+    /// Cause of the process's end.
+    pub death: Death,
+    /// Reason for the kill.
+    pub killed: Option<KillReason>,
+}
+
+/// Cause of a process's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Death {
+    /// Exited with this status.
+    Exit(i32),
+    /// Killed by the signal with this number.
+    Signal(i32),
+    /// Killed for this system call, which the sandbox forbids. Empty if the call has no known name.
+    Violation(&'static str),
+    /// Killed by the kernel for exceeding the memory limit.
+    Oom,
+    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
+    TmpFull,
+}
+
+/// Reason for killing a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KillReason {
+    /// A job in the worker did not end in time.
+    Deadline,
+    /// The worker sent no heartbeats.
+    Hung,
+    /// The worker violated the protocol as described.
+    Protocol(String),
+    /// The worker sent no hello within `start.handshake`.
+    NoHello,
+    /// The worker was not ready within `start.ready`.
+    NotReady,
+    /// The worker was asked to exit and did not.
+    ExitTimeout,
+    /// The worker has run no job and is no longer needed.
+    NotNeeded,
+    /// The keeper died.
+    KeeperDied,
+}
+
+impl KillReason {
+    /// Returns a description for operators and clients.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
+                               or after a result that was too large"
+                .into(),
+            Self::Hung => "the worker no longer sent heartbeats".into(),
+            Self::Protocol(how) => format!("protocol violation: {how}"),
+            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
+                              built with the worker SDK needs `exec` instead of `command`"
+                .into(),
+            Self::NotReady => "the worker was not ready within start.ready".into(),
+            Self::ExitTimeout => "the worker was asked to stop and did not".into(),
+            Self::NotNeeded => "the worker had not begun a job and is no longer needed".into(),
+            Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
+        }
+    }
+}
+
+impl From<Death> for Ending {
+    /// Returns the ending of a process that the supervisor did not kill.
+    fn from(death: Death) -> Self {
+        Self { death, killed: None }
+    }
+}
+
+impl Ending {
+    /// Returns true if the process exited by itself with status 0.
+    pub fn is_clean(&self) -> bool {
+        *self == Death::Exit(0).into()
+    }
+
+    /// Returns true if a job of the worker may be the cause.
+    pub(crate) fn may_be_caused_by_job(&self) -> bool {
+        matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
+    }
+
+    /// Returns true if the worker exited by itself, did not start, hung or violated the protocol. Returns
+    /// false if the supervisor killed it for another reason.
+    pub(crate) fn is_fault_of_worker(&self) -> bool {
+        self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
+    }
+
+    /// Returns the cause of the restart that follows.
+    pub(crate) fn restart_cause(&self) -> RestartCause {
+        match (&self.killed, self.death) {
+            (Some(KillReason::Deadline), _) => RestartCause::Deadline,
+            (Some(KillReason::Hung), _) => RestartCause::Hung,
+            (Some(KillReason::Protocol(_)), _) => RestartCause::Protocol,
+            (Some(KillReason::NoHello | KillReason::NotReady), _) => RestartCause::NotReady,
+            (Some(KillReason::ExitTimeout | KillReason::NotNeeded), _) => RestartCause::Stopped,
+            (Some(KillReason::KeeperDied), _) => RestartCause::KeeperDied,
+            (None, Death::Exit(_)) => RestartCause::Exit,
+            (None, Death::Signal(_)) => RestartCause::Signal,
+            (None, Death::Violation(_) | Death::TmpFull) => RestartCause::Violation,
+            (None, Death::Oom) => RestartCause::Oom,
+        }
+    }
+
+    /// Returns the outcome of jobs that the process had.
+    pub(crate) fn verdict(&self, message: String) -> Verdict {
+        let (reason, status) = match (self.restart_cause(), self.death) {
+            (RestartCause::Exit, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
+            (RestartCause::Signal, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
+            (RestartCause::KeeperDied, _) => (CrashReason::Signal, Some(SIGKILL)),
+            (RestartCause::Violation, _) => (CrashReason::Violation, None),
+            (RestartCause::Oom, _) => (CrashReason::Oom, None),
+            (RestartCause::Hung, _) => (CrashReason::Hung, None),
+            (RestartCause::Protocol, _) => (CrashReason::Protocol, None),
+            _ if self.killed == Some(KillReason::ExitTimeout) => (CrashReason::Stopped, None),
+            _ => (CrashReason::Collateral, None),
+        };
+        Verdict::Crashed { reason, status, message }
+    }
+}
+
+impl fmt::Display for Ending {
+    /// Writes a description to be appended to the worker's name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.killed {
+            Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),
+            None => self.death.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Death {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exit(code) => write!(f, "exited with status {code}"),
+            Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
+            Self::Violation("") => write!(
+                f,
+                "made a system call that the sandbox forbids; the kernel does not report which call (32-bit \
+                 calls have no name)"
+            ),
+            Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
+            Self::TmpFull => {
+                write!(f, "ended by the supervisor: the temporary folder held more than sandbox.tmp allows")
+            }
+            Self::Oom => write!(f, "killed by the kernel: the memory limit was exceeded"),
+        }
+    }
+}
+
+/// Returns the name of a signal, such as `SIGSEGV`, by its Linux number on x86-64 and AArch64.
+fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+        "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+    ];
+    let name = usize::try_from(signal).ok().and_then(|number| NAMES.get(number.checked_sub(1)?));
+    name.map_or_else(|| format!("signal {signal}"), |name| format!("SIG{name}"))
+}
