@@ -24,10 +24,10 @@ use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict
 use crate::adaptive::Adaptive;
 use crate::breaker::{Breaker, CallResult, Transition};
 use crate::budget::RetryBudget;
-use crate::ending::Ending;
+use crate::ending::{Ending, RecycleReason};
 use crate::jobs::{JobState, Jobs};
 use crate::limits::Limits;
-use crate::messages::{Action, Event, JobOutcome, OperatorEvent, RecycleReason, Reply, WorkerId, rejection};
+use crate::messages::{Action, Event, JobOutcome, OperatorEvent, Reply, WorkerId, rejection};
 use crate::poison::Poison;
 use crate::queue::Queue;
 use crate::restart::RestartSpacing;

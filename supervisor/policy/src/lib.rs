@@ -48,14 +48,14 @@ pub use budget::RetryLimits;
 pub use bulkhead::{
     Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView,
 };
-pub use ending::{Death, Ending, KillReason};
+pub use ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 pub use limits::{
     Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode, TenantLimits,
     TenantOverrides,
 };
 pub use messages::{
-    Action, Capabilities, Event, JobJournal, JobOutcome, LimitChange, OperatorEvent, RecycleReason, Reply,
-    RestartCause, StopReason, Submission, WorkerId,
+    Action, Capabilities, Event, JobJournal, JobOutcome, LimitChange, OperatorEvent, Reply, StopReason,
+    Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vocabulary};
+use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::adaptive::AdaptiveLimits;
 use crate::breaker::Transition;
-use crate::ending::{Death, Ending, KillReason};
+use crate::ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 use crate::limits::{Limits, TenantOverrides};
 use crate::poison::Digest;
 use crate::rate::RateLimit;
@@ -448,73 +448,6 @@ pub struct JobOutcome<T> {
     pub deadline: Duration,
     /// Run limit that applied to each attempt, if any.
     pub run_limit: Option<Duration>,
-}
-
-vocabulary! {
-    /// Reason for replacing a healthy worker.
-    RecycleReason {
-        /// `recycle.jobs` was reached.
-        Jobs = "jobs",
-        /// `recycle.rss` was exceeded.
-        Memory = "rss",
-        /// `recycle.age` was reached.
-        Age = "age",
-        /// An operator requested a restart.
-        Restart = "restart",
-        /// `max_in_flight` grew, and the worker cannot change its maximum.
-        Resize = "resize",
-        /// The worker runs an outdated program or configuration.
-        Reload = "reload",
-    }
-}
-
-vocabulary! {
-    /// Cause of a worker restart, as used in metrics.
-    #[repr(u8)]
-    #[expect(missing_docs, reason = "the names are self-explanatory")]
-    RestartCause {
-        // The previous worker ended by itself.
-        Exit = "exit",
-        Signal = "signal",
-        Oom = "oom",
-        Violation = "violation",
-        // The supervisor killed the previous worker.
-        Protocol = "protocol",
-        Hung = "hung",
-        Deadline = "deadline",
-        NotReady = "not_ready",
-        Stopped = "stopped",
-        KeeperDied = "keeper_died",
-        /// The previous worker could not be started.
-        NotStarted = "not_started",
-        // The previous worker was replaced.
-        Jobs = RecycleReason::Jobs.name(),
-        Memory = RecycleReason::Memory.name(),
-        Age = RecycleReason::Age.name(),
-        Restart = RecycleReason::Restart.name(),
-        Resize = RecycleReason::Resize.name(),
-        Reload = RecycleReason::Reload.name(),
-    }
-}
-
-impl RestartCause {
-    /// Returns true if the previous worker was replaced because of a `recycle` limit.
-    pub(crate) const fn is_recycling(self) -> bool {
-        matches!(self, Self::Jobs | Self::Memory | Self::Age)
-    }
-}
-
-impl From<RecycleReason> for RestartCause {
-    fn from(reason: RecycleReason) -> Self {
-        match reason {
-            RecycleReason::Jobs => Self::Jobs,
-            RecycleReason::Memory => Self::Memory,
-            RecycleReason::Age => Self::Age,
-            RecycleReason::Restart => Self::Restart,
-            RecycleReason::Resize => Self::Resize,
-            RecycleReason::Reload => Self::Reload,
-        }
-    }
 }
 
 /// Reason for a slot to stay without a worker.

@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::ending::{Ending, KillReason};
+use crate::ending::{Ending, KillReason, RecycleReason};
 use crate::limits::{Limits, StartMode};
-use crate::messages::{JobJournal, RecycleReason, WorkerId};
+use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 

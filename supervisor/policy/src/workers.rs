@@ -10,10 +10,11 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use crate::ending::RestartCause;
 use crate::growth::reserve_one;
 use crate::limits::Limits;
 use crate::load::WorkersByLoad;
-use crate::messages::{RestartCause, WorkerId};
+use crate::messages::WorkerId;
 use crate::restart::FailureHistory;
 use crate::time::{Time, earlier};
 use crate::timers::Timers;

@@ -113,8 +113,10 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
         assert_eq!(supervisor.number("b", "cancelled"), 1);
 
         let other = Client::connect(supervisor.socket()).await.unwrap();
-        let task = tokio::spawn(async move { other.job("b", "").operation("hang").send().await });
-        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        // A job that has not begun would be recalled, and its worker kept.
+        let stubborn = other.job("b", "").operation("steps:count begun;sleep 3600000");
+        let task = tokio::spawn(async move { stubborn.send().await });
+        wait_for("the second job has begun", || (supervisor.file_bytes("begun") == 2).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
         // A job that obeys the cancellation keeps its worker.

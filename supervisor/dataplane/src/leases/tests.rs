@@ -162,7 +162,7 @@ fn recalls_unconfirmed_offer_and_rejects_later_requests() {
     leases.0.check_deadlines(at(4));
     assert!(leases.effects().is_empty());
     leases.0.check_deadlines(at(5));
-    assert_eq!(leases.effects(), ["free", "reject 41", "recall 1"]);
+    assert_eq!(leases.effects(), ["reject 41", "free", "recall 1"]);
 }
 
 #[test]

@@ -7,11 +7,9 @@ use bulkhead_shared::RejectReason;
 use super::prefetch::time_to_begin;
 use super::recovery::Suspicion;
 use super::{Activity, Bulkhead, Mode};
-use crate::ending::{Death, Ending, KillReason, SIGKILL};
+use crate::ending::{Death, Ending, KillReason, RecycleReason, RestartCause, SIGKILL};
 use crate::limits::RestartPolicy;
-use crate::messages::{
-    Action, Capabilities, JobJournal, OperatorEvent, RecycleReason, RestartCause, StopReason, WorkerId,
-};
+use crate::messages::{Action, Capabilities, JobJournal, OperatorEvent, StopReason, WorkerId};
 use crate::restart::{HISTORY_CLEARED_AFTER, NextStart, RestartSpacing};
 use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};

@@ -4,8 +4,8 @@
 
 use super::Bulkhead;
 use super::life::RECYCLE_INTERVAL;
-use crate::ending::KillReason;
-use crate::messages::{Action, OperatorEvent, RecycleReason};
+use crate::ending::{KillReason, RecycleReason};
+use crate::messages::{Action, OperatorEvent};
 use crate::time::Time;
 use crate::worker::{Assignment, Worker};
 

@@ -2,9 +2,9 @@
 //! without workers. Growth takes effect at once. Surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
-use crate::ending::KillReason;
+use crate::ending::{KillReason, RecycleReason};
 use crate::limits::{Limits, RestartPolicy, TenantOverrides};
-use crate::messages::{Action, LimitChange, RecycleReason};
+use crate::messages::{Action, LimitChange};
 use crate::time::Time;
 use crate::worker::{Phase, SilenceCheck, Worker};
 use crate::workers::SlotState;

@@ -6,9 +6,9 @@
 //! The spare slots follow the slots for jobs. A spare that hangs or dies is restarted with the usual backoff.
 
 use super::Bulkhead;
-use crate::ending::KillReason;
+use crate::ending::{KillReason, RecycleReason};
 use crate::limits::RestartPolicy;
-use crate::messages::{Action, OperatorEvent, RecycleReason};
+use crate::messages::{Action, OperatorEvent};
 use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, SilenceCheck, Worker};
 use crate::workers::{Slot, SlotState};
