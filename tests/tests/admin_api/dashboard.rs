@@ -131,7 +131,7 @@ fn check(site: &Site, browser: &Browser) {
         assert!(is_own || url.starts_with("data:"), "{url}");
         asked += 1;
     }
-    assert!(asked > 3, "{asked} requests were seen");
+    assert!(asked > 3, "the browser made only {asked} requests");
     assert_eq!(browser.value("window.hacked ?? null"), Value::Null);
 }
 
@@ -140,7 +140,7 @@ fn card(name: &str) -> String {
 }
 
 #[test]
-fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
+fn page_shows_every_bulkhead_and_new_crashes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let names = browser.value("[...document.querySelectorAll('.card h3')].map((e) => e.textContent)");
@@ -181,7 +181,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
 }
 
 #[test]
-fn the_worst_card_comes_first() {
+fn failing_bulkheads_come_first() {
     let _turn = heavy();
     let broken =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
@@ -209,7 +209,7 @@ fn the_worst_card_comes_first() {
 }
 
 #[test]
-fn what_changes_something_is_confirmed_first() {
+fn page_asks_for_confirmation_before_changes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
@@ -228,7 +228,7 @@ fn what_changes_something_is_confirmed_first() {
     assert!(browser.text("#dialog").contains("rejected as draining"));
     browser.press(&["\u{e00c}"]);
     browser.wait("!document.querySelector('#dialog').open");
-    assert_eq!(browser.text("#details h2"), "thumbnail", "Esc closes one thing");
+    assert_eq!(browser.text("#details h2"), "thumbnail", "Esc closes only the dialog");
     assert_eq!(
         (limit("thumbnail"), site.supervisor.state("thumbnail").state.to_string()),
         (4, "ready".to_owned())
@@ -270,7 +270,7 @@ fn what_changes_something_is_confirmed_first() {
     let before = site.supervisor.worker_pids("thumbnail");
     browser.click("[data-action=restart]");
     browser.click("#dialog .primary");
-    wait_for("the workers are others", || {
+    wait_for("both workers are replaced", || {
         let now = site.supervisor.worker_pids("thumbnail");
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
     });
@@ -299,7 +299,7 @@ fn what_changes_something_is_confirmed_first() {
 }
 
 #[test]
-fn it_comes_back_after_the_supervisor_and_says_so() {
+fn page_reconnects_after_supervisor_restart() {
     let _turn = heavy();
     let Some((mut site, browser)) = open(BULKHEADS) else { return };
     for _ in 0..3 {
@@ -326,7 +326,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
 }
 
 #[test]
-fn hostile_text_is_shown_and_does_nothing() {
+fn page_shows_hostile_text_as_text() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let client = Client::connect(site.supervisor.socket()).unwrap();
@@ -369,7 +369,7 @@ fn hostile_text_is_shown_and_does_nothing() {
 }
 
 #[test]
-fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
+fn page_works_with_keyboard_and_on_phone() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let focused = || browser.value("document.activeElement.textContent");
@@ -383,7 +383,7 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
     browser.wait("document.querySelector('#details h2')?.textContent === 'sql'");
     browser.press(&["\u{e00c}"]);
     browser.wait("document.querySelector('#details').hidden");
-    assert_eq!(focused(), "sql", "the focus is where it was");
+    assert_eq!(focused(), "sql", "the focus returns to the card");
     browser.press(&["?"]);
     browser.wait("document.querySelector('#dialog').open && document.querySelector('#dialog').textContent.includes('Keyboard')");
     browser.press(&["\u{e00c}"]);
@@ -402,7 +402,7 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
 }
 
 #[test]
-fn a_storm_leaves_the_page_its_bounds() {
+fn page_keeps_at_most_500_events() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let threads = (0..4).map(|_| {
@@ -416,7 +416,7 @@ fn a_storm_leaves_the_page_its_bounds() {
     });
     threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
     browser.wait("Number(document.querySelector('#feed-count').textContent.replace(/[^0-9]/g, '')) > 500 && document.querySelector('#feed').children.length === 500");
-    // The failures of the storm moved this card to the front.
+    // The failures moved this card to the front.
     browser.wait("document.querySelector('.card h3').textContent === 'script'");
     browser.press(&["j"]);
     assert_eq!(browser.value("document.activeElement.textContent"), "script");
@@ -543,7 +543,7 @@ fn save(browser: &Browser, name: &str) {
 }
 
 #[test]
-fn pictures_for_the_documentation() {
+fn updates_screenshots_of_documentation() {
     if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
         return;
     }

@@ -14,7 +14,7 @@ const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor that remembers many tenants whose jobs were all rejected.
+/// Starts a supervisor with records of [`TENANTS`] tenants. All jobs of these tenants were rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);
@@ -29,7 +29,7 @@ fn crowded() -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// Requests these pages continuously while `meanwhile` runs. Returns the number of responses.
+/// Requests all `pages` continuously while `meanwhile` runs. Returns the number of responses.
 fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
     let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -41,7 +41,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
                 }
             });
         }
-        wait_for("some are answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
+        wait_for("a request is answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(meanwhile));
         is_over.store(true, Ordering::Relaxed);
         if let Err(panic) = done {
@@ -51,9 +51,9 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
     answers.into_inner()
 }
 
-/// The pages describe thousands of tenants.
+/// The requested pages describe thousands of tenants.
 #[test]
-fn jobs_continue_while_large_pages_are_requested() {
+fn requests_for_large_pages_do_not_stop_jobs() {
     let _turn = heavy();
     let (supervisor, client) = crowded();
     let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
@@ -74,7 +74,7 @@ fn jobs_continue_while_large_pages_are_requested() {
 
 /// A tenant that is forgotten while the snapshot is being built counts exactly once.
 #[test]
-fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
+fn snapshot_counts_forgotten_tenants_exactly_once() {
     let _turn = heavy();
     let (supervisor, client) = crowded();
     let submitted = TENANTS + 1;
@@ -96,10 +96,10 @@ fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
 }
 
 #[test]
-fn a_stop_is_not_lost_in_a_crowd_of_commands() {
+fn many_pending_commands_do_not_delay_shutdown() {
     let _turn = heavy();
     let (mut supervisor, _client) = crowded();
-    // The supervisor is stopped, so more commands pile up than one iteration takes. No client waits for the response.
+    // While the supervisor is stopped, more commands arrive than one iteration handles. No client waits for a response.
     supervisor.signal(Signal::SIGSTOP);
     let admin = supervisor.folder.path().join("admin.sock");
     let ask = || {
