@@ -1,4 +1,4 @@
-//! Access control: `[[access]]` entries for clients of the jobs socket, and attempts of workers to reach their
+//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts of workers to connect to their
 //! supervisor.
 
 use std::io::Read;
@@ -101,7 +101,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn entries_are_for_users_and_groups() {
+fn access_rules_match_user_and_group_ids() {
     if !may_be_others() {
         return;
     }
@@ -116,7 +116,7 @@ fn entries_are_for_users_and_groups() {
     submit(&supervisor, (BOB, NOBODYS, &many.join(",")), &["back"]).is_ok();
     submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 cannot submit jobs here");
     submit(&supervisor, (BOB, NOBODYS, "62000"), &["front"]).is_forbidden("[[access]]");
-    // Only entries count: not even the supervisor's own user has one, which is root here.
+    // Without a matching rule, even the supervisor's own user (here root) is rejected.
     submit(&supervisor, (0, 0, ""), &["front"]).is_forbidden("user 0 cannot");
     // `[[access]]` does not apply to operators on the admin socket.
     assert_eq!(supervisor.snapshot("front")["done"], 2);
@@ -124,7 +124,7 @@ fn entries_are_for_users_and_groups() {
 }
 
 #[test]
-fn entries_are_for_names_of_users_and_groups() {
+fn access_rules_match_user_and_group_names() {
     let users = ["nobody", "daemon", "mail"].into_iter().filter_map(|name| User::from_name(name).ok()?);
     let groups = ["users", "mail", "daemon"].into_iter().filter_map(|name| Group::from_name(name).ok()?);
     let (Some(user), Some(group)) = (users.clone().next(), groups.clone().next()) else {
@@ -142,7 +142,7 @@ fn entries_are_for_names_of_users_and_groups() {
 }
 
 #[test]
-fn an_entry_may_name_bulkheads_and_tenants() {
+fn access_rule_limits_bulkheads_and_tenants() {
     if !may_be_others() {
         return;
     }
@@ -155,7 +155,8 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let (alice, bob) = ((ALICE, NOBODYS, ""), (BOB, NOBODYS, ""));
     submit(&supervisor, alice, &["front"]).is_ok();
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
-    // Whether there is such a bulkhead is not told to those that may use a few.
+    // The message is the same for a bulkhead that does not exist. A client with limited access must not learn which
+    // bulkheads exist.
     submit(&supervisor, alice, &["back"]).is_forbidden("you cannot use a bulkhead 'back'");
     submit(&supervisor, alice, &["missing"]).is_forbidden("you cannot use a bulkhead 'missing'");
 
@@ -168,7 +169,8 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));
 
-    // A client that matches several entries gets the rights of each entry, but no combination of entries.
+    // A client that matches several rules can use any of them, but cannot combine the bulkheads of one rule with the
+    // tenants of another.
     let both = (ALICE, STAFF, "");
     submit(&supervisor, both, &["front", "--tenant", "other"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
@@ -182,7 +184,7 @@ fn an_entry_may_name_bulkheads_and_tenants() {
 }
 
 #[test]
-fn a_refused_tenant_gets_no_workers_of_its_own() {
+fn forbidden_tenant_gets_no_isolated_workers() {
     if !may_be_others() {
         return;
     }
@@ -197,7 +199,7 @@ fn a_refused_tenant_gets_no_workers_of_its_own() {
 }
 
 #[test]
-fn a_fallback_is_entered_without_another_check() {
+fn fallback_serves_client_without_access_to_it() {
     if !may_be_others() {
         return;
     }
@@ -213,7 +215,7 @@ fn a_fallback_is_entered_without_another_check() {
 }
 
 #[test]
-fn a_payload_that_is_announced_is_checked_before_it_comes() {
+fn access_rules_apply_to_jobs_with_large_payloads() {
     if !may_be_others() {
         return;
     }
@@ -227,7 +229,7 @@ fn a_payload_that_is_announced_is_checked_before_it_comes() {
 }
 
 #[test]
-fn modes_are_those_of_the_file_whatever_the_umask() {
+fn umask_does_not_change_socket_modes() {
     let launch = |keys: &str, access: &str| {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
@@ -247,7 +249,7 @@ fn modes_are_those_of_the_file_whatever_the_umask() {
             .unwrap();
         let supervisor = Supervisor { child, folder };
         let run = supervisor.file("run");
-        wait_for("the sockets are there", || run.join("admin.sock").exists().then_some(()));
+        wait_for("the admin socket exists", || run.join("admin.sock").exists().then_some(()));
         let modes = [&run, &run.join("jobs.sock"), &run.join("admin.sock")].map(|path| mode(path));
         let locks = [run.join("jobs.sock.lock"), run.join("admin.sock.lock")].map(|path| mode(&path));
         assert_eq!(locks, [0o600, 0o600]);
@@ -261,7 +263,7 @@ fn modes_are_those_of_the_file_whatever_the_umask() {
 }
 
 #[test]
-fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
+fn other_user_can_only_use_the_jobs_socket() {
     if !may_be_others() {
         return;
     }
@@ -269,11 +271,13 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     // The folder exists before the supervisor starts, and is closed to other users.
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
     let supervisor = Supervisor::launch(folder, "", &format!("{ECHO}[[access]]\nuid = {ALICE}\n"));
-    wait_for("it warns", || {
+    wait_for("the supervisor warns about the closed folder", || {
         supervisor.log().contains("so other users cannot reach the jobs socket").then_some(())
     });
     open(&supervisor);
-    wait_for("it is ready", || supervisor.try_get("/readyz").filter(|(status, _)| *status == 200));
+    wait_for("the supervisor is ready", || {
+        supervisor.try_get("/readyz").filter(|(status, _)| *status == 200)
+    });
     let alice = (ALICE, NOBODYS, "");
     submit(&supervisor, alice, &["front"]).is_ok();
 
@@ -304,7 +308,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
 }
 
 #[test]
-fn a_crowd_that_is_turned_away_floods_nothing() {
+fn rejected_clients_do_not_flood_events_and_log() {
     let _turn = heavy();
     if !may_be_others() {
         return;
@@ -322,7 +326,7 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
     }
     for child in crowd {
         let ran = child.wait_with_output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each is told why");
+        assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each rejected client gets a reason");
     }
     // Many rejected jobs on one connection.
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
@@ -333,7 +337,7 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
     };
-    let events = wait_for("all are counted", || {
+    let events = wait_for("the events count all rejections", || {
         let events = supervisor.events("access_refused");
         (count(&events, BOB) == 8000 && count(&events, ALICE) == 3000).then_some(events)
     });
@@ -372,7 +376,7 @@ fn run_in_worker(supervisor: &Supervisor, text: &str) -> String {
 }
 
 #[test]
-fn a_worker_reaches_neither_socket() {
+fn worker_cannot_connect_to_jobs_or_admin_socket() {
     let supervisor = Supervisor::start(SHELL);
     let told = run_in_worker(&supervisor, "SUBMIT 2>&1; echo code=$?; STATUS 2>&1; echo code=$?");
     assert_eq!(told.matches("code=77").count(), 2, "{told}");
@@ -402,7 +406,7 @@ fn a_worker_reaches_neither_socket() {
 }
 
 #[test]
-fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
+fn worker_without_access_rule_is_reported_as_worker() {
     if !may_be_others() {
         return;
     }
@@ -416,7 +420,7 @@ fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
 }
 
 #[test]
-fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
+fn connection_of_exited_worker_process_is_rejected() {
     let supervisor = Supervisor::start(SHELL);
     // While the supervisor is stopped, it accepts no connections, so the connecting process exits first.
     let pid = supervisor.pid();
@@ -427,7 +431,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
         wait_for("the script runs", || supervisor.file("begun").exists().then_some(()));
         kill_pid(pid, Signal::SIGSTOP);
         supervisor.touch("stopped");
-        wait_for("it has left", || supervisor.file("left").exists().then_some(()));
+        wait_for("the connecting process has exited", || supervisor.file("left").exists().then_some(()));
         kill_pid(pid, Signal::SIGCONT);
         told.join().unwrap()
     });
@@ -435,7 +439,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
 }
 
 #[test]
-fn a_client_that_cannot_be_seen_is_no_worker() {
+fn client_outside_pid_namespace_is_accepted() {
     if !may_be_others() {
         return;
     }
@@ -474,7 +478,7 @@ fn a_client_that_cannot_be_seen_is_no_worker() {
 }
 
 #[test]
-fn knocking_workers_harm_no_client() {
+fn connection_attempts_of_workers_do_not_block_clients() {
     let _turn = heavy();
     let supervisor = Supervisor::start(SHELL);
     let began = Instant::now();
@@ -485,7 +489,7 @@ fn knocking_workers_harm_no_client() {
         }
         assert_eq!(knocks.join().unwrap(), "3000\n");
     });
-    let events = wait_for("all are counted", || {
+    let events = wait_for("the events count all rejections", || {
         let events = supervisor.events("worker_refused");
         let count: u64 = events.iter().filter_map(|event| event["refused"].as_u64()).sum();
         (count == 3000).then_some(events)
@@ -494,7 +498,7 @@ fn knocking_workers_harm_no_client() {
 }
 
 #[test]
-fn a_connection_from_a_process_that_is_gone_is_refused() {
+fn connection_of_exited_client_process_is_rejected() {
     let supervisor = Supervisor::start(ECHO);
     supervisor.signal(Signal::SIGSTOP);
     let mut caller = Command::new(programs().join("caller"))
