@@ -898,7 +898,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends the supervisor by a stop, by dropping it, and by the loss of an essential thread.
+/// Ends the supervisor by a stop, by dropping it, and by dropping it before its first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();

@@ -5,7 +5,7 @@ use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
 
 /// The keeper and the workers end with the supervisor.
 #[test]
-fn end_of_an_essential_thread_ends_the_supervisor() {
+fn panic_of_essential_thread_stops_the_supervisor() {
     if !cfg!(debug_assertions) {
         not_run!("a release build does not panic on request");
         return;
@@ -27,7 +27,7 @@ fn end_of_an_essential_thread_ends_the_supervisor() {
         let told = "has ended; the supervisor cannot continue and stops";
         assert_eq!(supervisor.log().matches(told).count(), 1, "{}", supervisor.log());
         for process in workers.into_iter().chain([keeper]) {
-            wait_for("nothing is left", || (!is_alive(process)).then_some(()));
+            wait_for("the keeper and all workers have exited", || (!is_alive(process)).then_some(()));
         }
         for socket in ["jobs.sock", "admin.sock"] {
             assert!(!supervisor.file(socket).exists(), "{socket} is left");

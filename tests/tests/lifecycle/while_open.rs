@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// A supervisor that is the child of a program ends with the program, however the program ends.
 #[test]
-fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
+fn supervisor_stops_when_its_while_open_descriptor_ends() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
     let inherited = |fd: BorrowedFd<'_>| {
         fcntl_setfd(fd, FdFlags::empty()).unwrap();
@@ -49,7 +49,7 @@ fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
 }
 
 #[test]
-fn a_descriptor_that_never_ends_is_refused() {
+fn while_open_rejects_descriptor_that_never_ends() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
@@ -82,11 +82,11 @@ fn a_descriptor_that_never_ends_is_refused() {
     }
     let (ended, _) = std::io::pipe().unwrap();
     let (code, told) = start("0", ended.into());
-    assert_eq!(code, Some(0), "it had ended before: {told}");
+    assert_eq!(code, Some(0), "the descriptor had ended before the start: {told}");
 }
 
 #[test]
-fn the_own_folder_goes_with_the_supervisor() {
+fn own_folder_is_removed_at_exit() {
     let outer = tempfile::tempdir().unwrap();
     let folder = outer.path().join("own");
     let make = |mode| {
@@ -104,7 +104,7 @@ fn the_own_folder_goes_with_the_supervisor() {
     };
     make(0o700);
     let mut supervisor = start();
-    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
     let ended = supervisor.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
@@ -119,7 +119,7 @@ fn the_own_folder_goes_with_the_supervisor() {
 
 /// A mount in the folder does not belong to the program and must not be emptied.
 #[test]
-fn what_is_mounted_in_the_own_folder_stays() {
+fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {
         not_run!("a mount requires root");
         return;
@@ -139,7 +139,7 @@ fn what_is_mounted_in_the_own_folder_stays() {
     command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);
     command.arg(programs().join("bulkhead-supervisor")).arg(&folder);
     let mut supervisor = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
     let ended = supervisor.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&ended.stderr);
@@ -149,7 +149,7 @@ fn what_is_mounted_in_the_own_folder_stays() {
 
 /// No process is left, whatever the supervisor is about to start when it is killed.
 #[test]
-fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
+fn supervisor_killed_during_start_leaves_no_processes() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
@@ -162,7 +162,7 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let mut supervisor = command.spawn().unwrap();
         if number < 4 {
             // Measures how long the supervisor takes to start the keeper.
-            wait_for("its socket", || folder.path().join("jobs.sock").exists().then_some(()));
+            wait_for("the jobs socket exists", || folder.path().join("jobs.sock").exists().then_some(()));
             longest = longest.max(began.elapsed());
             kill_pid(supervisor.id(), Signal::SIGKILL);
         } else {
@@ -179,5 +179,5 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let told = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
         told.filter(|line| String::from_utf8_lossy(line).contains(name)).count()
     };
-    wait_for("all are gone", || (left() == 0).then_some(()));
+    wait_for("no process of a supervisor is left", || (left() == 0).then_some(()));
 }
