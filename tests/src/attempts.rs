@@ -359,7 +359,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the filter of the worker's own"), Refused(&["EPERM"], "the filter of the worker's own")),
 ];
 
-/// Attempts with separate tests, because they need special checks.
+/// Attempts that other tests run, because they need special checks.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",

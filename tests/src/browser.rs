@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command line flags of the browser. They also disable all network access of the browser's own.
+/// Command line flags of the browser. They also disable the browser's background network access.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",

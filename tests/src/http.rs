@@ -49,7 +49,9 @@ impl Place {
     /// Connects, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
-            Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
+            Self::Unix(path) => {
+                Socket::Unix(UnixStream::connect(path).expect("the admin socket accepts connections"))
+            }
             Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("a listener")),
         };
         socket.give_up_after(PATIENCE);
@@ -62,7 +64,7 @@ impl Place {
         socket.send_head(method, path, headers, Some(body.len()));
         // The supervisor may reject a request early and close the connection.
         let _ = socket.write_all(body);
-        Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
+        Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
 
     /// Sends a job with an operation and a payload.

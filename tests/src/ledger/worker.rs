@@ -75,7 +75,7 @@ impl Record {
 /// Reads all records, in the order in which they were written.
 pub fn read(notes: &Path) -> Vec<Record> {
     let bytes = std::fs::read(notes.join(RECORDS)).unwrap_or_default();
-    assert_eq!(bytes.len() % Record::BYTES, 0, "a record is written as one");
+    assert_eq!(bytes.len() % Record::BYTES, 0, "a record was written in part");
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
@@ -131,7 +131,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
@@ -204,7 +204,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
             File::create(&met)?;
         }
         if now_us() - began_us > MEETS_WITHIN_US {
-            return Err(HandlerError::new("alone", "the others have not come"));
+            return Err(HandlerError::new("alone", "the other jobs of the round have not begun"));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -223,7 +223,7 @@ enum Place {
 fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
     // Several scans, because a place can be freed and another taken between two attempts.

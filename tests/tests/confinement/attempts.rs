@@ -65,7 +65,7 @@ fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>
         judge(attempt, &ended).map_err(|why| format!("{}: {ended:?}, {why}", attempt.name))
     });
     let wrong: Vec<String> = tried.filter_map(Result::err).collect();
-    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} attempts have an unexpected result:\n{}", wrong.len(), wrong.join("\n"));
 }
 
 fn as_written(expected: Expected, ended: &Ended) -> Result<(), String> {

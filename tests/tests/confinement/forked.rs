@@ -104,7 +104,12 @@ fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
             wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
         }
     }
-    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{profile}: {} attempts have an unexpected result:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
 }
 
 /// Also proves that the attempts work.
@@ -154,7 +159,12 @@ fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
             wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
         }
     }
-    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{profile}: {} attempts have an unexpected result:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
 }
 
 #[test]

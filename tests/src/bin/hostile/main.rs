@@ -8,9 +8,9 @@
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **It must be safe to run without any confinement, as root.** An attempt stops as soon as the kernel has
-//! decided. It requests no effect, passes arguments that cannot work, or sets values that are already in
-//! force. Every attempt removes what it created, and every loop is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the kernel has
+//! permitted or refused the action. An attempt requests no effect, passes arguments that cannot work, or sets values
+//! that are already in force. Every attempt removes the files that it created, and every loop is bounded.
 
 mod calls;
 mod devices;
