@@ -782,7 +782,7 @@ fn schema_option_prints_the_documented_schema() {
 }
 
 #[test]
-fn unwritable_standard_output_is_exit_status_74() {
+fn unwritable_standard_output_exits_with_status_74() {
     let folder = configured("[bulkhead.one]\nexec = [\"cat\"]\n");
     for arguments in [&["--config", "workers.toml", "--check"][..], &["--schema"], &["doctor"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
@@ -830,7 +830,7 @@ fn invalid_configuration_reports_all_errors_with_lines() {
 }
 
 #[test]
-fn invalid_command_line_is_exit_status_2() {
+fn invalid_command_line_exits_with_status_2() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
@@ -905,7 +905,7 @@ fn json_log_has_one_object_per_line() {
 }
 
 #[test]
-fn log_level_error_silences_the_default_text_log() {
+fn log_defaults_to_text_without_colours() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let mut supervisor = Started::start(folder.path(), &[]);
     supervisor.wait_ready();

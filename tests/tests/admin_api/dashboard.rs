@@ -140,7 +140,7 @@ fn card(name: &str) -> String {
 }
 
 #[test]
-fn page_shows_every_bulkhead_and_new_crashes() {
+fn dashboard_shows_every_bulkhead_and_new_crashes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let names = browser.value("[...document.querySelectorAll('.card h3')].map((e) => e.textContent)");
@@ -181,7 +181,7 @@ fn page_shows_every_bulkhead_and_new_crashes() {
 }
 
 #[test]
-fn failing_bulkheads_come_first() {
+fn dashboard_lists_failing_bulkheads_first() {
     let _turn = heavy();
     let broken =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
@@ -209,7 +209,7 @@ fn failing_bulkheads_come_first() {
 }
 
 #[test]
-fn page_asks_for_confirmation_before_changes() {
+fn dashboard_asks_for_confirmation_before_changes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
@@ -299,7 +299,7 @@ fn page_asks_for_confirmation_before_changes() {
 }
 
 #[test]
-fn page_reconnects_after_supervisor_restart() {
+fn dashboard_reconnects_after_supervisor_restart() {
     let _turn = heavy();
     let Some((mut site, browser)) = open(BULKHEADS) else { return };
     for _ in 0..3 {
@@ -326,7 +326,7 @@ fn page_reconnects_after_supervisor_restart() {
 }
 
 #[test]
-fn page_shows_hostile_text_as_text() {
+fn dashboard_shows_markup_in_job_data_as_text() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let client = Client::connect(site.supervisor.socket()).unwrap();
@@ -369,7 +369,7 @@ fn page_shows_hostile_text_as_text() {
 }
 
 #[test]
-fn page_works_with_keyboard_and_on_phone() {
+fn dashboard_works_with_keyboard_and_on_phone() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let focused = || browser.value("document.activeElement.textContent");
@@ -402,7 +402,7 @@ fn page_works_with_keyboard_and_on_phone() {
 }
 
 #[test]
-fn page_keeps_at_most_500_events() {
+fn dashboard_keeps_at_most_500_events() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let threads = (0..4).map(|_| {

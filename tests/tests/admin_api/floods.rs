@@ -53,7 +53,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
 
 /// The requested pages describe thousands of tenants.
 #[test]
-fn requests_for_large_pages_do_not_stop_jobs() {
+fn large_admin_responses_do_not_block_jobs() {
     let _turn = heavy();
     let (supervisor, client) = crowded();
     let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);

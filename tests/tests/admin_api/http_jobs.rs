@@ -35,7 +35,7 @@ fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &s
 }
 
 #[test]
-fn response_has_unchanged_result_and_outcome_headers() {
+fn http_job_returns_result_and_outcome_headers() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let sizes = [0, 1, 65_536, 65_537, 3_000_000];
@@ -363,7 +363,7 @@ fn disconnecting_client_cancels_its_job() {
 }
 
 #[test]
-fn connection_serves_one_job() {
+fn http_connection_serves_only_one_job() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let mut socket = place.connect();
@@ -497,7 +497,7 @@ fn slow_clients_are_disconnected_without_delaying_others() {
 }
 
 #[test]
-fn job_beyond_128_concurrent_requests_is_overloaded() {
+fn http_job_beyond_128_concurrent_jobs_is_rejected() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n",
     );

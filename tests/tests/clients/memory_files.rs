@@ -71,7 +71,7 @@ fn file_bytes(supervisor: &Supervisor) -> u64 {
 }
 
 #[test]
-fn payloads_and_results_are_intact() {
+fn memory_files_keep_payloads_and_results_intact() {
     let supervisor = one("max_in_flight = 4\nmax_queue = 100");
     run(async {
         let client = connect(&supervisor).await;
@@ -755,7 +755,7 @@ fn client_that_never_reads_gets_few_leases() {
 
 /// Memory files count as a worker's memory, so a worker is lent only a part of `recycle.rss`.
 #[test]
-fn worker_gets_files_up_to_part_of_rss_limit() {
+fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
     run(async {
         let client = connect(&supervisor).await;

@@ -829,7 +829,7 @@ fn worker_link_frames_have_pinned_bytes() {
 }
 
 #[test]
-fn page_lists_every_worker_capability() {
+fn protocol_page_lists_every_worker_capability() {
     let page = page();
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "sends heartbeats from a separate thread"),
@@ -851,7 +851,7 @@ fn page() -> String {
 }
 
 #[test]
-fn page_shows_the_bytes_of_hello() {
+fn protocol_page_shows_the_bytes_of_hello() {
     let page = page();
     let (_, example) = page.split_once("byte for byte (name `doc`, version `1`):\n\n```text\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
@@ -864,7 +864,7 @@ fn page_shows_the_bytes_of_hello() {
 }
 
 #[test]
-fn page_lists_every_frame_kind_and_reason() {
+fn protocol_page_lists_every_frame_kind_and_reason() {
     let page = page();
     let named = [
         ("CLIENT_WELCOME", frame::kind::CLIENT_WELCOME, CLIENT_WELCOME),
@@ -1229,7 +1229,7 @@ fn unknown_critical_client_data_is_refused() {
 }
 
 #[test]
-fn metadata_of_another_length_is_rejected() {
+fn metadata_with_wrong_length_is_rejected() {
     let supervisor = Supervisor::start(SDK);
     // New fields must be extensions, so a HELLO of another length is an error.
     let longer = client_hello(1, 1).end().u32(7);

@@ -115,7 +115,7 @@ fn attempts_succeed_without_confinement() {
 }
 
 #[test]
-fn default_stops_attempts_as_in_the_table() {
+fn default_profile_stops_attempts_as_in_the_table() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
@@ -135,14 +135,14 @@ fn stops_as_much_in_an_application(profile: &str, word: &str) {
 }
 
 #[test]
-fn default_stops_attempts_in_embedded_supervisor() {
+fn default_profile_stops_attempts_in_embedded_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_as_much_in_an_application(DEFAULT, "default");
     }
 }
 
 #[test]
-fn strict_stops_attempts_in_embedded_supervisor() {
+fn strict_profile_stops_attempts_in_embedded_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_as_much_in_an_application(STRICT, "strict");
     }
@@ -159,14 +159,14 @@ fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> 
 }
 
 #[test]
-fn default_stops_more_attempts_with_separate_user_id() {
+fn default_profile_stops_more_attempts_with_separate_user_id() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_more_by_an_id(WORKER, "profile = \"default\"", |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_stops_attempts_with_separate_user_id() {
+fn strict_profile_stops_attempts_with_separate_user_id() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_more_by_an_id(WORKER, "profile = \"strict\"", |attempt| attempt.strict);
     }
@@ -185,7 +185,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 }
 
 #[test]
-fn default_stops_more_attempts_with_subuid_ids() {
+fn default_profile_stops_more_attempts_with_subuid_ids() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         // Here the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
@@ -197,7 +197,7 @@ fn default_stops_more_attempts_with_subuid_ids() {
 }
 
 #[test]
-fn strict_stops_attempts_with_subuid_ids() {
+fn strict_profile_stops_attempts_with_subuid_ids() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_more_by_an_id_of_subuid("profile = \"strict\"", |attempt| attempt.strict);
     }
@@ -216,7 +216,7 @@ fn as_written_of_program(
 }
 
 #[test]
-fn default_stops_attempts_of_programs() {
+fn default_profile_stops_attempts_of_programs() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(PROGRAM, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |default, _| default));
@@ -224,7 +224,7 @@ fn default_stops_attempts_of_programs() {
 }
 
 #[test]
-fn strict_stops_attempts_as_in_the_table() {
+fn strict_profile_stops_attempts_as_in_the_table() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, None);
         try_all(&place, |attempt, ended| as_written(attempt.strict, ended));
@@ -232,7 +232,7 @@ fn strict_stops_attempts_as_in_the_table() {
 }
 
 #[test]
-fn strict_stops_attempts_of_programs() {
+fn strict_profile_stops_attempts_of_programs() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(PROGRAM, STRICT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));
@@ -250,7 +250,7 @@ fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String>
 }
 
 #[test]
-fn default_stops_attempts_under_unprivileged_supervisor() {
+fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, Some(NOBODY));
         try_all(&place, |attempt, ended| no_more_than_written(attempt.default, ended));
@@ -259,7 +259,7 @@ fn default_stops_attempts_under_unprivileged_supervisor() {
 
 /// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
-fn default_stops_most_attempts_in_shared_pid_namespace() {
+fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -274,7 +274,7 @@ fn default_stops_most_attempts_in_shared_pid_namespace() {
 }
 
 #[test]
-fn strict_stops_attempts_under_unprivileged_supervisor() {
+fn strict_profile_stops_attempts_under_unprivileged_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, Some(NOBODY));
         try_all(&place, |attempt, ended| no_more_than_written(attempt.strict, ended));

@@ -89,7 +89,7 @@ fn refused(ended: &Ended) -> bool {
 }
 
 #[test]
-fn default_isolates_programs_of_one_worker() {
+fn default_profile_isolates_programs_of_one_worker() {
     if has_layers(DEFAULT_LAYERS) {
         attack(DEFAULT, None, exactly, |number| BETWEEN_PROGRAMS[number].default);
         if is_root() {
@@ -99,7 +99,7 @@ fn default_isolates_programs_of_one_worker() {
 }
 
 #[test]
-fn strict_isolates_programs_of_one_worker() {
+fn strict_profile_isolates_programs_of_one_worker() {
     if has_layers(STRICT_LAYERS) {
         attack(STRICT, None, exactly, |number| BETWEEN_PROGRAMS[number].strict);
         if is_root() {

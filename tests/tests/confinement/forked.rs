@@ -121,7 +121,7 @@ fn forked_workers_without_sandbox_can_reach_each_other() {
 }
 
 #[test]
-fn default_isolates_forked_workers_from_each_other() {
+fn default_profile_isolates_forked_workers_from_each_other() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_between(DEFAULT, |attempt| attempt.default);
         // Without separate user ids, other layers have to keep the workers apart.
@@ -130,7 +130,7 @@ fn default_isolates_forked_workers_from_each_other() {
 }
 
 #[test]
-fn strict_isolates_forked_workers_from_each_other() {
+fn strict_profile_isolates_forked_workers_from_each_other() {
     if profiles().any(|profile| profile == STRICT) {
         try_between(STRICT, |attempt| attempt.strict);
         try_between("profile = \"strict\", user = \"shared\"", |attempt| attempt.strict);
@@ -168,14 +168,14 @@ fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
 }
 
 #[test]
-fn default_stops_attempts_of_forked_workers() {
+fn default_profile_stops_attempts_of_forked_workers() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_all(DEFAULT, |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_stops_attempts_of_forked_workers() {
+fn strict_profile_stops_attempts_of_forked_workers() {
     if profiles().any(|profile| profile == STRICT) {
         // All workers of a template share `/tmp`. Landlock lets each worker access only one folder in `/tmp`.
         let of_all = Expected::Refused(&["EACCES"], "Landlock");

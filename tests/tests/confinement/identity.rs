@@ -422,7 +422,7 @@ fn check_explains_why_a_worker_does_not_start() {
 
 /// A worker can extend its start only in steps of `start.ready`, as under a supervisor.
 #[test]
-fn check_has_the_start_timeout_of_the_supervisor() {
+fn check_uses_the_start_timeout_of_the_supervisor() {
     let home = home();
     let bulkhead = |name: &str, mode: &str| {
         format!(
@@ -444,7 +444,7 @@ fn check_has_the_start_timeout_of_the_supervisor() {
 /// Covers an ELF program of `exec` and a library without dependencies in its folder, because neither needs a
 /// path.
 #[test]
-fn without_mounts_host_opens_programs_by_descriptor() {
+fn host_opens_programs_by_descriptor_without_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -481,7 +481,7 @@ fn without_mounts_host_opens_programs_by_descriptor() {
 /// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
 /// error for others names the unreachable folder.
 #[test]
-fn without_mounts_unreachable_folder_is_named() {
+fn error_without_mounts_names_the_unreachable_folder() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }

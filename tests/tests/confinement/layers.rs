@@ -124,7 +124,7 @@ fn snapshot_has_the_pid_of_the_worker() {
 
 /// Some containers, for example, cannot mount a new `/proc`.
 #[test]
-fn default_runs_without_pid_namespace_and_reports_it() {
+fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

@@ -50,7 +50,7 @@ fn assert_unharmed_under(profile: &str, arguments: &[&str], expected: &str) {
 }
 
 #[test]
-fn python_runs_under_default() {
+fn python_runs_under_default_profile() {
     let script = "
 import json, threading, subprocess, ssl, tempfile, os, pwd, socket, sqlite3, time, concurrent.futures
 assert ssl.create_default_context()
@@ -70,7 +70,7 @@ print('fine')";
 }
 
 #[test]
-fn node_runs_under_default() {
+fn node_runs_under_default_profile() {
     let script = "
 const fs = require('fs'), os = require('os'), { Worker } = require('worker_threads');
 require('crypto').randomBytes(8); require('tls').createSecureContext(); os.cpus();
@@ -97,7 +97,7 @@ fn programs_can_read_machine_information() {
 }
 
 #[test]
-fn shell_runs_under_default() {
+fn shell_runs_under_default_profile() {
     let script = "id -u >/dev/null; ls /usr >/dev/null; echo x > $TMPDIR/a; mv $TMPDIR/a $TMPDIR/b; \
         seq 1000 | sort -rn | head -1; cat $TMPDIR/b; sleep 9 & kill $!; wait";
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
@@ -105,7 +105,7 @@ fn shell_runs_under_default() {
 
 /// Runs the configuration of the tour under `default`.
 #[test]
-fn examples_run_under_default() {
+fn examples_run_under_default_profile() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -243,7 +243,7 @@ fn violation_kills_only_the_child_process() {
 }
 
 #[test]
-fn concurrent_violations_all_end() {
+fn concurrent_violations_kill_every_violating_process() {
     for profile in profiles() {
         let script = "for i in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19; do \
             HOSTILE once load-bpf </dev/null & done; wait; echo lives";
@@ -313,7 +313,7 @@ fn strict_worker_is_sealed_when_it_becomes_ready() {
 // Configuration keys.
 
 #[test]
-fn permitted_network_does_not_include_the_supervisor() {
+fn network_access_does_not_include_the_supervisor() {
     for profile in profiles() {
         let place = start(&bulkhead("x", WORKER, &format!("{profile}, network = true")));
         let (client, targets) = (place.client(), place.targets("x"));
@@ -518,7 +518,7 @@ fn temporary_folder_is_private_and_removed_with_the_worker() {
 /// The root of a `strict` worker contains only the folders on the path to its program, including folders that the path
 /// leaves again by `..`.
 #[test]
-fn program_path_with_parent_folders_starts() {
+fn program_path_with_dot_dot_is_accepted() {
     let program = programs().join("deps/../misbehave");
     for profile in ["none", "default", "strict"] {
         let supervisor = bulkhead_tests::Supervisor::start(&format!(

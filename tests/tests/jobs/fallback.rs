@@ -140,7 +140,7 @@ fn backpressure_diverts_noncritical_jobs_to_fallback() {
 }
 
 #[test]
-fn without_worker_new_and_queued_jobs_use_fallback() {
+fn bulkhead_without_workers_diverts_jobs_to_fallback() {
     let supervisor = start("max_queue = 10\nrestart = { policy = \"never\" }", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -170,7 +170,7 @@ fn without_worker_new_and_queued_jobs_use_fallback() {
 }
 
 #[test]
-fn drained_bulkhead_sends_new_and_queued_jobs_to_fallback() {
+fn drained_bulkhead_diverts_jobs_to_fallback() {
     let supervisor = start("max_queue = 10", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {

@@ -151,7 +151,7 @@ fn lower_max_in_flight_interrupts_no_running_job() {
 }
 
 #[test]
-fn growth_cancels_an_earlier_lower_limit() {
+fn raising_max_in_flight_overrides_earlier_lower_limit() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 4);
     let workers = supervisor.worker_pids("b");
@@ -591,7 +591,7 @@ fn concurrent_jobs_never_exceed_a_changing_limit() {
 
 /// The worker finishes its jobs and gets no more.
 #[test]
-fn replaces_worker_that_cannot_be_resized() {
+fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
         "command = [\"MISBEHAVE\", \"raw\", \"hoard\"]",
         "max_in_flight = 2\nmax_queue = 10\nhealth = { heartbeat = \"60s\" }",

@@ -24,7 +24,7 @@ fn runs(scenario: &str) {
 
 /// No process is left after the shutdown.
 #[test]
-fn embedded_jobs_have_the_usual_outcomes() {
+fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
 }
 

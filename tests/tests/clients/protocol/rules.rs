@@ -211,7 +211,7 @@ fn worker_death_requeues_only_unread_jobs() {
 
 /// The worker closes its descriptor and continues to run, so its heartbeats are missing.
 #[test]
-fn worker_with_closed_link_is_hung() {
+fn worker_with_closed_link_counts_as_hung() {
     let supervisor = start("closes", "health = { heartbeat = \"200ms\", missed = 3 }");
     let outcome = Client::connect(&supervisor).job("rules-closes", "", b"");
     assert_eq!(outcome.kind(), (CRASHED, CrashReason::Hung as u8));
@@ -289,7 +289,7 @@ fn stopping_worker_finishes_all_received_jobs() {
 
 /// "Otherwise they are required after READY, while the worker has no job".
 #[test]
-fn idle_worker_without_heartbeats_is_hung() {
+fn idle_worker_without_heartbeats_counts_as_hung() {
     let supervisor = start("falls-silent", "health = { heartbeat = \"200ms\", missed = 2 }");
     // The worker gets its job as soon as it is ready, before a heartbeat can be missed.
     let outcome = Client::connect(&supervisor).job("rules-falls-silent", "", b"");
