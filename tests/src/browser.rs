@@ -180,7 +180,7 @@ fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Returns the address of the driver, which it prints.
+/// Reads the address of the driver from its standard output.
 fn address(driver: &mut Child) -> SocketAddr {
     let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
     loop {

@@ -35,8 +35,8 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor, which is read from its log, because port 0 selects a free
-    /// port.
+    /// Returns the TCP address of a supervisor from its log. With port 0 in the configuration, the kernel selects a
+    /// free port.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();

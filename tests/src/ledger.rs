@@ -91,8 +91,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the expected limit without running jobs. A worker has at least one permit, and otherwise no
-    /// more than the jobs left before its recycling.
+    /// Returns the expected limits without running jobs. A worker has at least one permit. With `recycle.jobs`, it has
+    /// at most as many permits as jobs left.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -135,7 +135,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of reported faults per kind. The rest is counted.
+/// Maximum number of faults to report per kind. The other faults are only counted.
 const TOLD_MAX: usize = 5;
 
 /// Allowed growth of the descriptors at rest.
@@ -246,8 +246,8 @@ fn fill_all(supervisor: &Supervisor) {
 /// Number of measurements at rest.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the smallest number of descriptors
-/// measured then, because recycling by age briefly uses more.
+/// Waits until no job is in flight and all limits are restored. Returns the minimum of several descriptor counts,
+/// because recycling by age briefly uses more.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();

@@ -1,5 +1,5 @@
-//! Shared parts of the end-to-end tests: starts real supervisors, each in a temporary folder, and observes
-//! their processes and admin sockets. There are no mocks.
+//! Support for end-to-end tests. Starts real supervisors, each in a temporary folder, and observes their processes and
+//! admin sockets. There are no mocks.
 
 pub mod attempts;
 pub mod browser;
@@ -56,7 +56,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 /// such test when dropped.
 pub fn heavy() -> MutexGuard<'static, ()> {
     static HEAVY: Mutex<()> = Mutex::new(());
-    // The failure of one test has no effect on the next.
+    // A panic in another test poisons the mutex, which does not matter here.
     HEAVY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -76,8 +76,8 @@ pub fn programs() -> PathBuf {
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // Naming one small test makes cargo select the same features as `cargo test --workspace`, so that
-        // nothing is compiled twice.
+        // With a test target, cargo selects the features of `cargo test --workspace`, so that nothing is compiled
+        // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
         // The variable is set for `--report-time`, and would make cargo compile some crates again.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bulkhead_tests::ledger::{self, Plan};
 
-/// The number of concurrent jobs never exceeds the limit.
+/// Also checks that the number of concurrent jobs never exceeds the limit.
 #[test]
 fn every_job_begins_once_and_has_one_outcome() {
     for has_hangs in [true, false] {
@@ -16,7 +16,7 @@ fn every_job_begins_once_and_has_one_outcome() {
     }
 }
 
-/// Runs the ledger with an embedded supervisor, on a separate thread and on the clients' threads.
+/// Runs the embedded supervisor on a separate thread, and then on the thread of the clients.
 #[test]
 fn every_job_has_one_outcome_with_embedded_supervisor() {
     for mode in ["embedded", "embedded-local"] {

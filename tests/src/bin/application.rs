@@ -28,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than each scenario's own limit, and early enough for the test to report the failure.
+    // The limit is longer than all waits of a scenario, and short enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -219,8 +219,8 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
     }
 }
 
-/// Checks that the application only sees the death of its own child, while a worker, a keeper and the
-/// supervisor end.
+/// Checks that the application sees only the death of its own child. Meanwhile a worker, a keeper and the supervisor
+/// end.
 #[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
@@ -258,7 +258,7 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent, which then knows the child's process id, closes its end.
+                // Blocks until the parent closes its end. By then the parent knows the child's process id.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -393,7 +393,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // The first attempt only needs files as targets.
+    // `read-shadow` needs no process as a target.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();
@@ -501,11 +501,11 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Keys for a bulkhead whose jobs wait, and the number of waiting jobs.
+/// Keys for a bulkhead that runs one job at a time, and the number of waiting jobs.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks the outcome of a job after the supervisor was stopped at once.
+/// Checks that the job failed and is not reported as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
     let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
@@ -710,7 +710,7 @@ fn refused() {
         let error = started(program);
         assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
     }
-    // An application without the call gets an error instead of starting itself recursively.
+    // An application that does not call `keeper_main_if_asked` gets an error and does not start itself recursively.
     let own = std::env::current_exe().unwrap();
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
@@ -770,7 +770,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // Shorter sleeps would use up all processors for timers.
+                    // Shorter sleeps would use too much processor time.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })

@@ -144,7 +144,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Changes as many of these attributes of another process as permitted.
+/// Tries to change the attributes of [`attributes`] in another process. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -274,8 +274,7 @@ impl Drop for Running {
     }
 }
 
-/// Carries out steps separated by semicolons. They come from the operation, so that the payload stays
-/// available.
+/// Runs the steps of an operation, which are separated by semicolons. The payload stays available for the steps.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -373,7 +372,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // Rust's SIGSEGV handler takes the first signal for a stack overflow and then removes itself.
+        // Rust's SIGSEGV handler treats the first signal as a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -412,7 +411,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks this many MiB.
+        // Leaks memory. The payload is the number of MiB.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -443,7 +442,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             ));
             forever();
         }
-        // Kills every process named in the payload.
+        // Sends SIGKILL to all process ids in the payload.
         "kill" => {
             for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
                 let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;

@@ -1,4 +1,4 @@
-//! The supervisor program and its admin socket as an operator's tools use them: command line, sockets, HTTP, events,
+//! Tests of the supervisor program and its admin socket, from an operator's view: command line, sockets, HTTP, events,
 //! logs and signals.
 
 use std::collections::BTreeMap;
@@ -168,7 +168,7 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// The grace period is long so that a cancelled `yield` job can return in time even on a busy machine.
+/// The grace period is long so that a cancelled `yield` job ends before the worker is killed, even on a busy machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"300s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {
@@ -386,7 +386,7 @@ fn operator_drains_resumes_restarts_and_resets_bulkhead() {
     let before = supervisor.worker_pids("b");
     post("restart");
     wait_for("both workers are replaced", || {
-        // Each replacement is ready before its predecessor stops, so the limit never drops.
+        // Each replacement is ready before the old worker stops, so the limit never drops.
         assert!(supervisor.number("b", "limit") >= 2);
         let now = supervisor.worker_pids("b");
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
@@ -634,7 +634,7 @@ fn logs_escape_control_characters_of_workers() {
     client.job("x", rubbish).send().unwrap();
     let lines = wait_for("the log has four lines", || {
         let lines = get(&supervisor, "/v1/bulkheads/x/logs").lines();
-        // The last line has no line end, so the supervisor does not show the line yet.
+        // The last line is not terminated, so the supervisor does not show the line yet.
         (lines.len() >= 4).then_some(lines)
     });
     let pid = supervisor.worker_pids("x")[0];
@@ -727,7 +727,7 @@ fn start_fails_if_socket_path_is_in_use() {
     first.wait_ready();
     refused(&[], "another supervisor");
 
-    // A different jobs socket does not help while the admin socket is in use.
+    // The start also fails with a different jobs socket, because the admin socket is still in use.
     let config = std::fs::read_to_string(path.join("workers.toml")).unwrap();
     std::fs::write(path.join("workers.toml"), config.replace("jobs.sock", "others.sock")).unwrap();
     refused(&["--log-format", "json"], "another supervisor");

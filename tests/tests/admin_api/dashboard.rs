@@ -34,7 +34,7 @@ max_queue = 20
 env = { PATH = "/usr/bin:/bin" }
 "#;
 
-/// A name that would do harm if it were taken for markup or for terminal control characters.
+/// Text that would run a script if the page treated it as markup. The text also contains terminal control characters.
 const HOSTILE: &str = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\u{202e}\u{1b}[31m";
 /// Expected text of `HOSTILE` on the page.
 const HARMLESS: &str =
@@ -58,7 +58,7 @@ impl Site {
         let place = Place::tcp(&supervisor);
         let Place::Tcp(address) = &place else { panic!() };
         let address = address.to_string();
-        // The next supervisor must listen on the same address.
+        // A restarted supervisor must listen on the same address, so the configuration names the port.
         supervisor.configure(&keys(&address), bulkheads);
         Self { supervisor, place, address }
     }
@@ -96,7 +96,7 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
-    // Discards the requests that the browser made before loading the page.
+    // Discards the log of requests before the page is loaded.
     browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
@@ -105,8 +105,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Checks that the page logged no errors and sent requests to the supervisor only. Requests that fail while the
-/// supervisor is away do not count as errors.
+/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores failed requests during a
+/// restart of the supervisor.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser
         .log("browser")
@@ -122,7 +122,7 @@ fn check(site: &Site, browser: &Browser) {
             continue;
         }
         let params = &message["message"]["params"];
-        // The browser may still be loading start pages (chrome:, chrome-untrusted:).
+        // The browser can still be loading its start pages (chrome:, chrome-untrusted:).
         if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
             continue;
         }
@@ -199,8 +199,8 @@ fn dashboard_lists_failing_bulkheads_first() {
         "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
     );
     assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
-    // The count varies because the page can show an earlier moment. Also, the last job can run instead of waiting, if
-    // the first job ends before the last one arrives.
+    // The exact count varies, because the page can show an earlier moment and because the last job can run before its
+    // deadline.
     browser.wait(&format!(
         "/deadline_exceeded\\/queued: \\d+ of 11/.test(document.querySelector('{} .why')?.textContent)",
         card("sql")
@@ -277,7 +277,7 @@ fn dashboard_asks_for_confirmation_before_changes() {
     browser.press(&["\u{e00c}"]);
     browser.wait("document.querySelector('#details').hidden");
 
-    // A reload shows the changes before applying any.
+    // The reload dialog lists the changes before they are applied.
     let keys = keys(&site.address);
     site.supervisor.configure(&keys, &BULKHEADS.replace("max_queue = 10", "max_queue = 11"));
     browser.click("#reload");
@@ -316,7 +316,7 @@ fn dashboard_reconnects_after_supervisor_restart() {
     browser.wait(
         "[...document.querySelectorAll('#feed .fields')].some((e) => e.textContent.includes('was restarted'))",
     );
-    // The new supervisor uses event numbers again that the page has already seen.
+    // The restarted supervisor numbers its events from 1, so the page sees the same numbers again.
     site.crash("sql");
     browser.wait("[...document.querySelectorAll('#feed .who')].some((e) => e.textContent === 'sql' && e.parentElement.textContent.includes('job crashed'))");
     let negative = browser
@@ -359,7 +359,7 @@ fn dashboard_shows_markup_in_job_data_as_text() {
     shows("#details pre");
     let made = "document.querySelectorAll('main img, main script, aside img, aside script, pre *').length";
     assert_eq!(browser.value(made), 0);
-    // Even if the page had a bug, the browser would refuse to run injected code.
+    // The Trusted Types policy of the page makes the browser reject injected markup.
     let tried = browser.run(
         "try { document.body.innerHTML += '<img src=x onerror=window.hacked=1>'; return 'done' } catch (e) { return e.name }",
     );
@@ -427,7 +427,7 @@ fn dashboard_keeps_at_most_500_events() {
     check(&site, &browser);
 }
 
-/// Checks that nothing on the page is wider than a phone.
+/// Checks that the page has no horizontal overflow on a phone.
 fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
     site.crash("thumbnail");
     browser.wait("document.querySelector('#crashes summary')");

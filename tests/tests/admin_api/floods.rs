@@ -1,4 +1,4 @@
-//! Clients that flood the admin socket slow down only themselves. Jobs and shutdown continue.
+//! Floods of requests on the admin socket. Jobs and shutdown must not be delayed.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -9,7 +9,7 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
+/// Number of tenants. A supervisor remembers at most 4096 tenants of a bulkhead.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
@@ -64,7 +64,7 @@ fn large_admin_responses_do_not_block_jobs() {
             jobs += 1;
         }
     });
-    // A job needs two or three iterations of the event loop, and each iteration builds one part of a large page.
+    // Requests delay a job only slightly, because each iteration of the event loop builds one part of a large response.
     assert!(jobs == 100 && answers > 0);
     let snapshot = supervisor.snapshot("b");
     assert_balanced(&snapshot);

@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Checks the fields that the problem document of every job has.
+/// Checks the fields that every problem document of a job has.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -147,7 +147,7 @@ fn failed_jobs_get_problem_documents() {
     let mut chunked = place.connect();
     chunked.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
     write!(chunked, "{:x}\r\n", 102_401).and_then(|()| chunked.write_all(&[0; 102_401])).unwrap();
-    // The response arrives before the end of the payload.
+    // The client has not sent the last chunk yet.
     check(&Answer::read(chunked).expect("a response"), 413, "rejected", "too_large", "no");
     check(&place.job("b", &"o".repeat(257), &[], b""), 400, "rejected", "invalid", "no");
 
@@ -263,7 +263,7 @@ fn overloaded_bulkhead_names_the_reject_reason() {
     supervisor.resize("breaker", r#"{"breaker": "forced_open"}"#);
     check(&place.job("breaker", "echo", &[], b""), 503, "rejected", "circuit_open", "no");
 
-    // Two waiting payloads would exceed the memory budget.
+    // The memory budget holds one of these payloads, but not two.
     let waiting = {
         let place = place.clone();
         std::thread::spawn(move || place.job("late", "echo", &[], &vec![1; 4 << 20]))
@@ -303,7 +303,7 @@ fn too_large_payload_is_rejected_before_it_arrives() {
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
         assert!(detail.contains(&length.to_string()) && detail.contains("1000"), "{detail}");
-        // A client that sends `Expect: 100-continue` gets the rejection instead of the permission to send.
+        // A client that sends `Expect: 100-continue` gets the rejection instead of `100 Continue`.
         let mut socket = begin(&["Expect: 100-continue"], Some(length));
         let mut text = String::new();
         socket.read_to_string(&mut text).unwrap();

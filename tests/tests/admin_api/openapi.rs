@@ -28,7 +28,7 @@ fn start() -> (Supervisor, Place) {
     (supervisor, place)
 }
 
-/// Causes a crash report and events. Returns the id of the report.
+/// Crashes a worker, so that there is a crash report. Returns the id of the report.
 fn crash(supervisor: &Supervisor, place: &Place) -> String {
     place.job("b", "abort", &[BEARER], b"").problem(502);
     wait_for("there is a crash report", || {
@@ -227,7 +227,7 @@ fn every_route_matches_the_openapi_document() {
             }
         }
     }
-    // All operations again, for a bulkhead with isolated tenants.
+    // Calls all operations again, for a bulkhead with isolated tenants.
     for (path, method, said) in &operations {
         let path = path.replace("{name}", "own").replace("{id}", &id).replace("{tenant}", "acme");
         let path = path.replace("{file}", "style.css");

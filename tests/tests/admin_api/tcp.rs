@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
-/// `me:a-token-of-the-tests`, encoded as a browser sends it.
+/// HTTP basic authentication with the user `me` and the token as the password.
 const BASIC: &str = "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdHM=";
 const CHALLENGES: &str = "Bearer realm=\"bulkhead\", Basic realm=\"bulkhead\", charset=\"UTF-8\"";
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nenv = { KEY = \"sesame\" }\n";
@@ -90,7 +90,7 @@ fn routes_except_health_checks_require_the_token() {
     for open in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(place.ask("GET", open, &[], b"").status, 200, "{open}");
     }
-    // The metrics can still be missing, but need no token.
+    // The metrics may not be available yet, but the request needs no token.
     assert_ne!(place.ask("GET", "/metrics", &[], b"").status, 401);
     let closed = [
         ("GET", "/v1/bulkheads"),
@@ -119,7 +119,7 @@ fn routes_except_health_checks_require_the_token() {
         "Authorization: Bearer a-token-of-the-tests-and-more",
         "Authorization: Bearer A-TOKEN-OF-THE-TESTS",
         "Authorization: Basic a-token-of-the-tests",
-        // "me:a-token-of-the-test", "a-token-of-the-tests", "a-token-of-the-tests:"
+        // Decoded: "me:a-token-of-the-test", "a-token-of-the-tests", "a-token-of-the-tests:".
         "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdA==",
         "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM=",
         "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM6",
@@ -163,7 +163,7 @@ fn routes_except_health_checks_require_the_token() {
 fn foreign_web_pages_are_forbidden() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // DNS rebinding: a foreign host name that resolves to this address.
+    // DNS rebinding: the Host header has a foreign name that resolves to the address of the supervisor.
     for host in [
         "Host: evil.example",
         "Host: evil.example:9464",
@@ -178,7 +178,7 @@ fn foreign_web_pages_are_forbidden() {
     for host in ["Host: localhost", "Host: LOCALHOST:1", "Host: 127.0.0.1:8080", "Host: [::1]"] {
         assert_eq!(place.ask("GET", "/v1/bulkheads", &[host, BEARER], b"").status, 200, "{host}");
     }
-    // Requests of foreign scripts and forms.
+    // Cross-origin requests by scripts and forms of other sites.
     let host = format!("Host: {address}");
     for origin in ["http://evil.example", "null", "https://localhost", "http://127.0.0.1:1"] {
         let origin = format!("Origin: {origin}");
@@ -193,7 +193,7 @@ fn foreign_web_pages_are_forbidden() {
     let same = format!("Origin: http://{address}");
     assert_eq!(place.ask("POST", "/v1/bulkheads/b/reset", &[&host, &same, BEARER], b"").status, 200);
 
-    // A form cannot send the required content type, so changes by a form are refused even with the token.
+    // Changes require the content type `application/json`, which a form of another site cannot send.
     let change = br#"{"max_queue": 5}"#;
     for kind in [
         "text/plain",
@@ -210,7 +210,7 @@ fn foreign_web_pages_are_forbidden() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
-    // A browser adds the saved password to a job even if the form belongs to another site.
+    // A browser adds saved credentials to a request even if a form of another site sends the request.
     for from in [
         "Origin: http://evil.example",
         "Origin: null",
@@ -240,13 +240,13 @@ fn foreign_web_pages_are_forbidden() {
             .ask("GET", path, &["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", BASIC], b"")
             .problem(403);
     }
-    // A user can have forwarded a local port to the Unix socket for a browser.
+    // The same rules apply on the Unix socket, because a user can forward a local TCP port to the socket.
     let unix = Place::of(&supervisor);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Host: localhost:1", "Origin: http://evil.example"], b"")
         .problem(403);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
 
-    // CORS gives no rights to any other site.
+    // A CORS preflight request of another site is rejected.
     let ask = [
         "Origin: http://evil.example",
         "Access-Control-Request-Method: POST",
@@ -283,7 +283,7 @@ fn idle_connections_do_not_block_health_checks() {
     // Most of the clients that have begun a request are still connected.
     let open = begun.iter().filter(|socket| is_open(socket)).count();
     assert!(open > 384 / 2, "{open} of {} are still open", begun.len());
-    // Only the oldest silent connections were closed, and no more than necessary.
+    // The supervisor closed the oldest silent connections and kept the newest.
     wait_for("the oldest silent connection is closed", || (!is_open(&silent[0])).then_some(()));
     assert!(is_open(silent.last().unwrap()));
     drop(also);

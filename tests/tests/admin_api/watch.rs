@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// Message of the stream.
+/// A message of the stream.
 #[derive(Debug)]
 struct Said {
     event: String,
@@ -128,7 +128,7 @@ fn watch_accepts_128_concurrent_clients() {
         BufReader::new(socket).read_line(&mut line).ok()?;
         line.starts_with("HTTP/1.1 200").then_some(())
     });
-    // The first watcher after a time without watchers sees the current state.
+    // If there was no watcher for a while, a new watcher still gets the current state.
     let done = supervisor.number("b", "done");
     Place::of(&supervisor).job("b", "echo", &[], b"");
     let mut late = Watcher::begin(&supervisor, "", &[]);

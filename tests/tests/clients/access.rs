@@ -18,11 +18,11 @@ const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
 const NOBODYS: u32 = 61_999;
 
-/// Configuration of two bulkheads that echo their payload.
+/// Configuration of two bulkheads whose workers return the payload.
 const ECHO: &str =
     "[bulkhead.front]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.back]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Returns true if this test can run programs as other users. Otherwise prints that the test did not run.
+/// Returns true if this test can run programs as other users. Otherwise prints `NOT RUN`.
 fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -31,7 +31,7 @@ fn may_be_others() -> bool {
     false
 }
 
-/// Starts a supervisor whose folder other users can enter. The modes of the sockets still apply.
+/// Starts a supervisor whose folder other users can enter. The file modes of the sockets still apply.
 fn start(access: &str, bulkheads: &str) -> Supervisor {
     let supervisor = Supervisor::start(&format!("{bulkheads}{access}"));
     open(&supervisor);
@@ -111,7 +111,7 @@ fn access_rules_match_user_and_group_ids() {
     submit(&supervisor, (ALICE, NOBODYS, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, STAFF, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, NOBODYS, &format!("7,{STAFF},61200")), &["back"]).is_ok();
-    // More groups than the supervisor's first buffer for `SO_PEERGROUPS` can hold (64).
+    // The list does not fit into the supervisor's first buffer for `SO_PEERGROUPS` (64 groups).
     let many: Vec<String> = (62_000..62_300).chain([STAFF]).map(|gid| gid.to_string()).collect();
     submit(&supervisor, (BOB, NOBODYS, &many.join(",")), &["back"]).is_ok();
     submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 cannot submit jobs here");
@@ -176,7 +176,7 @@ fn access_rule_limits_bulkheads_and_tenants() {
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("of tenant 'other'");
 
-    // The bulkhead counts the rejections. The tenants do not.
+    // The bulkhead counts the rejections, but creates no records of the tenants.
     let back = supervisor.snapshot("back");
     assert_eq!((&back["rejected"]["forbidden"], &back["done"]), (&3.into(), &1.into()), "{back}");
     let tenants = back["tenants"].to_string();
@@ -285,7 +285,7 @@ fn other_user_can_only_use_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    // If the file mode lets the user connect, the supervisor rejects the request and says why.
+    // With a permissive file mode the user can connect, and the supervisor rejects the request with a reason.
     std::fs::set_permissions(&admin, PermissionsExt::from_mode(0o666)).unwrap();
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
@@ -332,7 +332,7 @@ fn rejected_clients_do_not_flood_events_and_log() {
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // Rejections that were not reported at once are summed up in a later event.
+    // An event can summarise several rejections. The field `refused` has their number.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
@@ -394,7 +394,7 @@ fn worker_cannot_connect_to_jobs_or_admin_socket() {
     // Clients that are not workers can still connect.
     let ran = Ran::of(supervisor.command().args(["submit", "b", "--json"]));
     ran.is_ok();
-    // A detached daemon. The parent has exited, and the daemon leads a session.
+    // A detached daemon that leads its own session and whose parent has exited.
     let daemon = "sleep 0.1; SUBMIT > out 2>&1; echo code=$? >> out; STATUS >> out 2>&1; \
                   echo code=$? >> out; mv out all";
     std::fs::write(supervisor.file("daemon"), script(&supervisor, daemon)).unwrap();
@@ -422,7 +422,8 @@ fn worker_without_access_rule_is_reported_as_worker() {
 #[test]
 fn connection_of_exited_worker_process_is_rejected() {
     let supervisor = Supervisor::start(SHELL);
-    // While the supervisor is stopped, it accepts no connections, so the connecting process exits first.
+    // The stopped supervisor accepts no connections, so the connecting process exits before the supervisor looks up its
+    // credentials.
     let pid = supervisor.pid();
     let script = "touch begun; while [ ! -e stopped ]; do sleep 0.01; done; CALLER leave JOBS > said; \
                   touch left; while [ ! -s said ]; do sleep 0.01; done; cat said";

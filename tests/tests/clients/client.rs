@@ -1,4 +1,4 @@
-//! The client library, against a real supervisor, and against a fake supervisor that violates the protocol.
+//! The client library with a real supervisor, and with a fake supervisor that violates the protocol.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,7 +15,7 @@ use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for
 use tempfile::TempDir;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    // Tests wait for conditions by blocking, so the client needs another thread.
+    // Tests block their thread while they wait for conditions, so the client needs another thread.
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
@@ -73,7 +73,7 @@ fn client_reconnects_to_restarted_supervisor() {
     });
 }
 
-/// The jobs have no deadline, so a job that the client forgets would wait forever.
+/// The jobs have no deadline. If the client lost a job, the test would time out.
 #[test]
 fn reconnected_client_sends_all_waiting_jobs() {
     const TASKS: usize = 200;
@@ -92,7 +92,7 @@ fn reconnected_client_sends_all_waiting_jobs() {
                     loop {
                         match client.job("b", "x").send().await {
                             Ok(reply) => break reply.payload().to_vec(),
-                            // This job found the connection closed, or the client gave up reconnecting.
+                            // The connection was lost before the job was sent, or the client gave up reconnecting.
                             Err(error) => assert_ne!(error.executed(), Executed::Yes, "{error}"),
                         }
                     }
@@ -122,18 +122,18 @@ fn jobs_fail_quickly_after_reconnecting_has_failed() {
         supervisor.child.kill().unwrap();
         supervisor.wait();
 
-        // Only the first of these jobs waits until the client gives up reconnecting (5 s). Otherwise the loop would
+        // Only the first job waits until the client gives up reconnecting (5 s). If every job waited, the loop would
         // take minutes.
         let began = Instant::now();
         for job in 0..100 {
             let error = client.job("b", "x").send().await.unwrap_err();
             assert_eq!(error.executed(), Executed::No, "{error}");
-            // The first job can fail because of the closed connection.
+            // The first job can fail with another error, because the client may not have noticed the loss.
             assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
         }
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
 
-        // The client tries to connect at once and does not wait for the backoff.
+        // The next job makes the client reconnect immediately instead of after the backoff.
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
         wait_for("the supervisor listens", || UnixStream::connect(supervisor.socket()).ok());
@@ -150,7 +150,7 @@ fn job_continues_after_its_client_is_dropped() {
         drop(client);
         assert_eq!(handle.await.unwrap().payload(), b"done");
 
-        // Cancelling a job does not need the client either.
+        // Dropping the handle cancels the job even after the client was dropped.
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
@@ -170,7 +170,7 @@ fn dropping_a_handle_cancels_its_job() {
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
         drop(handle);
-        // The handler returns only when it is cancelled, and its worker survives.
+        // The handler returns only when the job is cancelled, and the worker survives.
         supervisor.wait_number("b", "available", 1);
         assert_eq!(supervisor.number("b", "cancelled"), 1);
         assert_eq!(supervisor.number("b", "restarts"), 0);
@@ -236,7 +236,7 @@ fn progress_arrives_in_order_before_the_result() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// The client gets the last report before the result.
+/// Also checks that the client gets the last report before the result.
 #[test]
 fn client_gets_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
@@ -248,12 +248,12 @@ fn client_gets_at_most_ten_progress_reports_per_second() {
         seen.push((progress.fraction, progress.text));
     }
     handle.wait().unwrap();
-    // The first report arrives at once, and the last report when the job is done.
+    // The limit does not apply to the first and to the last report.
     let most = 2 + began.elapsed().as_millis() / 100;
     assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
     assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
 
-    // A report must not be held back until the job ends.
+    // The second report must arrive although the job has not ended.
     let go = supervisor.file("go").display().to_string();
     let mut handle = client.job("b", go).operation("progress-and-wait").start().unwrap();
     let mut texts = std::iter::from_fn(|| handle.progress()).map(|progress| progress.text);
@@ -379,7 +379,7 @@ fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     bytes
 }
 
-/// `main` prints a returned error with `Debug`.
+/// If `main` returns an error, Rust prints the error with `Debug`.
 #[test]
 fn debug_format_of_errors_is_their_message() {
     let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();
@@ -625,7 +625,7 @@ fn client_ignores_unknown_frames_and_job_numbers() {
 fn client_allocates_memory_only_for_received_bytes() {
     const ALONE: &str = "MEASURES_MEMORY_ALONE";
     if std::env::var_os(ALONE).is_none() {
-        // The test runs again in a separate process, because other tests of this process need memory, too.
+        // Runs this test again in a separate process, because concurrent tests would distort the measurement.
         let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
         alone.args(["client::client_allocates_memory_only_for_received_bytes", "--exact"]).env(ALONE, "1");
         let ran = alone.output().unwrap();
@@ -725,7 +725,7 @@ fn lost_connection_distinguishes_sent_and_unsent_jobs() {
             let sent = client.job("b", "small").start().await.unwrap();
             let mut others = Vec::new();
             for _ in 0..4 {
-                // More than the socket buffer can hold, so none of these jobs is sent completely.
+                // The payload does not fit into the socket buffer, so none of these jobs is sent completely.
                 others.push(client.job("b", vec![0; 3 << 20]).start().await);
             }
             // The client's buffer has no room for this job.
@@ -758,8 +758,8 @@ fn client_backs_off_when_supervisor_closes_after_welcome() {
             drop(fake.welcome());
             count += 1;
         }
-        // Without backoff there would be thousands of connections. With backoff, the eighth comes after more than a
-        // second.
+        // Without backoff there would be thousands of connections. With backoff, the eighth attempt starts after more
+        // than a second.
         assert!(count <= 8, "{count} connections in half a second");
     });
 }
@@ -838,7 +838,7 @@ fn each_failed_outcome_has_an_error_variant() {
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        // A job that has to wait for the next worker could miss its deadline without having run.
+        // Otherwise the next job could miss its deadline in the queue, without having run.
         wait_for("a worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let limit = Duration::from_secs(2);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();

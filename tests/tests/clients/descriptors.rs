@@ -19,7 +19,7 @@ use bulkhead_tests::{
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Number of attacks in a row, which exceeds the number of threads that can block in `close`.
+/// Number of consecutive attacks. The number exceeds the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -39,7 +39,7 @@ fn hello() -> Vec<u8> {
     [&header.encode()[..], &metadata].concat()
 }
 
-/// Returns a socket that blocks in `close` because of unsent data, and the listener that the data is for.
+/// Returns a socket with unsent data, which blocks in `close`, and the listener at the other end.
 fn lingering() -> (TcpStream, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

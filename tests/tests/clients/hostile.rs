@@ -181,8 +181,8 @@ impl Held {
     }
 }
 
-/// Runs an attack while an honest client sends jobs, all of which must succeed. Returns the peak of memory
-/// and descriptors.
+/// Runs `attack` while an honest client sends jobs. All of these jobs must succeed. Returns the peak of memory and
+/// descriptors.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
     let is_over = AtomicBool::new(false);
@@ -334,7 +334,7 @@ fn cancels_what_is_not_there(attack: &Attack) {
 
 fn uses_a_number_twice(attack: &Attack) {
     let socket = open(&attack.path);
-    // If the first job was rejected at once, its number is free and the second job gets an outcome too.
+    // The first job can already have been rejected. Then its number is free, and the second job gets an outcome.
     push(&socket, &submit(1, "yield", b""));
     push(&socket, &submit(1, "yield", b""));
     let (header, ..) = next(&socket).unwrap();
@@ -388,7 +388,7 @@ fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Attacks that occupy resources and keep them.
+    /// Attacks that occupy resources until all other attacks have ended.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -562,7 +562,7 @@ fn client_beyond_max_clients_is_rejected_as_overloaded() {
     );
     let before = Held::by(&supervisor);
     let path = supervisor.socket();
-    // Leaves one place for the client that connects after the attack, and one for the honest client.
+    // Leaves two connections free, for the honest client and for the client that connects after the attack.
     let places: Vec<UnixStream> = (0..MOST - 2).map(|_| open(&path)).collect();
     let refused = AtomicUsize::new(0);
     let most = beside_an_honest_client(&supervisor, || {
@@ -612,7 +612,7 @@ fn incomplete_payloads_use_memory_only_for_received_bytes() {
         push(socket, &announcement(1, 4 << 20));
         push(socket, &[1; 70_000]);
     }
-    // The supervisor answers a new client only after reading everything that was sent before.
+    // When a new client gets its welcome, the supervisor has read all earlier data.
     let wait_read = || (0..10).for_each(|_| drop(open(&path)));
     wait_read();
     for socket in &sockets {
@@ -701,7 +701,7 @@ fn clients_cannot_exhaust_descriptors() {
     honest_job(&late, 4);
 }
 
-// Events that reach the supervisor at the same moment.
+// Several events in one iteration of the event loop.
 
 /// Stops the supervisor, so that everything sent before [`goes_on`] reaches it at once.
 fn is_stopped(supervisor: &Supervisor) {
@@ -746,7 +746,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
     drop(other);
 }
 
-/// Covers out-of-band bytes that arrive before the supervisor knows that the worker process runs.
+/// The byte can arrive before the supervisor knows that the worker process runs.
 #[test]
 fn out_of_band_byte_during_start_kills_worker() {
     const STARTS: usize = 12;
@@ -761,7 +761,7 @@ fn out_of_band_byte_during_start_kills_worker() {
     let folder = tempfile::tempdir().unwrap();
     let supervisor = Supervisor::launch(folder, "", &bulkheads);
     wait_for("the supervisor answers", || supervisor.try_get("/healthz"));
-    // Workers start one after another. If the supervisor missed one violation, no further worker would start.
+    // The worker must be killed at every start. If the supervisor missed one violation, no further worker would start.
     for event in supervisor.wait_events("worker_killed", STARTS) {
         assert!(event["reason"].as_str().unwrap().contains("out of band"), "{event}");
     }
@@ -783,7 +783,7 @@ fn flooding_clients_do_not_delay_a_job() {
     let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     assert!(flood.len() < 128 << 10, "the flood does not fit into one read: {}", flood.len());
     floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
-    // The worker stops the supervisor as soon as the job arrives.
+    // The worker stops the supervisor when the job arrives, so the test can count the answers sent before.
     let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
     push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
     goes_on(&supervisor);
@@ -808,7 +808,7 @@ fn rejected_clients_get_limited_processor_time() {
     let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
     sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-    // Position in the flood up to which each socket accepted the bytes.
+    // Number of bytes of `flood` that each socket has accepted.
     let mut rests = vec![0; sockets.len()];
     let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
     let mut floods = || {
@@ -853,7 +853,7 @@ fn delayed_clients_raise_an_event() {
                 }
             });
         }
-        // Catches a panic, so that the threads are stopped.
+        // Catches a panic, so that the threads above are stopped.
         let told = std::panic::catch_unwind(|| supervisor.wait_events("clients_delayed", 1).remove(0));
         is_over.store(true, Ordering::Relaxed);
         told.unwrap()
@@ -910,7 +910,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// Deadline and heartbeat interval that no test reaches.
+/// A deadline and a heartbeat interval longer than any test.
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
@@ -1073,7 +1073,7 @@ impl Worker {
             "out-of-band" => {
                 rustix::net::send(&self.socket, b"!", SendFlags::OOB).unwrap();
             }
-            // Writes each frame separately, as a simple library would.
+            // Sends each frame with a separate write, like a simple implementation.
             "chatter" => {
                 for step in 0..count() {
                     let progress = Progress { fraction: 0.5, text: &step.to_string() };
@@ -1112,7 +1112,7 @@ impl Worker {
                 self.say(&half[..500]);
                 self.is_silent = true;
             }
-            // Waits for the test, so that the answer and the hang-up reach the supervisor at once.
+            // Waits for the test, so that the supervisor sees the answer and the closed link at the same time.
             "answer-and-close" => {
                 wait_for("the test allows the answer", || self.note("go").exists().then_some(()));
                 self.answer(job, b"goodbye");
@@ -1150,7 +1150,7 @@ fn worker_cannot_answer_jobs_of_other_workers() {
         kill_pid(holder, Signal::SIGKILL);
         assert_eq!(ended(&held.join().unwrap()), "crashed/signal");
     });
-    // The noted number no longer belongs to a job. Answers for it are dropped, whichever worker sends them.
+    // The job with the noted number has ended. The supervisor drops all answers for this number.
     for _ in 0..4 {
         assert_eq!(result(&client, "answer-for-another", "").unwrap().payload(), b"done");
     }
@@ -1179,7 +1179,7 @@ fn flooding_worker_stays_within_limits() {
         assert_eq!(result(&client, "flood-words", "100").unwrap().payload(), b"done");
         assert_eq!(result(&client, "flood-errors", "").unwrap().payload(), b"done");
 
-        // The supervisor bounds the progress that it keeps for a client that does not read.
+        // The supervisor limits the progress reports that it buffers for a client that does not read.
         let done = supervisor.number("victim", "done");
         let socket = open(&supervisor.socket());
         push(&socket, &submit(1, "flood-progress", b"2000"));
@@ -1202,7 +1202,7 @@ fn flooding_worker_stays_within_limits() {
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A line that stands for dropped lines has a number instead of text.
+        // A record of dropped lines has their number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
     assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
@@ -1228,7 +1228,7 @@ fn flooding_worker_stays_within_limits() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still busy with the rejected result, so another job would only wait.
+/// The worker is still busy sending the rejected result, so another job could not start.
 #[test]
 fn too_large_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
@@ -1335,7 +1335,7 @@ fn cancellations_do_not_kill_a_shared_worker() {
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// A test that takes half a minute.
+// A test that takes more than half a minute.
 
 /// A stalled client stops in the middle of a frame or never reads.
 #[test]

@@ -116,7 +116,7 @@ fn name(outcome: &Outcome) -> String {
 const PLAIN: Submit<'static> =
     Submit { bulkhead: "a", operation: "", tenant: "", deadline_us: 0, priority: 1, idempotent: 0, cost: 0 };
 
-/// Returns true if the test can act as another user. Otherwise prints why the test is not run.
+/// Returns true if the test can run programs as another user. Otherwise prints `NOT RUN`.
 fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -152,7 +152,7 @@ fn end(child: Child) -> String {
     format!("{}/{}", object["outcome"].as_str().unwrap(), object["reason"].as_str().unwrap_or("-"))
 }
 
-/// Checks that each submitted job has an outcome or is still held.
+/// Checks that each submitted job has an outcome, is in flight, or is queued.
 fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
     let snapshot = supervisor.snapshot(bulkhead);
     let number = |name: &str| snapshot[name].as_u64().unwrap();
@@ -166,7 +166,7 @@ fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
 fn announced_payloads_use_no_memory_before_they_arrive() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"", BUSY);
     let mut honest = Caller::of(&supervisor);
-    // Memory that an honest client used and freed must not go to clients that only announce payloads.
+    // The honest client uses and frees memory first. Clients that only announce payloads must not occupy this memory.
     honest.submit(&PLAIN, &vec![1; 4 * MIB], 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     let before = resident_bytes(supervisor.pid());
@@ -174,8 +174,8 @@ fn announced_payloads_use_no_memory_before_they_arrive() {
     for caller in &mut hostile {
         caller.submit(&PLAIN, b"x", MIB - 1);
     }
-    // When the honest job is answered, the supervisor has read all announcements. Each hostile client then sends one more
-    // byte.
+    // When the honest job is answered, the supervisor has read all announcements. Then each hostile client sends one
+    // more byte.
     honest.submit(&PLAIN, b"", 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     for caller in &mut hostile {
@@ -209,7 +209,7 @@ fn second_user_gets_its_share_of_memory() {
         let priority = classes[n % 3].code();
         greedy.submit(&Submit { priority, operation: "pid", ..PLAIN }, &payload, 0);
     }
-    // Only 31 payloads of 1 MiB fit into 32 MiB, because the records of jobs count as well.
+    // Only 31 payloads of 1 MiB fit into 32 MiB, because job records use memory as well.
     supervisor.wait_number("a", "queued", 31);
     wait_for("the other 29 jobs are rejected", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"] == 29).then_some(())
@@ -220,7 +220,7 @@ fn second_user_gets_its_share_of_memory() {
     let path = file.to_str().unwrap().to_owned();
     let bob: Vec<Child> =
         (0..3).map(|_| by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])).collect();
-    // Three of Bob's jobs wait, so other jobs had to give up the memory for them.
+    // Bob's jobs wait, so jobs of the greedy client must have been rejected to free memory.
     wait_for("all of Bob's jobs are submitted", || (supervisor.number("a", "submitted") == 64).then_some(()));
     wait_for("eight jobs of the greedy client are rejected", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"].as_u64() >= Some(37)).then_some(())
@@ -236,7 +236,7 @@ fn second_user_gets_its_share_of_memory() {
             outcomes.iter().filter(|(number, _)| **number > 1 && (**number as usize - 2) % 3 == class);
         tally(names.map(|(_, name)| name.clone()))
     };
-    // The newest jobs of the lowest class were rejected first.
+    // The supervisor rejected the newest jobs of the lowest priority first.
     let kept = |class: usize| of(class).get("ok").copied().unwrap_or(0);
     assert!(kept(0) >= 10 && kept(2) >= 10 && kept(1) <= 4, "{:?} {:?} {:?}", of(0), of(1), of(2));
     adds_up(&supervisor, "a");
@@ -287,7 +287,7 @@ fn memory_pressure_disconnects_clients_with_incomplete_frames() {
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])), "ok/-");
     }
-    // At least one hoarder received the reason and was disconnected.
+    // At least one of these clients got a reason and was disconnected.
     let closed = hoarders.iter_mut().filter_map(|caller| {
         caller.socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         let (number, outcome) = caller.next().map(|(header, metadata)| {
@@ -345,7 +345,7 @@ fn idle_connection_is_closed_for_another_user() {
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a"])), "ok/-");
     }
-    // The connection that was idle for longest was closed with a reason.
+    // The supervisor closed the connection with the longest idle time and sent a reason.
     let (header, _) = idle[1].next().expect("the closed connection gets a reason");
     assert_eq!(header.kind, kind::REFUSED);
     idle[0].submit(&PLAIN, b"x", 0);

@@ -1,5 +1,5 @@
-//! Memory files for large payloads and results: data arrives unchanged in all cases, and clients and workers
-//! that misuse files harm only themselves.
+//! Memory files for large payloads and results. Data arrives unchanged in all cases. Clients and workers that misuse
+//! files do not affect others.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -22,7 +22,7 @@ use nix::sys::signal::Signal;
 
 const MIB: usize = 1 << 20;
 
-/// Limits that allow files for the largest payload of these tests.
+/// Memory limits that are high enough for the largest payload of these tests.
 const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\nmax_pooled = \"256MiB\"\n";
 
 fn start(bulkheads: &str) -> Supervisor {
@@ -44,18 +44,18 @@ fn by_hand(mode: &str) -> Supervisor {
     ))
 }
 
-/// Returns bytes that differ from position to position and from seed to seed.
+/// Returns test data that depends on the position and on the seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
 }
 
-/// Returns where a worker finds a payload of 1 MiB: "file" or "bytes".
+/// Returns "file" if a worker gets a payload of 1 MiB in a memory file, or "bytes" if over the socket.
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
 }
 
-/// Sends jobs until the worker finds the payloads in a file.
+/// Sends jobs until the worker gets the payload in a memory file.
 async fn until_in_file(client: &Client, tenant: &str) {
     let began = Instant::now();
     while place(client, tenant).await != "file" {
@@ -97,7 +97,7 @@ fn memory_files_keep_payloads_and_results_intact() {
     });
 }
 
-/// Also covers a payload that a function writes in place.
+/// Covers payloads from a file, and payloads that a function writes in place.
 #[test]
 fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
@@ -142,7 +142,7 @@ fn payloads_from_files_and_mapped_results_are_intact() {
     });
 }
 
-/// A payload file that reports no size is read at once, and an endless one is refused.
+/// A file without a known size, such as in `/proc`, is read completely. An endless file is rejected.
 #[test]
 fn unusual_payload_file_is_sent_whole_or_rejected() {
     let supervisor = one("");
@@ -180,7 +180,7 @@ fn retry_in_another_worker_has_the_original_payload() {
             let job = client.job("b", payload.clone()).operation("die-if-file").idempotent(true);
             let reply = job.send().await.unwrap();
             assert!(reply.payload() == payload, "round {round}");
-            // If the worker does not begin the job in time, another worker gets the job without a file.
+            // A job that the worker does not begin in time goes to another worker, without a file.
             died += reply.outcome().attempts - 1;
         }
         assert!(died > 0, "no worker died with the file");
@@ -228,7 +228,8 @@ fn fallback_gets_payload_over_the_socket() {
 fn poison_detection_or_zero_max_pooled_disables_files() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // The fallback identifies payloads by digest, so jobs sent to the first bulkhead use the socket too.
+    // The fallback detects poison, which needs digests of the payloads. So jobs of the first bulkhead use the socket,
+    // too.
     let falls_back = one(
         "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
     );
@@ -241,7 +242,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
             assert_eq!(file_bytes(supervisor), 0);
         }
     });
-    // A reload that switches poison detection on ends the use of files.
+    // Enabling poison detection by a reload ends the use of files.
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -257,8 +258,7 @@ fn poison_detection_or_zero_max_pooled_disables_files() {
     });
 }
 
-/// The total size of files never exceeds `max_pooled`. Clients without a file are served over the socket, and
-/// idle files go to clients that need some.
+/// Clients without a file are served over the socket. Idle files are taken from clients and given to others.
 #[test]
 fn total_file_size_stays_below_max_pooled() {
     let supervisor = Supervisor::start_with(
@@ -270,7 +270,7 @@ fn total_file_size_stays_below_max_pooled() {
         let clients = [connect(&supervisor).await, connect(&supervisor).await, connect(&supervisor).await];
         for round in 0..3 {
             for client in &clients {
-                // The clients take turns, so that the other clients are idle.
+                // One client sends jobs while the others are idle.
                 until_in_file(client, "").await;
                 let jobs: Vec<_> = (0..12)
                     .map(|seed| {
@@ -361,8 +361,7 @@ fn worker_can_only_write_results_to_files() {
         until_in_file(&client, "").await;
         let attack = client.job("b", vec![9; MIB]).operation("attack").send().await.unwrap();
         assert_eq!(String::from_utf8_lossy(attack.payload()), "done: ");
-        // Bytes that a worker writes over its result reach only the job's client, and the next jobs are
-        // served.
+        // A worker that writes to its result file after the answer can only change that result.
         let scribbled = client.job("b", vec![9; MIB]).operation("scribble").send().await.unwrap();
         assert_eq!(scribbled.payload().len(), MIB);
         let payload = pattern(5, MIB);
@@ -408,7 +407,7 @@ struct Raw {
     files: Vec<OwnedFd>,
 }
 
-/// Frame received from the supervisor: kind, number, and some metadata of outcomes and leases.
+/// A frame from the supervisor.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
     Leased(u64, LeaseRef),
@@ -485,7 +484,7 @@ impl Raw {
         self.send(kind::LEASE, number, &LeaseRequest { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
-    /// Gets a lease. Returns the name, the file for payloads, and the file for results.
+    /// Gets a lease. Returns the lease, the payload file and the result file.
     fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
         let told = self.told();
@@ -584,7 +583,7 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// Leases whose files exist but which have not been offered are refused one by one.
+/// The supervisor has created the files of these leases, but has not offered the leases yet.
 #[test]
 fn enabling_poison_detection_refuses_pending_leases() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
@@ -626,7 +625,7 @@ fn fallback_with_poison_detection_ends_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // The lease is in use, so that only the reload can end the lease, and not idleness.
+        // A lease in use is not recalled for idleness, so only the reload can end the lease.
         raw.submit(1, "", "steps:count ran;wait end", LeaseRef { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -686,7 +685,7 @@ fn result_in_revoked_file_is_an_error() {
         until_in_file(&client, "").await;
         client
     });
-    // Stops the worker, so that the job is answered only while the client's runtime is not running.
+    // Stops the worker, so that the answer arrives while the client's runtime does not run.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
@@ -700,8 +699,8 @@ fn result_in_revoked_file_is_an_error() {
     assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
 }
 
-/// A hostile client can confirm leases without reading them. The kernel keeps the unread descriptors in
-/// flight and limits their total for an unprivileged supervisor.
+/// A hostile client can confirm leases without reading them. Unread descriptors stay in flight in the kernel, which
+/// limits their number for an unprivileged supervisor.
 #[test]
 fn client_that_never_reads_gets_few_leases() {
     let supervisor = one("");
@@ -715,7 +714,7 @@ fn client_that_never_reads_gets_few_leases() {
     let mut most = 0;
     let mut ask = |raw: &Raw, round: u64| {
         raw.ask(round, "", MIB);
-        // Lease numbers can be guessed.
+        // The client guesses the numbers of its leases.
         for number in 1..=round {
             raw.send(kind::LEASE_TAKEN, number, &Empty, &[]);
             raw.send(kind::LEASE_RETURNED, number, &Empty, &[]);
@@ -753,7 +752,7 @@ fn client_that_never_reads_gets_few_leases() {
     });
 }
 
-/// Memory files count as a worker's memory, so a worker is lent only a part of `recycle.rss`.
+/// Memory files count as memory of the worker, so the supervisor limits them to a part of `recycle.rss`.
 #[test]
 fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
@@ -768,7 +767,7 @@ fn recycle_rss_limits_memory_files_of_worker() {
     });
 }
 
-/// The connection breaks while the supervisor reads frames of the client and has leases to offer.
+/// The client disconnects while the supervisor processes its frames and offers leases.
 #[test]
 fn disconnect_during_lease_offer_leaves_supervisor_running() {
     let supervisor = one("");
@@ -802,7 +801,7 @@ fn disconnect_during_lease_offer_leaves_supervisor_running() {
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// A running job's file does not count as waiting data, and crash reports do not contain the payload.
+/// Also checks that the crash report does not contain the payload of a file.
 #[test]
 fn file_of_running_job_is_not_buffered_data() {
     let supervisor = one("max_queue = 4");
@@ -835,7 +834,7 @@ fn file_of_running_job_is_not_buffered_data() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// A program that has died no longer reads its file, even if the job ends in another bulkhead.
+/// The killed program cannot use its file any more, even though the job continues in the fallback.
 #[test]
 fn fallback_after_crash_frees_the_file() {
     let supervisor = start(
@@ -898,8 +897,7 @@ fn returned_leases_count_until_their_jobs_end() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// A client that has not read the end of its lease, because its thread was busy, sends payloads over the
-/// socket.
+/// The client's thread was busy, so the client has not read that its lease was revoked.
 #[test]
 fn client_with_revoked_lease_uses_the_socket() {
     let supervisor = one("");

@@ -1,5 +1,5 @@
-//! Tests of `docs/protocol.md`. They pin the bytes of every kind of frame. The client and the worker of the
-//! other tests were written from the page alone, without code of the workspace.
+//! Tests of `docs/protocol.md`. Some tests pin the bytes of every kind of frame. The other tests use a client and a
+//! worker that were written from the page alone, without code of the workspace.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -61,7 +61,7 @@ const CANCELLED: u8 = 5;
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Metadata under construction.
+/// Builder of a frame's metadata.
 #[derive(Clone, Default)]
 struct Meta(Vec<u8>);
 
@@ -126,7 +126,7 @@ fn frame(kind: u8, flags: u8, number: u64, meta: Meta, payload: &[u8]) -> Vec<u8
     bytes
 }
 
-/// Metadata being read, field by field.
+/// Reader of a frame's metadata.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -411,7 +411,7 @@ impl Worker {
 
     fn work(&mut self, bulkhead: &str) {
         let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(0).text("by hand").text("1");
-        // An extension that only a newer supervisor would know.
+        // An unknown extension, as from a newer worker.
         self.send(HELLO, BULKHEAD, hello.extensions(&[(77, b"news")]), b"");
         self.welcomed(bulkhead);
         self.send(EXTEND_START, 0, Meta::default().u32(5000).end(), b"");
@@ -539,7 +539,7 @@ fn written<M: bincode::Encode>(
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compares a frame with a literal in which white space is insignificant.
+/// Compares a frame with a hex literal. White space in the literal is ignored.
 fn pin(name: &str, literal: &str, written: &str) {
     let literal: String = literal.split_whitespace().collect();
     assert_eq!(written, literal, "{name}");
@@ -1000,7 +1000,7 @@ fn client_without_sdk_gets_every_outcome() {
     let crashed = client.job("b", "abort", b"");
     assert_eq!((crashed.kind(), crashed.status), ((CRASHED, 2), Some(6)), "{crashed:?}");
 
-    // Waits for the next worker, so that the deadline does not pass in the queue.
+    // Waits until the next worker is ready, so that the next job does not spend its deadline in the queue.
     assert_eq!(client.job("b", "echo", b"").kind(), (OK, 0));
     client.send(SUBMIT, 6, submit_for("b", "yield", 100_000).end(), b"");
     let late = client.outcome();
@@ -1105,7 +1105,7 @@ fn worker_without_sdk_serves_jobs() {
     let status = supervisor.snapshot("w")["workers"][0]["status"].clone();
     assert_eq!(status, "loading the model");
 
-    // The worker announces its end with STOPPING, and another worker takes over.
+    // The worker announces its exit with STOPPING, and the supervisor starts another worker.
     let before = supervisor.worker_pids("w");
     assert_eq!(client.job("w", "last", b"").payload, b"my last");
     let after = client.job("w", "echo", b"next");

@@ -1,4 +1,5 @@
-//! The hostile worker under each profile. `bulkhead_tests::attempts` lists the attempts with the expected results.
+//! Runs the hostile worker under each profile. The table in `bulkhead_tests::attempts` lists the attempts and the
+//! expected results.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -23,7 +24,7 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each worker. The profiles below use the supervisor's user, so that a separate user id cannot hide
+/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user id could hide
 /// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
@@ -105,7 +106,8 @@ fn documented_table_matches_the_tested_attempts() {
     assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Also proves that the attempts work. A refusal under another profile therefore comes from the layer in the table.
+/// Shows that every attempt works without confinement. So a refusal under another profile comes from the layer in the
+/// table.
 #[test]
 fn attempts_succeed_without_confinement() {
     if is_root() {
@@ -187,7 +189,7 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 #[test]
 fn default_profile_stops_more_attempts_with_subuid_ids() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
-        // Here the temporary folder is in memory, as under `strict`.
+        // With ids from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
             "fill-temporary-folder" => attempt.strict,
             _ => attempt.default,
@@ -281,7 +283,8 @@ fn strict_profile_stops_attempts_under_unprivileged_supervisor() {
     }
 }
 
-/// If the kernel can refuse descriptors, the worker gets EPERM. Otherwise the supervisor closes them and ends the worker.
+/// If the kernel can refuse descriptors, the worker gets EPERM. Otherwise the supervisor closes the descriptors and
+/// kills the worker.
 #[test]
 fn supervisor_keeps_no_descriptors_sent_by_workers() {
     let _turn = heavy();

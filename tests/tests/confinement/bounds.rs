@@ -4,7 +4,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
 
-/// Returns the soft and the hard limit of this name, as seen by a worker or program.
+/// Returns the soft and the hard limit `name`, as a worker or program reads them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
     let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");

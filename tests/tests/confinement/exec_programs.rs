@@ -1,5 +1,5 @@
 //! Programs of `exec` that share a worker, at the same time or one after another. Covers attempts against each other,
-//! and leftover files and processes.
+//! and leftover files and processes. Also covers exit statuses and output of programs.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,9 +19,9 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// Script that runs as each program. `hold` writes its pid and the path of a temporary file, and then waits for the
-/// file `go`. `leave` and `fill` create files in the temporary folder, and `look` lists them. Any other operation is an
-/// attempt.
+/// Script of each program. `hold` writes its pid and the path of a temporary file, and then waits for the file `go`.
+/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts of
+/// the hostile program.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
           echo $$ ${TMPDIR:-/tmp}/secret > told.new; mv told.new told; \
@@ -108,7 +108,7 @@ fn strict_profile_isolates_programs_of_one_worker() {
     }
 }
 
-/// Also proves that the attempts work.
+/// Shows that the attempts work without confinement.
 #[test]
 fn programs_without_sandbox_can_reach_each_other() {
     if is_root() {
@@ -148,7 +148,7 @@ fn temporary_files_and_processes_are_removed_after_each_program() {
     }
 }
 
-/// Without `program_scopes`, several programs at once need `best_effort`.
+/// If the layer `program_scopes` is missing, concurrent programs need `best_effort`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
@@ -201,7 +201,7 @@ fn executable_without_shebang_fails() {
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
-/// Starts a bulkhead `x` that runs the operation's name as a shell command.
+/// Starts a bulkhead `x` that runs the operation as a shell command.
 fn start_shell(profile: &str, more: &str) -> Place {
     let given = if profile == NONE { "" } else { GIVEN };
     let bulkheads = format!(
@@ -309,7 +309,7 @@ fn failed_program_returns_its_output() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour. A job that waited for the end of that period would miss the deadline.
+/// The grace period is an hour. If a job waited for it, the job would miss the deadline.
 #[test]
 fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {

@@ -1,5 +1,5 @@
-//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts against sibling workers
-//! and the template, and the attempts that apply to all workers.
+//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts of a worker against
+//! sibling workers and the template, and the attempts of the table for all workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,7 +51,7 @@ fn inner(pid: u32) -> u32 {
     status_field(pid, "NSpid").split(' ').next_back().unwrap().parse().unwrap()
 }
 
-/// Returns the template of a worker, which has the same parent as the worker.
+/// Returns the template of a worker. Template and worker have the same parent.
 fn template_of(worker: u32, workers: &[u32]) -> u32 {
     let beside = bulkhead_tests::children(parent(worker));
     let is_template = |pid: &u32| {
@@ -112,7 +112,7 @@ fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
     );
 }
 
-/// Also proves that the attempts work.
+/// Shows that the attempts work without confinement.
 #[test]
 fn forked_workers_without_sandbox_can_reach_each_other() {
     if is_root() {
@@ -275,7 +275,7 @@ fn violation_kills_only_one_forked_worker() {
     }
 }
 
-/// The death of a template does not affect running workers, which keep the user id.
+/// Running workers and their user id are not affected by the death of the template.
 #[test]
 fn forked_workers_outlive_their_template() {
     for profile in profiles() {
@@ -385,8 +385,8 @@ fn descendants_of_forked_workers_are_reaped() {
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
 }
 
-/// The leftover process forks and exits faster than the keeper can signal the process. To kill the process, the whole
-/// pid namespace has to be stopped first.
+/// The leftover process forks and exits faster than the keeper can signal it, so the keeper has to stop the whole pid
+/// namespace first.
 #[test]
 fn quickly_forking_leftover_process_is_killed() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -406,7 +406,7 @@ fn quickly_forking_leftover_process_is_killed() {
     ask(&client, "pair", "pid");
 }
 
-/// A template that does not answer affects only one bulkhead.
+/// The template is stopped and does not answer orders.
 #[test]
 fn hanging_template_does_not_delay_other_bulkheads() {
     if !profiles().any(|profile| profile == DEFAULT) {
@@ -516,7 +516,7 @@ fn unprivileged_supervisor_forks_sandboxed_workers() {
     }
 }
 
-/// A template that forks without an order, lies about forks, or sends messages without end harms only one bulkhead.
+/// The template forks without an order, lies about forks, or floods the keeper with messages.
 #[test]
 fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [
@@ -601,7 +601,7 @@ fn many_forks_leak_no_processes_or_descriptors() {
                         let path = format!("/proc/{first}/task/{first}/children");
                         let children = std::fs::read_to_string(path).unwrap_or_default();
                         let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
-                        // All processes that are in two consecutive lists existed at the moment between the two reads.
+                        // Counts processes in two consecutive lists, because all of them existed at the same time.
                         most = most.max(now.intersection(&before).count());
                         before = now;
                     }

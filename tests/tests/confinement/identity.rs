@@ -285,7 +285,8 @@ fn unprivileged_supervisor_reports_shared_user() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
-/// The user id of a bulkhead with `write` folders never changes, so that files never pass to another tenant.
+/// Workers of a bulkhead with `write` folders keep their user id across restarts, because files in these folders
+/// remain.
 #[test]
 fn worker_with_write_folders_keeps_its_user_id() {
     for profile in profiles() {
@@ -352,7 +353,7 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
-/// Starts one worker of each bulkhead.
+/// `--check --start` starts one worker of each bulkhead.
 #[test]
 fn check_starts_workers_beside_a_running_supervisor() {
     for profile in profiles() {
@@ -441,8 +442,7 @@ fn check_uses_the_start_timeout_of_the_supervisor() {
     assert_eq!(error.matches("does not become ready in time").count(), 2, "{error}");
 }
 
-/// Covers an ELF program of `exec` and a library without dependencies in its folder, because neither needs a
-/// path.
+/// An ELF program of `exec`, and a library without dependencies in its folder, need no path.
 #[test]
 fn host_opens_programs_by_descriptor_without_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
@@ -478,8 +478,8 @@ fn host_opens_programs_by_descriptor_without_mounts() {
     }
 }
 
-/// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
-/// error for others names the unreachable folder.
+/// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
+/// the worker cannot reach.
 #[test]
 fn error_without_mounts_names_the_unreachable_folder() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {

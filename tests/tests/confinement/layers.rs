@@ -1,4 +1,4 @@
-//! Layers of confinement, as reported and as the kernel shows them; missing layers; users and resource limits.
+//! Layers of confinement: the snapshot compared with `/proc`, missing layers, users and resource limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -37,8 +37,8 @@ fn assert_powerless(pid: u32) {
     assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
 }
 
-/// Like [`assert_powerless`], without the bounding set. Emptying that set takes a capability, and without new
-/// privileges the set has no effect.
+/// Like [`assert_powerless`], but ignores the bounding set. An unprivileged supervisor cannot empty this set, which has
+/// no effect without new privileges.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -122,7 +122,7 @@ fn snapshot_has_the_pid_of_the_worker() {
     }
 }
 
-/// Some containers, for example, cannot mount a new `/proc`.
+/// Covers machines such as containers that cannot mount a new `/proc`.
 #[test]
 fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -136,8 +136,8 @@ fn default_profile_reports_missing_pid_namespace() {
     }
 }
 
-/// Checks two bulkheads on a machine without the layers in `missing`. One requires all of `profile`, and must fail and
-/// name `layer`. The other lists the layers in `best_effort`, and must run and report `layer` as missing.
+/// Hides the layers in `missing` and starts two bulkheads. The bulkhead that requires all layers of `profile` must fail
+/// with an error that names `layer`. The bulkhead with `best_effort` must run and report `layer` as missing.
 fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Option<u32>) {
     let lenient: String = missing.iter().map(|layer| format!(", \"{layer}\"")).collect();
     let sandbox = |more: &str| format!("profile = \"{profile}\", best_effort = [\"identity\"{more}]");
@@ -241,7 +241,7 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
     assert!(why.contains(step), "{sandbox} under {filter:?} as {user:?}: {why}");
 }
 
-/// A filter that was installed before the supervisor started can let a system call return success without any effect.
+/// A seccomp filter outside the supervisor can make a system call return success without any effect.
 #[test]
 fn worker_start_fails_if_kernel_ignores_its_rules() {
     if !has_layers(STRICT_LAYERS) {
@@ -292,7 +292,7 @@ fn doctor_detects_layers_that_have_no_effect() {
     }
 }
 
-/// Root can create the other namespaces without a user namespace, and needs none to drop privileges.
+/// Root can create the other namespaces and drop privileges without a user namespace.
 #[test]
 fn root_confines_workers_without_user_namespace() {
     if !has_layers(STRICT_LAYERS) || !is_root() {
@@ -310,7 +310,7 @@ fn root_confines_workers_without_user_namespace() {
     }
 }
 
-/// Covers a supervisor without privileges.
+/// The supervisor is unprivileged.
 #[test]
 fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
@@ -337,7 +337,7 @@ fn missing_landlock_leaves_other_layers_in_force() {
     }
 }
 
-/// The kernel sends the signal for input on a descriptor to any process that the owner of the descriptor names.
+/// A process can make the kernel send SIGIO to another process when input arrives on a descriptor (`F_SETOWN`).
 #[test]
 fn worker_cannot_send_io_signals_to_another_worker() {
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
@@ -354,7 +354,7 @@ fn worker_cannot_send_io_signals_to_another_worker() {
             place.supervisor.wait_number("sibling", "restarts", 1);
             continue;
         }
-        // The signal would have arrived before the answer.
+        // A signal would have arrived before this answer.
         place.ask("sibling", "pid");
         assert_eq!(targets["sibling"], place.worker("sibling"), "{sandbox}");
         assert_eq!(place.supervisor.number("sibling", "restarts"), 0, "{sandbox}");
@@ -425,7 +425,7 @@ fn nproc_limit_applies_to_unprivileged_worker_users() {
     }
 }
 
-/// The program belongs to root and has the set-user-id bit.
+/// The program is owned by root and has the set-user-id bit.
 #[test]
 fn set_user_id_program_gives_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {

@@ -129,7 +129,7 @@ fn examples_run_under_default_profile() {
     assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
 }
 
-/// A worker that can write to the folder of its program must not widen the access of the next worker.
+/// A worker with write access to the folder of its program must not gain more access for later workers.
 #[test]
 fn files_written_beside_program_grant_no_access() {
     for profile in profiles() {
@@ -142,7 +142,7 @@ fn files_written_beside_program_grant_no_access() {
         let script = format!("#!/bin/sh\ncat {}/key 2>/dev/null; echo done\n", secret.display());
         std::fs::write(&program, script).unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        // A worker with this access could have left the link.
+        // A malicious worker could have created this link.
         std::os::unix::fs::symlink(&secret, folder.path().join("own/share")).unwrap();
         let sandbox = format!("{profile}, user = \"shared\", write = [{:?}]", folder.path().join("own"));
         let place = start(&bulkhead("x", &format!("exec = [{program:?}]"), &sandbox));
@@ -270,7 +270,7 @@ fn violation_does_not_affect_other_programs_of_the_worker() {
     }
 }
 
-/// The report of the violation, the host's answer and the host's exit arrive at the same time.
+/// The supervisor gets the violation report, the host's answer and the host's exit at the same time.
 #[test]
 fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
@@ -361,7 +361,7 @@ fn syscalls_key_allows_and_denies_system_calls() {
     }
 }
 
-/// No worker could ever start with such a filter.
+/// A worker cannot start with such a filter.
 #[test]
 fn denied_execve_fails_the_start() {
     if !has_layers(DEFAULT_LAYERS) {
@@ -388,7 +388,7 @@ fn zero_sandbox_tmp_disables_temporary_folder() {
     }
 }
 
-/// The files are in a folder that the worker can read, here the working folder.
+/// The configuration is in the working folder, which the worker can read.
 #[test]
 fn worker_cannot_read_the_configuration() {
     for profile in profiles() {
@@ -415,8 +415,7 @@ fn worker_cannot_read_the_configuration() {
     }
 }
 
-/// A rule for a folder covers every name of a file in the folder, so a hard link would give access to the
-/// configuration.
+/// Landlock rules for a folder apply to all files in it, so a hard link would give access to the configuration.
 #[test]
 fn worker_cannot_read_hard_link_to_configuration() {
     for profile in profiles() {
@@ -515,8 +514,8 @@ fn temporary_folder_is_private_and_removed_with_the_worker() {
     }
 }
 
-/// The root of a `strict` worker contains only the folders on the path to its program, including folders that the path
-/// leaves again by `..`.
+/// The path contains `..`. A `strict` worker sees only the folders on the path to its program, so the folder before
+/// `..` must be included.
 #[test]
 fn program_path_with_dot_dot_is_accepted() {
     let program = programs().join("deps/../misbehave");

@@ -1,4 +1,4 @@
-//! User ids of workers from `/etc/subuid`, for an unprivileged supervisor.
+//! Workers of an unprivileged supervisor with user ids from `/etc/subuid`.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -138,7 +138,7 @@ fn workers_get_separate_ids_from_subuid() {
         assert_eq!((&told["identity"], &told["missing"]), (&json!("own"), &json!([])), "{profile}: {told}");
         let mut status = supervisor.command();
         status.args(["status", "worker"]);
-        // `status` would mention workers that share a user.
+        // `status` mentions workers only if they share a user.
         assert!(!output(status).contains("shared"), "{profile}");
 
         let client = client(&supervisor);

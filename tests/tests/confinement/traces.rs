@@ -1,4 +1,4 @@
-//! Confined workers leave nothing behind: no processes, descriptors, mounts, namespaces, cgroups or files.
+//! Confined workers leave no processes, descriptors, mounts, namespaces, cgroups or files behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -105,7 +105,7 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Ends workers one after another, most by a crash and the others by SIGKILL. Returns the cgroups of the workers.
+/// Kills or crashes workers one after another. Returns the cgroups of these workers.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);
     let cgroups = Mutex::new(BTreeSet::new());
@@ -138,7 +138,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let bulkheads = bulkhead(sandbox, PROCESSES);
     let mut place = Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start();
     let settled = || place.supervisor.wait_number("x", "limit", PROCESSES.into());
-    // Before the first count, everything that is created only once has to exist.
+    // Objects that are created only once must exist before the first count.
     settled();
     place.ask("x", "leave-a-file");
     let _ = place.client().job("x", "").operation("crash").send();
@@ -150,7 +150,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // The first count can include a connection of the test, so a smaller number is correct, too.
+        // A smaller number of descriptors is correct, because the first count can include a connection of the test.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);

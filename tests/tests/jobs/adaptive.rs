@@ -88,7 +88,7 @@ fn limit_follows_service_time_down_and_up() {
     let slow = wait_limit(&supervisor, 1);
     assert_eq!((&slow["limit"], &slow["adaptive"]["mode"]), (&1.into(), &"enforce".into()), "{slow}");
     assert!(slow["adaptive"]["latency_ms"].as_f64() >= Some(400.0), "{slow}");
-    // Jobs that are already running finish. From then on the limit applies to all workers together.
+    // Running jobs finish first. Afterwards all workers together run at most `limit` jobs.
     wait_for("one job is in flight", || (supervisor.number("b", "in_flight") == 1).then_some(()));
     let done = supervisor.number("b", "done");
     wait_for("jobs run at the minimum limit", || (supervisor.number("b", "done") > done).then_some(()));
@@ -206,7 +206,7 @@ fn each_isolated_tenant_has_its_own_adaptive_limit() {
     assert_eq!(part("quick")["limit"], 8);
     let (status, problem) = supervisor.patch("/v1/bulkheads/b/tenants/quick", r#"{"processes": 1}"#);
     assert!(status == 400 && problem.to_string().contains("adaptive.max"), "{status} {problem}");
-    // The counters survive when no tenant has workers any more.
+    // The counters remain when no tenant has workers.
     supervisor.configure("", &isolated("100ms"));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
     wait_for("no tenant has workers", || (adaptive(&supervisor, "limit") == 0).then_some(()));

@@ -12,7 +12,7 @@ fn message(result: &Result<Reply, JobError>) -> String {
     result.as_ref().err().map(ToString::to_string).unwrap_or_default()
 }
 
-/// Occupies this many permits with critical jobs until the returned tasks are aborted.
+/// Occupies `permits` permits with critical jobs until the returned tasks are aborted.
 async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Running> {
     let blockers =
         (0..permits).map(|_| spawn(client.job("b", "").operation("hang").priority(Priority::Critical)));
@@ -67,7 +67,7 @@ fn critical_jobs_have_reserved_permits_and_start_first() {
         assert_eq!(outcome(&job(Priority::BestEffort).send().await), "rejected/queue_full");
         running.push(spawn(job(Priority::Critical)));
         assert_eq!(outcome(&shed.await.unwrap()), "rejected/shed");
-        // The critical job arrived last and starts first.
+        // The critical job starts before the normal job, although it arrived last.
         running[0].abort();
         supervisor.wait_number("b", "queued", 1);
         supervisor.wait_number("b", "in_flight", 4);
@@ -137,7 +137,7 @@ fn evictions_are_distributed_among_tenants() {
         assert!(by_tenant.values().all(|&count| count <= 150), "{by_tenant:?}");
         running.iter().for_each(Running::abort);
 
-        // A tenant that floods the queue alone is reported.
+        // If a single tenant floods the queue, a `tenant_evictions` event names the tenant.
         supervisor.wait_number("b", "queued", 0);
         let running = block(&supervisor, &client, 1).await;
         let flood: Vec<_> = (0..200).map(|_| spawn(client.job("b", "").tenant("flood"))).collect();
@@ -159,7 +159,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // On a slow machine the tenant can need several rounds to exceed the rate.
+        // On a slow machine, one round of 200 jobs may not exceed the rate.
         while waits.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{passed} jobs passed, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
@@ -233,7 +233,7 @@ fn breaker_opens_after_crashes_and_closes_after_probe() {
         let wait = refused.unwrap_err().retry_after().unwrap();
         assert!(wait <= Duration::from_secs(1), "{wait:?}");
         assert_ne!(supervisor.snapshot("b")["breaker"], "closed");
-        // The first probe fails, so the breaker opens again, for longer.
+        // The first probe fails, so the breaker opens again for a longer time.
         let failed = wait_for("a probe goes through", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())

@@ -1,5 +1,5 @@
-//! Fallbacks: a job goes to the next bulkhead if the first cannot take it. The job keeps its deadline, obeys the rules
-//! of the next bulkhead, and is counted at the first.
+//! Fallbacks. A job that the first bulkhead (the entry) rejects is diverted to a fallback. The job keeps its deadline,
+//! is subject to the limits of the fallback, and is counted at the entry.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -78,7 +78,7 @@ fn open_breaker_diverts_jobs_to_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // Once the breaker is closed, jobs stay at the entry.
+    // With the breaker closed, jobs run in the entry again.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -153,7 +153,7 @@ fn bulkhead_without_workers_diverts_jobs_to_fallback() {
         let small = spawn(client.job("entry", "small").operation("echo"));
         supervisor.wait_number("entry", "queued", 4);
         supervisor.touch("end");
-        // This job has run and is not idempotent.
+        // This job is not diverted, because it has run and is not idempotent.
         assert_eq!(end(&last.await.unwrap()), ended("crashed/signal", "entry"));
         for job in waiting {
             let reply = job.await.unwrap().unwrap();
@@ -516,7 +516,7 @@ fn fallback_respects_tenant_and_priority() {
         let one = spawn(steps(&client, "wait end").tenant("one"));
         supervisor.wait_number("safe", "in_flight", 1);
         assert_eq!(supervisor.snapshot("safe")["tenants"][0]["name"], "one");
-        // The tenant has used up the share in the fallback, so the client gets the first reason.
+        // The tenant has reached its quota in the fallback, so the client gets the reject reason of the entry.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
         assert_eq!(end(&over), ended("rejected/circuit_open", "entry"));
         let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
@@ -569,7 +569,7 @@ fn rate_limit_counts_jobs_only_at_first_bulkhead() {
             assert_eq!(end(&steps(&client, "echo").send().await), ended("ok", "safe"));
         }
         assert_eq!(end(&steps(&client, "echo").send().await), ended("rejected/rate_limited", "entry"));
-        // Jobs from the entry did not count against the rate limit of the fallback.
+        // Diverted jobs do not count against the rate limit of the fallback.
         assert_eq!(end(&client.job("safe", "").send().await), ended("ok", "safe"));
         assert_eq!(end(&client.job("safe", "").send().await), ended("rejected/rate_limited", "safe"));
         supervisor.touch("end");
@@ -577,7 +577,7 @@ fn rate_limit_counts_jobs_only_at_first_bulkhead() {
     });
 }
 
-/// The rate limit of the entry must also hold while the breaker is open. Otherwise a caller could run any number of
+/// The rate limit of the entry must also hold while the breaker is open. Otherwise a client could run any number of
 /// jobs in the fallback.
 #[test]
 fn open_breaker_does_not_bypass_rate_limit() {
@@ -632,7 +632,7 @@ fn deadline_of_first_bulkhead_applies_in_fallback() {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // The entry limits the deadline, wherever the job runs.
+        // The maximum deadline is that of the entry, even if the job runs in the fallback.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });

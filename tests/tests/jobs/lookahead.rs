@@ -1,5 +1,5 @@
-//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job and begins none twice, and
-//! jobs behind a slow one go to other workers. Clients notice no other difference.
+//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job, and no job begins twice. Jobs behind a
+//! slow job go to other workers.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 /// Number of jobs in the tests that send many.
 const MANY: usize = 200;
 
-/// Lookahead that lets a worker prefetch every job of a test.
+/// A lookahead so long that one worker can prefetch all jobs of a test.
 const LONG: &str = "lookahead = \"10s\"";
 
 fn start(keys: &str) -> Supervisor {
@@ -31,7 +31,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Lets every worker serve a few jobs, because only workers known to be quick prefetch.
+/// Runs a few short jobs, because the supervisor prefetches jobs only for workers that are known to be fast.
 async fn warm_up(client: &Client) {
     for _ in 0..20 {
         assert!(client.job("b", "x").send().await.is_ok());
@@ -62,8 +62,7 @@ fn worker_death_fails_only_the_running_job() {
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
                 assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
                 if max_in_flight == 1 {
-                    // Each job has its outcome before the next job begins, so a death loses only the job that
-                    // caused the death.
+                    // The worker runs one job at a time, so only the job that killed the worker fails.
                     assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
                 }
                 ends.push(end);
@@ -74,7 +73,7 @@ fn worker_death_fails_only_the_running_job() {
     }
 }
 
-/// Kills the worker from outside repeatedly, between jobs and within jobs.
+/// Sends SIGKILL to the worker at ten arbitrary moments.
 #[test]
 fn killed_worker_loses_at_most_one_job() {
     let supervisor = start(LONG);
@@ -120,7 +119,7 @@ fn jobs_behind_slow_job_go_to_another_worker() {
                 assert_eq!(outcome(&job.await.unwrap()), "ok");
             }
         }
-        // One slow job that lasts until all others are done, and many jobs behind it.
+        // The slow job ends only after all jobs behind it are done.
         let slow = spawn(steps(&client, "wait go"));
         let quick: Vec<Running> = (0..100).map(|_| spawn(client.job("b", "x"))).collect();
         for job in quick {
@@ -213,7 +212,7 @@ fn lookahead_of_zero_disables_prefetching() {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
     });
-    // A job behind a slow job misses its short deadline in the queue.
+    // Without prefetching, a job behind a slow job stays in the queue and misses its deadline there.
     run(async {
         let client = connect(&supervisor).await;
         let slow = spawn(steps(&client, "sleep 200"));
@@ -224,7 +223,7 @@ fn lookahead_of_zero_disables_prefetching() {
     });
 }
 
-/// A worker that answers for a job whose turn has not come is killed.
+/// The worker answers a prefetched job before it answers the current job.
 #[test]
 fn worker_that_answers_prefetched_job_early_is_killed() {
     let supervisor = start_with("raw\", \"liar", LONG);
@@ -239,14 +238,15 @@ fn worker_that_answers_prefetched_job_early_is_killed() {
         for job in behind {
             ends.push(outcome(&job.await.unwrap()));
         }
-        // A job that the worker falsely answered has run and must not go to another worker. The worker can
-        // answer further jobs before being killed.
+        // A job that the worker answered too early counts as executed, so no other worker runs it. The worker can
+        // answer more jobs correctly before it is killed.
         let (crashed, done): (Vec<_>, Vec<_>) = ends.iter().partition(|end| *end == "crashed/protocol");
         assert!(!crashed.is_empty() && done.iter().all(|end| *end == "ok"), "{ends:?}");
     });
 }
 
-/// The supervisor trusts a worker's journal no more than the worker's link.
+/// The worker writes garbage or false results into its journal. The supervisor validates the journal like frames on the
+/// link.
 #[test]
 fn invalid_journal_does_not_affect_other_jobs() {
     let supervisor = start_with("raw\", \"scribbler", LONG);
@@ -288,7 +288,7 @@ impl Blocked {
         start_with(arguments, &format!("health = {{ heartbeat = \"10s\", missed = 10 }}\n{keys}"))
     }
 
-    /// Blocks a worker after all workers are known to be quick.
+    /// Blocks one worker. First runs short jobs, so that all workers are known to be fast.
     async fn block(self, client: &Client) {
         for _ in 0..5 {
             let warm: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
@@ -362,8 +362,8 @@ fn unbegun_jobs_of_blocked_worker_have_not_run() {
     }
 }
 
-/// A worker that is stopped while idle gets one job, which another worker then runs. The stopped worker gets
-/// no more jobs until SIGCONT.
+/// The stopped worker can get one job, which another worker then runs. Afterwards the stopped worker gets no jobs until
+/// SIGCONT.
 #[test]
 fn stopped_worker_gets_no_jobs_until_it_continues() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
@@ -386,7 +386,7 @@ fn stopped_worker_gets_no_jobs_until_it_continues() {
     });
 }
 
-/// The outcome of a job that is cancelled at any moment says correctly whether the job ran.
+/// Cancels a third of the jobs right after their submission. Each outcome must say correctly whether the job ran.
 #[test]
 fn cancelled_job_reports_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));

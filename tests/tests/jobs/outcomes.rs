@@ -1,4 +1,4 @@
-//! Jobs through a real supervisor to real workers: results, bounds, deadlines, cancellation.
+//! Outcomes of jobs with a real supervisor and real workers: results, limits, deadlines and cancellation.
 
 use std::time::{Duration, Instant};
 
@@ -81,7 +81,7 @@ fn hanging_job_does_not_affect_other_jobs_in_worker() {
         wait_for("three jobs are in flight", || (supervisor.number("b", "in_flight") == 3).then_some(()));
 
         let bad = Client::connect(supervisor.socket()).await.unwrap();
-        // The deadline leaves the job enough time to begin. A job that has not begun holds no permit.
+        // The deadline is long enough for the job to begin, because a job that has not begun holds no permit.
         let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(&asked), "deadline_exceeded/running");
         // The hanging job still holds its permit, so a fifth job is rejected at once.
@@ -262,7 +262,7 @@ fn queued_payloads_stay_within_max_buffered() {
                 rejected += 1;
             }
         }
-        // Jobs that fit into the memory wait. All others have been rejected.
+        // Jobs whose payloads fit into `max_buffered` wait in the queue. All others are rejected.
         while rejected < 400 - 64 {
             let done = jobs.join_next().await.unwrap();
             assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
@@ -327,7 +327,8 @@ fn crashing_bulkhead_does_not_affect_other_bulkheads() {
     assert!(supervisor.number("crash", "restarts") >= 1000);
 }
 
-/// A finished job is reported as such even if the supervisor was stopped when the job's deadline passed.
+/// The worker finishes before the deadline check, because the supervisor is stopped when the deadline passes. The job
+/// counts as done.
 #[test]
 fn result_sent_during_supervisor_pause_is_delivered() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

@@ -1,5 +1,5 @@
-//! Reloads of the configuration while jobs run: a valid file takes effect at once and costs no job, and an
-//! invalid file changes nothing.
+//! Reloads of the configuration while jobs run. A valid file takes effect at once and no job is lost. An invalid file
+//! changes nothing.
 
 use std::os::unix::fs::symlink;
 use std::process::Output;
@@ -128,7 +128,7 @@ fn reload_changes_limits_without_replacing_workers() {
         // Waiting jobs get the new permits in the same worker, and no job is dropped.
         wait_ran(&supervisor, 3);
         assert_eq!(supervisor.snapshot("b")["queue_capacity"], 2);
-        // The first job is within the burst, but the queue is longer than its new limit.
+        // The first job passes the rate limit and is rejected by the queue. The second job exceeds the rate limit.
         let refused = client.job("b", "").operation("echo").send().await;
         assert_eq!(outcome(&refused), "rejected/queue_full");
         let refused = client.job("b", "").operation("echo").send().await;
@@ -183,7 +183,7 @@ fn reload_keeps_live_values_of_unchanged_keys() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that contradicts the new file is dropped and named. Other live values stay.
+/// A live value that contradicts the new file is dropped, and the response names the key. Other live values stay.
 #[test]
 fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
@@ -399,7 +399,7 @@ fn reload_keeps_fallbacks_by_name() {
             async || client.job("b", "").operation("echo").send().await.unwrap().outcome().bulkhead.clone();
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(served_by().await, "x");
-        // The first fallback is removed, and another bulkhead takes its index.
+        // Removes the fallback `x`. Another bulkhead gets its index.
         reload(&supervisor, &with("\"y\"", &(other("y") + &other("z"))));
         assert_eq!(served_by().await, "y");
         reload(&supervisor, &with("\"z\"", &other("z")));
@@ -508,7 +508,7 @@ fn dry_run_reports_changes_without_applying_them() {
     real["dry_run"] = json!(true);
     assert_eq!(dry, real);
     assert_eq!(names(&supervisor), ["b", "new"]);
-    // Changes that need a restart are reported again, and nothing else is.
+    // The second reload lists only the change that needs a restart.
     let again = post(&supervisor, "/v1/reload", 200);
     assert_eq!((&again["ignored"], &again["bulkheads"]), (&json!(["crash_keep"]), &json!([])));
 }
@@ -635,7 +635,7 @@ fn shutdown_waits_for_jobs_of_removed_bulkhead() {
 
 // Many reloads under load.
 
-/// Sends jobs to bulkheads that come and go until `is_over` is set. Returns the outcomes.
+/// Sends jobs, also to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;

@@ -82,7 +82,7 @@ fn higher_max_in_flight_starts_queued_jobs_without_restart() {
         let jobs = holders(&client, 6);
         wait_load(&supervisor, 1, 5);
         let snapshot = supervisor.resize("b", r#"{"max_in_flight": 4}"#);
-        // The response shows the state after the resize, when the jobs have already been dispatched.
+        // The response already counts the newly dispatched jobs.
         let shown = ["limit", "in_flight", "queued", "available"].map(|field| snapshot[field].clone());
         assert_eq!(shown, [4, 4, 2, 0].map(Value::from), "{snapshot}");
         // The jobs have begun, so the worker has started more threads.
@@ -117,7 +117,7 @@ fn worker_accepts_limit_far_above_its_initial_limit() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
-/// No queued job begins until the number of running jobs is below the new limit.
+/// Queued jobs wait until fewer jobs run than the new limit allows.
 #[test]
 fn lower_max_in_flight_interrupts_no_running_job() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
@@ -177,7 +177,7 @@ fn starting_worker_gets_the_higher_limit() {
     run(async {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
-        // The next worker has been welcomed with a limit of 1, and is not ready yet.
+        // The replacement got `max_in_flight` 1 in its welcome and is not ready yet.
         wait_for("the next worker initialises", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
@@ -244,7 +244,7 @@ fn max_in_flight_of_zero_disables_the_bulkhead() {
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
-        // If no worker is ready yet, the job waits.
+        // The job waits if the new worker is not ready yet.
         assert_eq!(outcome(&client.job("b", "").send().await), "ok");
         wait_workers(&supervisor, 1);
         assert_eq!(supervisor.number("b", "limit"), 1);
@@ -313,8 +313,7 @@ fn removed_processes_finish_their_jobs() {
     auditor.finish();
 }
 
-// Jobs in leaving processes count towards the limit, so no job begins while more jobs run than the new limit
-// allows.
+// Jobs in removed processes count towards the limit, so no job begins while more jobs run than the new limit allows.
 #[test]
 fn queued_job_waits_until_removed_processes_have_finished() {
     let supervisor = start("processes = 3\nmax_queue = 10");
@@ -348,7 +347,7 @@ fn queued_job_waits_until_removed_processes_have_finished() {
     });
 }
 
-// The job in the killed worker has begun and is not idempotent, so the outcome is a crash. See
+// The job in the killed worker has begun and is not idempotent, so its outcome is `crashed`. See
 // `started_job_is_not_repeated_after_missed_resize`.
 #[test]
 fn surplus_process_is_not_restarted_after_its_death() {
@@ -460,8 +459,8 @@ fn resize_under_load(
         let (mut tasks, mut sent, mut resized) = (Vec::new(), 0, 0);
         let batch = (jobs / 20).max(200);
         while sent < jobs || resized < resizes {
-            // Usually keeps enough jobs waiting that each growth can start one. Jobs can end faster than they
-            // arrive, so this does not wait for more.
+            // Keeps jobs waiting, so that each increase can start jobs. Does not wait for a minimum, because jobs can
+            // end faster than they arrive.
             if load(supervisor).1 < 100 {
                 tasks.extend((0..batch).map(|i| spawn(job(&client, sent + i))));
                 sent += batch;
@@ -502,7 +501,7 @@ fn hundred_resizes_under_load_lose_no_job() {
     wait_workers(&supervisor, 3);
     let open = |supervisor: &Supervisor| (descriptors(supervisor.pid()), descriptors(supervisor.keeper()));
     let before = wait_for("the number of descriptors is stable", || {
-        // Confinement rules that were prepared for the next worker are closed after a quarter of a second.
+        // The supervisor closes prepared confinement rules after a quarter of a second.
         let first = open(&supervisor);
         std::thread::park_timeout(Duration::from_millis(300));
         (first == open(&supervisor)).then_some(first)
@@ -523,7 +522,7 @@ fn hundred_resizes_under_load_lose_no_job() {
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 
-// A job that has begun must not go to another worker, even if the worker missed the resize.
+// A started job must not go to another worker, even if the worker died before it handled the resize.
 #[test]
 fn started_job_is_not_repeated_after_missed_resize() {
     let supervisor = start("max_queue = 5");
@@ -533,7 +532,7 @@ fn started_job_is_not_repeated_after_missed_resize() {
         let job = spawn(steps(&client, "freeze-first 1 ran"));
         wait_ran(&supervisor, 1);
         supervisor.resize("b", r#"{"max_in_flight": 2}"#);
-        // Reading the snapshot takes another iteration, so the resize has been sent by now.
+        // The snapshot comes from a later iteration of the event loop, so the resize has been sent.
         assert_eq!(supervisor.number("b", "limit"), 2);
         kill_pid(worker, Signal::SIGKILL);
         let result = job.await.unwrap();
@@ -589,7 +588,7 @@ fn concurrent_jobs_never_exceed_a_changing_limit() {
 
 // Workers that cannot be resized.
 
-/// The worker finishes its jobs and gets no more.
+/// The old worker finishes its jobs and gets no new ones.
 #[test]
 fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
@@ -659,7 +658,7 @@ fn workers_that_cannot_be_resized_are_replaced_one_by_one() {
             let workers = snapshot["workers"].as_array().unwrap();
             // Capacity never drops.
             assert!(snapshot["limit"].as_u64() >= Some(3), "{snapshot}");
-            // Leaving workers can take their time, but only one new worker starts at a time.
+            // Any number of old workers can be draining, but only one new worker starts at a time.
             let is_coming = |worker: &&Value| {
                 ["spawning", "handshaking", "initializing"].iter().any(|state| worker["state"] == *state)
             };
@@ -790,11 +789,11 @@ fn isolated_tenant_has_separate_limits() {
         resize(&["--tenant", "one", "--max-in-flight", "2", "--processes", "2"]);
         wait("one", 4, 2);
         wait("two", 1, 5);
-        // Common limits apply only to tenants without separate limits.
+        // A change of the bulkhead's limits applies only to tenants without separate limits.
         resize(&["--max-in-flight", "3"]);
         wait("two", 3, 3);
         wait("one", 4, 2);
-        // Common limits also apply to tenants that come later.
+        // New tenants get the bulkhead's limits, too.
         jobs.extend(hold("three"));
         supervisor.wait_number("b", "submitted", 18);
         wait("three", 3, 3);
@@ -954,7 +953,7 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// The error has the same words as the check of the configuration file.
+/// The check of the configuration file reports the same error.
 #[test]
 fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";
@@ -1018,7 +1017,7 @@ fn resize_during_shutdown_is_rejected() {
     assert!(supervisor.wait().success());
 }
 
-/// A longer queue accepts more jobs immediately.
+/// Also checks that a longer queue accepts more jobs immediately.
 #[test]
 fn shorter_queue_drops_no_job() {
     let supervisor = start("max_queue = 3");

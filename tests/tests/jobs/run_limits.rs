@@ -1,5 +1,5 @@
-//! `run_limit`, the maximum duration of one attempt: from the file, and requested by a client in each way to
-//! submit a job.
+//! `run_limit`, the maximum duration of one attempt. The configuration sets the limit, and clients can request a
+//! shorter one over every interface.
 
 use std::time::Duration;
 
@@ -63,8 +63,8 @@ fn run_limit_excludes_queue_time() {
     blocker.wait().unwrap();
 }
 
-/// A limit requested by a client ends only the client's job. The bulkhead's limit ends the worker with all
-/// jobs in it.
+/// A limit that a client requested ends only the client's job. The limit of the bulkhead kills the worker with all of
+/// its jobs.
 #[test]
 fn only_run_limit_of_bulkhead_kills_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);

@@ -22,7 +22,7 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
-/// No process is left after the shutdown.
+/// Also checks that the shutdown leaves no processes.
 #[test]
 fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
@@ -43,19 +43,19 @@ fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
-/// Covers signals, resource limits and descriptors.
+/// Covers signal handlers, resource limits and descriptors.
 #[test]
 fn embedding_does_not_change_process_state() {
     runs("keeps-its-own");
 }
 
-/// The application's own children survive.
+/// Also checks that the application's own children survive.
 #[test]
 fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
 }
 
-/// No job begins twice.
+/// Also checks that no job begins twice.
 #[test]
 fn each_job_has_one_outcome_despite_killed_processes() {
     let _turn = heavy();
@@ -74,7 +74,7 @@ fn shutdown_answers_a_thousand_waiting_jobs() {
     runs("local-is-told");
 }
 
-/// Also covers use from other threads and runtimes.
+/// Also covers clients on other threads and runtimes.
 #[test]
 fn supervisor_survives_panics_and_dropped_futures() {
     runs("local-goes-on");

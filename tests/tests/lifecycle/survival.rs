@@ -1,5 +1,5 @@
-//! Every kind of death of the supervisor and of its keeper: no process survives, no client waits forever, and
-//! the next supervisor starts.
+//! Deaths of the supervisor and of its keeper. No process survives, no client waits forever, and another supervisor can
+//! start.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
-/// Submits a job that leaves behind a tree of processes which try to escape.
+/// Submits a job that starts a tree of processes that try to escape.
 fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
     let job = supervisor
         .command()
@@ -182,7 +182,7 @@ fn keeper_deaths_do_not_fail_idle_bulkheads() {
     for killed in 1..=8 {
         supervisor.wait_number("b", "limit", 1);
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
-        // Waits for the event, because the supervisor's numbers can be outdated until then.
+        // Waits for the event, because the snapshot is outdated until then.
         supervisor.wait_events("worker_exited", killed);
     }
     supervisor.wait_number("b", "limit", 1);
@@ -197,7 +197,8 @@ fn jobs_are_answered_without_a_keeper() {
     let has_keeper = || {
         children(supervisor.pid()).into_iter().any(|pid| name(pid).is_some_and(|it| it == "bulkhead-keeper"))
     };
-    // The pause grows up to 1.6 s. On a busy machine, a single answer can take as long.
+    // The pause before the restart grows up to 1.6 s. On a busy machine, one answer can take as long, so the test tries
+    // again.
     let was_answered = (1..=30).any(|killed| {
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
         supervisor.wait_events("supervisor_trouble", killed);
@@ -221,7 +222,7 @@ fn disabled_bulkhead_does_not_prevent_readiness() {
     }
 }
 
-/// A closed link does not hide the cause of a worker's death, even if the keeper reports the death late.
+/// The supervisor sees the closed link before the keeper reports the death.
 #[test]
 fn late_death_report_has_the_correct_cause() {
     let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));

@@ -1,4 +1,5 @@
-//! `--while-open`: a supervisor that another program starts for itself ends with that program.
+//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor ends
+//! with that program.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -14,7 +15,7 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// A supervisor that is the child of a program ends with the program, however the program ends.
+/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops however the parent ends.
 #[test]
 fn supervisor_stops_when_its_while_open_descriptor_ends() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
@@ -109,7 +110,7 @@ fn own_folder_is_removed_at_exit() {
     let ended = supervisor.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
-    // A folder that others can read is refused, because it was not created for the supervisor.
+    // A folder that other users can read is rejected, because such a folder was not created for the supervisor.
     make(0o755);
     let refused = start().wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&refused.stderr);
@@ -117,7 +118,7 @@ fn own_folder_is_removed_at_exit() {
     assert!(folder.join("further/file").exists());
 }
 
-/// A mount in the folder does not belong to the program and must not be emptied.
+/// Mounted data does not belong to the supervisor and must not be removed.
 #[test]
 fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {
@@ -147,7 +148,7 @@ fn mount_in_own_folder_is_not_emptied() {
     assert!(told.contains("failed to remove the supervisor's own folder"), "{told}");
 }
 
-/// No process is left, whatever the supervisor is about to start when it is killed.
+/// The test kills the supervisor at many moments during its start.
 #[test]
 fn supervisor_killed_during_start_leaves_no_processes() {
     let folder = tempfile::tempdir().unwrap();
@@ -161,12 +162,12 @@ fn supervisor_killed_during_start_leaves_no_processes() {
         let began = Instant::now();
         let mut supervisor = command.spawn().unwrap();
         if number < 4 {
-            // Measures how long the supervisor takes to start the keeper.
+            // Measures the time until the supervisor listens.
             wait_for("the jobs socket exists", || folder.path().join("jobs.sock").exists().then_some(()));
             longest = longest.max(began.elapsed());
             kill_pid(supervisor.id(), Signal::SIGKILL);
         } else {
-            // Kills the supervisor at moments that are spread evenly over its start.
+            // Kills the supervisor at evenly spaced moments of its start.
             std::thread::sleep(longest * (number - 4) / 396);
             kill_pid(supervisor.id(), Signal::SIGKILL);
         }

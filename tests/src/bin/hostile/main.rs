@@ -42,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several paths, take the one outside of the own temporary folder.
+        // If there are several paths, takes one outside of this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several processes, take one other than this process.
+        // If there are several processes, takes one other than this process.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {

@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough to be kept for another worker, and too large to be read by accident together with the
-/// header.
+/// Payload that is small enough for the supervisor to keep a copy for another worker, and too large to be read together
+/// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Leaves the first job in the state that `rule` names and aborts. A later worker serves jobs normally.
+/// Reads as much of the first job as `rule` says, and aborts. Later workers serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -137,7 +137,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Sends STOPPING while jobs are on their way, and serves further jobs until DRAIN.
+/// Sends STOPPING while the supervisor is still sending jobs, and serves these jobs until DRAIN.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Without `DISPATCH_THREAD`: sends nothing for ten heartbeat intervals while a job runs, and nothing after
-/// the job.
+/// Sends nothing for ten heartbeat intervals while a job runs, and nothing after the job. The worker has no
+/// `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
