@@ -181,7 +181,7 @@ impl Held {
     }
 }
 
-/// Runs `attack` while an honest client sends jobs. All of these jobs must succeed. Returns the peak of memory and
+/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak of memory and
 /// descriptors.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -808,7 +808,7 @@ fn rejected_clients_get_limited_processor_time() {
     let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
     sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-    // Number of bytes of `flood` that each socket has accepted.
+    // Position in `flood` at which each socket continues.
     let mut rests = vec![0; sockets.len()];
     let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
     let mut floods = || {
