@@ -53,7 +53,7 @@ pub struct Attempt {
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// The supervisor reports a protocol violation only if it reads the garbage before the worker is dead.
+/// The worker dies immediately. The crash reason depends on whether the supervisor reads the garbage first.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
 const FILTER: &str = "seccomp";
@@ -64,7 +64,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "its own process numbers");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor lets no worker in");
-/// Kernels before 6.16 allow this, see [`KERNELS_OWN`].
+/// Linux before 6.16 does not refuse these attempts. See [`KERNELS_OWN`].
 const NOT_TAKEN: Expected = Refused(&["EPERM"], "the kernel; before Linux 6.16 the worker ends: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
 const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
@@ -359,7 +359,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the filter of the worker's own"), Refused(&["EPERM"], "the filter of the worker's own")),
 ];
 
-/// Attempts with separate tests, because they need special checks.
+/// Attempts that other tests run, because they need special checks.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command line flags of the browser. They also disable all network access of the browser's own.
+/// Command line flags of the browser. They also disable the browser's background network access.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -180,7 +180,7 @@ fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Returns the address of the driver, which it prints.
+/// Reads the address of the driver from its standard output.
 fn address(driver: &mut Child) -> SocketAddr {
     let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
     loop {

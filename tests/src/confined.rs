@@ -108,7 +108,7 @@ impl Setup<'_> {
         let program = path.join("bin/bulkhead-supervisor");
         let mut command = match self.filter {
             _ if self.user_with_ids.is_some() => {
-                let user = self.user_with_ids.expect("just looked at");
+                let user = self.user_with_ids.expect("the guard has checked it");
                 own(&path, user.uid);
                 let mut command = user.command(&path, &[]);
                 command.arg(program);
@@ -230,7 +230,7 @@ fn own(place: &Path, user: u32) {
         "write",
     ];
     for name in names {
-        std::os::unix::fs::chown(place.join(name), Some(user), Some(user)).expect("root may do that");
+        std::os::unix::fs::chown(place.join(name), Some(user), Some(user)).expect("root can change owners");
     }
 }
 
@@ -338,7 +338,7 @@ pub struct Confinement {
     pub has_process_bound: bool,
 }
 
-/// Entry in `missing` if the number of processes is not limited. This is a limit and not a layer.
+/// Item of `missing` in the snapshot if the number of processes is not limited. This is a limit and not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {

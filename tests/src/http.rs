@@ -35,8 +35,8 @@ impl Place {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor, which is read from its log, because port 0 selects a free
-    /// port.
+    /// Returns the TCP address of a supervisor from its log. With port 0 in the configuration, the kernel selects a
+    /// free port.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -49,7 +49,9 @@ impl Place {
     /// Connects, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
-            Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
+            Self::Unix(path) => {
+                Socket::Unix(UnixStream::connect(path).expect("the admin socket accepts connections"))
+            }
             Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("a listener")),
         };
         socket.give_up_after(PATIENCE);
@@ -62,7 +64,7 @@ impl Place {
         socket.send_head(method, path, headers, Some(body.len()));
         // The supervisor may reject a request early and close the connection.
         let _ = socket.write_all(body);
-        Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
+        Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
 
     /// Sends a job with an operation and a payload.

@@ -1,4 +1,4 @@
-//! A ledger of jobs that is independent of the supervisor. Clients record every outcome. Workers record the
+//! A record of all jobs that is independent of the supervisor. Clients record every outcome. Workers record the
 //! beginning and end of each job in a file, and use file locks to detect more concurrent jobs than allowed.
 //!
 //! Meanwhile workers are killed, stopped and continued, the configuration is reloaded, and hostile clients
@@ -91,8 +91,8 @@ impl Bulkhead {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the expected limit without running jobs. A worker has at least one permit, and otherwise no
-    /// more than the jobs left before its recycling.
+    /// Returns the expected limits without running jobs. A worker has at least one permit. With `recycle.jobs`, it has
+    /// at most as many permits as jobs left.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -121,7 +121,7 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while another job never ended. A worker that was sent
+    /// Number of jobs that began above the limit because a killed worker still held a place. A worker that was sent
     /// SIGKILL can still exist when its spare begins a job.
     pub beside_killed: usize,
     /// Number of jobs reported as executed without a recorded beginning. A worker can die between the claim
@@ -135,7 +135,7 @@ pub struct Findings {
     pub resident: (u64, u64),
 }
 
-/// Maximum number of reported faults per kind. The rest is counted.
+/// Maximum number of faults to report per kind. The other faults are only counted.
 const TOLD_MAX: usize = 5;
 
 /// Allowed growth of the descriptors at rest.
@@ -148,7 +148,7 @@ const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.
 pub fn keep(plan: Plan) -> Findings {
-    // Workers write to this folder. It does not belong to the supervisor.
+    // Workers write to this folder, which is not part of the supervisor's folder.
     let notes = TempDir::new().expect("a temporary folder");
     open_to_all(notes.path());
     let temporary = TempDir::new().expect("a temporary folder");
@@ -246,8 +246,8 @@ fn fill_all(supervisor: &Supervisor) {
 /// Number of measurements at rest.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the smallest number of descriptors
-/// measured then, because recycling by age briefly uses more.
+/// Waits until no job is in flight and all limits are restored. Returns the minimum of several descriptor counts,
+/// because recycling by age briefly uses more.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -258,11 +258,11 @@ fn at_rest(supervisor: &Supervisor) -> usize {
             counts.push(descriptors(supervisor.pid()));
         }
         if counts.len() == LOOKS_AT_REST {
-            return counts.into_iter().min().expect("there are some");
+            return counts.into_iter().min().expect("at least one measurement");
         }
         assert!(
             began.elapsed() < PATIENCE,
-            "waited {PATIENCE:?} in vain for rest; not at rest: {busy:#?}\n{}",
+            "waited {PATIENCE:?} without success for idle bulkheads; not idle: {busy:#?}\n{}",
             log_of(supervisor, &busy)
         );
         std::thread::park_timeout(Duration::from_millis(2));
@@ -359,7 +359,7 @@ fn compare(
             findings.beside_killed += 1;
         } else {
             let what = format!("{}, held by {:?}", around(record, deeds), held.collect::<Vec<_>>());
-            faults.entry("the bound was passed").or_default().push(what);
+            faults.entry("the limit was exceeded").or_default().push(what);
         }
     }
     for (job, times) in &begun {
@@ -376,17 +376,17 @@ fn compare(
         let (begun, ended) = (begun.contains_key(job), ended.contains_key(job));
         let what = || format!("{job}: {:?}, idempotent {}", entry.told, entry.is_idempotent);
         if matches!(entry.told, Told::WrongResult | Told::Lost(_)) {
-            faults.entry("a job was answered wrongly").or_default().push(what());
+            faults.entry("a job has a wrong result or a lost connection").or_default().push(what());
         }
         if entry.told == Told::Nothing {
             faults.entry("a job has no outcome").or_default().push(what());
         }
         if entry.told.is_ok() && !ended {
-            faults.entry("a job is ok that never ended").or_default().push(what());
+            faults.entry("a job with outcome ok never ended").or_default().push(what());
         }
         findings.executed_unseen += usize::from(entry.told.says_executed() && !begun);
         if entry.told.says_not_executed() && begun {
-            faults.entry("a job began that is told as not executed").or_default().push(what());
+            faults.entry("a job reported as not executed began").or_default().push(what());
         }
     }
     for (kind, found) in faults {

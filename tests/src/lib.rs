@@ -1,5 +1,5 @@
-//! Shared parts of the end-to-end tests: starts real supervisors, each in a temporary folder, and observes
-//! their processes and admin sockets. There are no mocks.
+//! Support for end-to-end tests. Starts real supervisors, each in a temporary folder, and observes their processes and
+//! admin sockets. There are no mocks.
 
 pub mod attempts;
 pub mod browser;
@@ -28,8 +28,8 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Disables the sandbox, for workers that report their process id. A sandboxed worker only knows its number
-/// inside a pid namespace.
+/// Disables the sandbox, for workers that report their process id. A sandboxed worker only knows the id inside its pid
+/// namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
 /// Maximum time to wait for a condition. On a healthy, idle machine the condition is true at once. The limit only
@@ -46,7 +46,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
             return value;
         }
         let waited = began.elapsed();
-        assert!(waited < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+        assert!(waited < PATIENCE, "waited {PATIENCE:?} without success: {what}");
         // Checks less often with time, because many conditions cost a request or a scan of `/proc`.
         std::thread::park_timeout((waited / 16).clamp(PAUSE_MIN, PAUSE_MAX));
     }
@@ -56,7 +56,7 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 /// such test when dropped.
 pub fn heavy() -> MutexGuard<'static, ()> {
     static HEAVY: Mutex<()> = Mutex::new(());
-    // The failure of one test has no effect on the next.
+    // A panic in another test poisons the mutex, which does not matter here.
     HEAVY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -76,11 +76,11 @@ pub fn programs() -> PathBuf {
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // Naming one small test makes cargo select the same features as `cargo test --workspace`, so that
-        // nothing is compiled twice.
+        // With a test target, cargo selects the features of `cargo test --workspace`, so that nothing is compiled
+        // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-        // Set for `--report-time`. Some crates would be compiled again.
+        // The variable is set for `--report-time`, and would make cargo compile some crates again.
         cargo.env_remove("RUSTC_BOOTSTRAP");
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
@@ -230,7 +230,7 @@ impl Supervisor {
     /// Waits for the end of the supervisor.
     pub fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        wait_for("the supervisor ends", || child.try_wait().expect("our own child"))
+        wait_for("the supervisor exits", || child.try_wait().expect("our own child"))
     }
 
     /// Returns the `bulkhead` command, connected to this supervisor.
@@ -282,7 +282,7 @@ impl Supervisor {
 
     /// Waits for at least `count` events of one kind, and returns them.
     pub fn wait_events(&self, kind: &str, count: usize) -> Vec<Value> {
-        wait_for(&format!("{count} of {kind}"), || {
+        wait_for(&format!("there are {count} events of kind {kind}"), || {
             Some(self.events(kind)).filter(|events| events.len() >= count)
         })
     }
@@ -318,7 +318,7 @@ impl Supervisor {
 
     /// Returns a number in the snapshot of a bulkhead.
     pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
-        self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is no number"))
+        self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is not a number"))
     }
 
     /// Returns the process ids of a bulkhead's workers.
@@ -401,8 +401,8 @@ impl Auditor {
     pub fn finish(self) {
         self.is_over.store(true, Ordering::SeqCst);
         match self.thread.join().expect("the auditor does not panic") {
-            Ok(looks) => assert!(looks > 0, "nothing was looked at"),
-            Err(why) => panic!("the books do not balance: {why}"),
+            Ok(looks) => assert!(looks > 0, "the counters were never checked"),
+            Err(why) => panic!("the counters do not balance: {why}"),
         }
     }
 }
@@ -418,10 +418,10 @@ fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
-    // `entry` is no fallback of others, so it balances alone, together with its jobs at fallbacks.
+    // `entry` is not the fallback of another bulkhead, so its own counters balance. They include its jobs in fallbacks.
     for of in bulkheads.iter().filter(|of| of.name == "entry") {
         if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
-            return Err(format!("by itself: {of:?}"));
+            return Err(format!("the counters of one bulkhead: {of:?}"));
         }
     }
     Ok(())
@@ -454,7 +454,7 @@ fn dechunk(mut body: &str) -> String {
 /// Sends a signal to a process, if the process still exists.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
-    // The kernel tells one thread, which may get its processor late. Until then the other threads run on.
+    // The kernel signals one thread, which can be scheduled late. Until then the other threads continue.
     if signal == Signal::SIGSTOP {
         wait_for("all threads of the process have stopped", || has_stopped(pid).then_some(()));
     }

@@ -46,7 +46,7 @@ pub fn wait_for_rest(supervisor: &Supervisor) {
 }
 
 fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+    value.as_u64().unwrap_or_else(|| panic!("{value} is not a number"))
 }
 
 /// Returns the number of rejected jobs.
@@ -60,7 +60,7 @@ pub fn outcomes(snapshot: &Value) -> u64 {
     ended.iter().map(|field| number(&snapshot[*field])).sum::<u64>() + rejected(snapshot)
 }
 
-/// Checks that each submitted job has an outcome or is under way.
+/// Checks that each submitted job has an outcome, is in flight, is queued, or is in a fallback.
 pub fn assert_balanced(snapshot: &Value) {
     let underway: u64 =
         ["in_flight", "queued", "elsewhere"].iter().map(|field| number(&snapshot[*field])).sum();

@@ -28,7 +28,7 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than each scenario's own limit, and early enough for the test to report the failure.
+    // The limit is longer than all waits of a scenario, and short enough for the test to report the failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -147,7 +147,7 @@ fn admission() {
     assert_eq!(outcome(&client.job("b", "").send()), "rejected/not_found");
     assert_eq!(outcome(&send(&client, "echo", &"x".repeat(2000))), "rejected/too_large");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
-    wait_for("one more waits and one is refused", || {
+    wait_for("one more job waits and one is rejected", || {
         let results = [(); 2].map(|()| {
             let job = client.job("a", "").operation("echo").deadline(Duration::from_millis(50));
             job.start().unwrap()
@@ -163,7 +163,7 @@ fn admission() {
     let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
     std::mem::drop((gone, other));
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    wait_for("clients that are too many are turned away, and come in when there is room", || {
+    wait_for("clients above `max_clients` are rejected and others are served", || {
         let crowd: Vec<_> = (0..8).map(|_| supervisor.blocking_client().unwrap()).collect();
         let send = |client: &Client| client.job("a", "").deadline(Duration::from_secs(2)).send();
         let threads: Vec<_> =
@@ -175,7 +175,7 @@ fn admission() {
         let served = results.iter().filter(|(result, _)| result.is_ok()).count();
         (said && served >= 1).then_some(())
     });
-    wait_for("there is room again", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
+    wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
 /// Prints the process ids and waits to be killed. With the argument `forks`, a forked child also holds all
@@ -219,8 +219,8 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
     }
 }
 
-/// Checks that the application only sees the death of its own child, while a worker, a keeper and the
-/// supervisor end.
+/// Checks that the application sees only the death of its own child. Meanwhile a worker, a keeper and the supervisor
+/// end.
 #[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
@@ -244,10 +244,10 @@ fn waits_for_all() {
     let (supervisor, client) = start("");
     let [worker, keeper, guard] = line(&client);
     assert_eq!(outcome(&send(&client, "abort", "")), "crashed/signal");
-    wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+    wait_for("the worker is dead", || (!is_alive(worker)).then_some(()));
     kill_pid(keeper, Signal::SIGKILL);
-    wait_for("its guard is gone", || (!is_alive(guard)).then_some(()));
-    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    wait_for("the guard of the killed keeper is dead", || (!is_alive(guard)).then_some(()));
+    wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
     let [_, _, second] = line(&client);
     assert_ne!(guard, second);
     supervisor.shutdown().unwrap();
@@ -258,7 +258,7 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent, which then knows the child's process id, closes its end.
+                // Blocks until the parent closes its end. By then the parent knows the child's process id.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -267,7 +267,7 @@ fn waits_for_all() {
     };
     OWN.store(own, Ordering::SeqCst);
     drop(may_end);
-    wait_for("the own child is seen", || found.lock().unwrap().contains(&own).then_some(()));
+    wait_for("the application's child is reaped", || found.lock().unwrap().contains(&own).then_some(()));
     assert_eq!(*found.lock().unwrap(), [own]);
     assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
 }
@@ -321,8 +321,8 @@ fn keeps_its_own() {
         let masks = signals(task.join("status").to_str().unwrap());
         let is_ours = task.ends_with(std::process::id().to_string()) || name.starts_with("bulkhead-client");
         let blocked = u64::from_str_radix(masks[0].split_whitespace().last().unwrap(), 16).unwrap();
-        // All signals except SIGKILL and SIGSTOP, which cannot be blocked, and two that the C library
-        // reserves.
+        // All signals are blocked except SIGKILL and SIGSTOP, which cannot be blocked, and two signals that the C
+        // library reserves.
         assert!(is_ours || blocked | 1 << 31 | 1 << 32 == !(1 << 8 | 1 << 18), "{name}: {masks:?}");
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -347,7 +347,7 @@ fn once() {
 
 /// Waits until no descriptors are left, because a client's thread ends asynchronously.
 fn assert_nothing_open(before: usize) {
-    wait_for("nothing is left open", || (descriptors(std::process::id()) <= before).then_some(()));
+    wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
 
 fn assert_same_state(before: &[String]) {
@@ -366,17 +366,17 @@ fn loses_its_keeper() {
         let line = line(&client);
         let operation = format!("steps:count began-{lost};wait never");
         let running = client.job("a", "").operation(operation).start().unwrap();
-        wait_for("it runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
+        wait_for("the job runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
         kill_pid(line[lost], Signal::SIGKILL);
         let told = outcome(&running.wait());
         assert!(told.starts_with("crashed"), "{lost}: {told}");
-        wait_for("there is another worker", || {
+        wait_for("another worker serves jobs", || {
             let pid = send(&client, "pid", "").ok()?.outcome().worker_pid;
             (pid != Some(line[0])).then_some(())
         });
         assert_gone(&line);
     }
-    assert!(own.try_wait().unwrap().is_none(), "it is not the supervisor's");
+    assert!(own.try_wait().unwrap().is_none(), "the application's own child was killed");
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
@@ -393,7 +393,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // The first attempt only needs files as targets.
+    // `read-shadow` needs no process as a target.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();
@@ -416,7 +416,7 @@ fn attempts(profile: &str) {
             wrong.push(format!("{}: {ended:?}, expected {expected:?}", attempt.name));
         }
     }
-    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} attempts have an unexpected result:\n{}", wrong.len(), wrong.join("\n"));
     supervisor.shutdown().unwrap();
 }
 
@@ -501,13 +501,13 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Keys for a bulkhead whose jobs wait, and the number of waiting jobs.
+/// Keys for a bulkhead that runs one job at a time, and the number of waiting jobs.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks the outcome of a job after the supervisor was stopped at once.
+/// Checks that the job failed and is not reported as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
-    let told = told.as_ref().expect_err("none has run");
+    let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
 }
 
@@ -515,7 +515,7 @@ fn assert_told(told: &Result<Reply, JobError>) {
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
-    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job runs", || Path::new("began").exists().then_some(()));
     let waiting: Vec<_> = (0..WAITS).map(|_| client.job("a", "").start().unwrap()).collect();
     supervisor.stop();
     drop(supervisor);
@@ -586,7 +586,7 @@ fn local_goes_on() {
         assert!(threads.block_on(given_up).is_err());
     }
     echo(&mut supervisor, &threads);
-    // From all threads at once, next to a future that keeps this thread busy.
+    // Sends jobs from all threads at once, next to a future that keeps this thread busy.
     let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
     let jobs: Vec<_> = jobs.collect();
     let all = async {
@@ -595,7 +595,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // From now on another runtime drives the supervisor, while the first one ends.
+    // From now on another runtime drives the supervisor, and the first runtime ends.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -632,8 +632,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error at once after the end of the supervisor, and that a copy in a forked
-/// child ends nothing.
+/// Checks that clients get an error at once after the end of the supervisor, and that the copy of a supervisor in a
+/// forked child cannot shut down the original.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -654,7 +654,7 @@ fn ends_for_good() {
     assert_eq!(outcome(&send(&another, "echo", "")), "ok");
     supervisor.shutdown().unwrap();
     for client in [&client, &another] {
-        wait_for("it is told for good", || {
+        wait_for("the client reports the end of the supervisor", || {
             let told = send(client, "echo", "").unwrap_err();
             assert!(matches!(told, JobError::Disconnected { executed: Executed::No, .. }), "{told}");
             told.to_string().contains("in this process has ended").then_some(())
@@ -677,7 +677,7 @@ fn two() {
     assert_eq!(line(&of_second), other);
     second.shutdown().unwrap();
     assert_gone(&other);
-    // Then one after the other.
+    // Starts more supervisors, one after the other.
     for _ in 0..3 {
         let (third, client) = start("");
         assert_eq!(outcome(&send(&client, "echo", "")), "ok");
@@ -710,7 +710,7 @@ fn refused() {
         let error = started(program);
         assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
     }
-    // An application without the call gets an error instead of starting itself recursively.
+    // An application that does not call `keeper_main_if_asked` gets an error and does not start itself recursively.
     let own = std::env::current_exe().unwrap();
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
@@ -741,9 +741,9 @@ fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
     let running = client.job("a", "").operation("steps:count began;wait go;echo").start().unwrap();
-    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job runs", || Path::new("began").exists().then_some(()));
     let dropped = std::thread::spawn(move || drop(supervisor));
-    wait_for("no job is taken any more", || {
+    wait_for("new jobs are rejected", || {
         (outcome(&send(&client, "echo", "")) == "rejected/draining").then_some(())
     });
     std::fs::write("go", "").unwrap();
@@ -770,7 +770,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // Shorter sleeps would use up all processors for timers.
+                    // Shorter sleeps would use too much processor time.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })
@@ -883,7 +883,7 @@ async fn local() {
     let next = supervisor.run_until(async {
         loop {
             match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
-                // The worker may answer once more before the kernel ends it.
+                // The worker can answer once more before the kernel ends it.
                 Ok(pid) if pid == line[0] => {}
                 Ok(pid) => return pid,
                 Err(_) => {}
@@ -898,7 +898,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends the supervisor by a stop, by dropping it, and by the loss of an essential thread.
+/// Ends the supervisor by a stop, by dropping it, and by dropping it before its first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -923,7 +923,7 @@ async fn local_ends() {
     let line = [pid, parent(pid), parent(parent(pid))];
     drop(supervisor);
     assert_gone(&line);
-    // A supervisor that was never driven.
+    // Drops a supervisor that was never driven.
     drop(start_local(""));
 }
 
@@ -945,13 +945,13 @@ fn adopts() {
     let line = line(&client);
     assert_eq!(parent(line[2]), std::process::id());
     kill_pid(line[1], Signal::SIGKILL);
-    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
     assert!(own.try_wait().unwrap().is_none());
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
     let left = nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-    assert_eq!(left, Err(nix::errno::Errno::ECHILD), "not even one that has ended");
+    assert_eq!(left, Err(nix::errno::Errno::ECHILD), "the application has a leftover child");
 }
 
 /// Checks that dropping the copy of a supervisor in a forked child has no effect.

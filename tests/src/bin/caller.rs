@@ -1,4 +1,4 @@
-//! Connects as another client: with other credentials, from a process that has ended, or repeatedly.
+//! Connects to the jobs socket with other credentials, from a process that exits at once, or repeatedly.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;

@@ -47,7 +47,7 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
-        // Becomes ready at once the first time, and later only when the file `go` exists.
+        // The first process becomes ready at once. Later processes become ready when the file `go` exists.
         ["slow-again", once] => {
             let once = once.to_owned();
             Server::new()
@@ -144,7 +144,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Changes as many of these attributes of another process as permitted.
+/// Tries to change the attributes of [`attributes`] in another process. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -274,8 +274,7 @@ impl Drop for Running {
     }
 }
 
-/// Carries out steps separated by semicolons. They come from the operation, so that the payload stays
-/// available.
+/// Runs the steps of an operation, which are separated by semicolons. The payload stays available for the steps.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -373,7 +372,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // Rust's SIGSEGV handler takes the first signal for a stack overflow and then removes itself.
+        // Rust's SIGSEGV handler treats the first signal as a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -412,7 +411,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks this many MiB.
+        // Leaks memory. The payload is the number of MiB.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -443,14 +442,14 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             ));
             forever();
         }
-        // Kills every process named in the payload.
+        // Sends SIGKILL to all process ids in the payload.
         "kill" => {
             for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
                 let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Appends a line at its beginning and at its end, which shows the number of concurrent jobs.
+        // Writes `+` at the beginning and `-` at the end, which shows the number of concurrent jobs.
         "mark" => {
             use std::io::Write;
             let path = String::from_utf8_lossy(job.payload()).into_owned();
@@ -577,9 +576,9 @@ fn hoard() -> ExitCode {
 /// Capabilities needed to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
-/// Answers every job at once, with these exceptions. For the operation `lie` it answers the next job instead.
-/// At `ignore` it begins the job, and at the first `ignore all` not even that. After either operation the
-/// worker no longer reads, answers or sends heartbeats.
+/// Answers every job at once, with these exceptions. For the operation `lie`, the worker answers the next job instead.
+/// For `ignore`, the worker begins the job and then stops reading, answering and sending heartbeats. For the first
+/// `ignore all`, the worker stops without beginning the job.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -643,7 +642,10 @@ fn scribbler() -> ExitCode {
         let begun = if operation.ends_with("garbage") { u64::MAX } else { begun };
         journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
         journal.write_all_at(&frames, 64).expect("a journal is writable");
-        assert!(journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(), "its size is sealed");
+        assert!(
+            journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(),
+            "the size of the journal is sealed"
+        );
         std::process::abort();
     }
 }
@@ -685,7 +687,9 @@ impl Raw {
         if is_taken() {
             let mut outbox = Outbox::default();
             let extension = (bulkhead_shared::codec::tag::ARRIVAL, &arrival.to_le_bytes()[..]);
-            outbox.push(kind::RETURNED, job, &Empty, &[extension], Payload::NONE).expect("it fits");
+            outbox
+                .push(kind::RETURNED, job, &Empty, &[extension], Payload::NONE)
+                .expect("the message fits into a frame");
             let _ = outbox.flush(&self.socket, &mut BufferPool::default());
             return false;
         }
@@ -724,7 +728,9 @@ impl Raw {
 
     fn frame(&mut self, kind: u8, number: u64, message: &impl bincode::Encode, payload: &[u8]) {
         let mut outbox = Outbox::default();
-        outbox.push(kind, number, message, &[], Payload::Copied(payload)).expect("it fits");
+        outbox
+            .push(kind, number, message, &[], Payload::Copied(payload))
+            .expect("the message fits into a frame");
         if outbox.flush(&self.socket, &mut BufferPool::default()).is_err() {
             std::process::exit(0);
         }

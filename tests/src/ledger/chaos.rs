@@ -157,7 +157,7 @@ impl Target {
             _ => {
                 self.ask("GET", "/v1/bulkheads");
                 let _ = request(&self.folder.join("admin.sock"), "GET", "/metrics", "");
-                "looked at"
+                "admin API requested"
             }
         }
     }
@@ -186,7 +186,7 @@ impl Target {
                     let metadata = announced.len() - 16;
                     announced[..4].copy_from_slice(&(metadata as u32 + (1 << 20)).to_le_bytes());
                     announced.extend(*b"xx");
-                    // The rest of the connection would be read as payload.
+                    // The supervisor reads all further bytes of the connection as payload.
                     push(socket, &announced) && number == 0
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),
@@ -229,7 +229,7 @@ fn push(socket: &mut UnixStream, bytes: &[u8]) -> bool {
 
 fn frame<M: bincode::Encode>(kind: u8, number: u64, message: &M) -> Vec<u8> {
     let mut metadata = Vec::new();
-    codec::encode(message, &[], &mut metadata).expect("it fits");
+    codec::encode(message, &[], &mut metadata).expect("the metadata fits into a frame");
     let length = metadata.len() as u32;
     let header = Header { length, kind, flags: 0, metadata_length: metadata.len() as u16, number };
     let mut bytes = header.encode().to_vec();

@@ -140,7 +140,7 @@ pub async fn fill_all(client: &Client) {
         let began = Instant::now();
         while let Err(told) = fill(client, bulkhead).await {
             let name = bulkhead.name;
-            assert!(began.elapsed() < PATIENCE, "{name}: not all of its room can be taken: {told:?}");
+            assert!(began.elapsed() < PATIENCE, "{name}: not all permits can be used at once: {told:?}");
         }
     }
 }
@@ -155,7 +155,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     });
     let mut told = Vec::new();
     for job in jobs.collect::<Vec<_>>() {
-        told.push(crate::outcome(&job.await.expect("it does not panic")));
+        told.push(crate::outcome(&job.await.expect("the job does not panic")));
     }
     if told.iter().all(|told| told == "ok") { Ok(()) } else { Err(told) }
 }

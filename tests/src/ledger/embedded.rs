@@ -70,7 +70,7 @@ fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
         let mut supervisor =
             Supervisor::builder(config).start_local().unwrap_or_else(|error| panic!("{error}"));
         let mut clients: Vec<Client> = (0..CLIENTS).map(|_| supervisor.client()).collect();
-        let next = || clients.pop().expect("there are as many");
+        let next = || clients.pop().expect("there are enough clients");
         let kept = supervisor.run_until(keep_with(next, notes, plan)).await;
         supervisor.shutdown().await.unwrap_or_else(|error| panic!("{error}"));
         kept.unwrap_or_else(|error| panic!("{error}"))
@@ -106,7 +106,7 @@ async fn at_rest() -> usize {
         counts.push(descriptors(std::process::id()));
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    counts.into_iter().min().expect("there are some")
+    counts.into_iter().min().expect("at least one measurement")
 }
 
 /// Disturbs the embedded supervisor until the run is over.

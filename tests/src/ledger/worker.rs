@@ -1,5 +1,5 @@
-//! Workers of the ledger. All workers append a record of each beginning and end of a job to one file. Each
-//! running job locks one of as many bytes as jobs may run at once. The kernel releases the locks of a dying
+//! Workers of the ledger. They append a record to one file when a job begins and ends. A running job locks one byte of
+//! another file. There are as many bytes (places) as jobs may run at once. The kernel releases the locks of a dying
 //! process before its death is visible.
 
 use std::fs::{File, OpenOptions, Permissions};
@@ -16,7 +16,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 /// Name of the file with the records.
 const RECORDS: &str = "records";
 
-/// Number of scans over all places before they count as taken.
+/// Number of scans over all places before a job counts as above the limit.
 const SCANS: usize = 4;
 
 /// Held for writing while a process is spawned, and for reading while a place is released. Until a new process
@@ -75,7 +75,7 @@ impl Record {
 /// Reads all records, in the order in which they were written.
 pub fn read(notes: &Path) -> Vec<Record> {
     let bytes = std::fs::read(notes.join(RECORDS)).unwrap_or_default();
-    assert_eq!(bytes.len() % Record::BYTES, 0, "a record is written as one");
+    assert_eq!(bytes.len() % Record::BYTES, 0, "a record was written in part");
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
@@ -131,7 +131,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
@@ -183,11 +183,11 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// Maximum time in µs that a job waits for the others of its round. If workers are being replaced, the jobs
-/// meet in a later round.
+/// Maximum time in µs that a job waits for the other jobs of its round. If workers are being replaced, a later round
+/// succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at once. The first job that sees this informs the others through a file.
+/// Waits until all places are taken at the same time. The first job that sees this creates a file to inform the others.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -204,7 +204,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
             File::create(&met)?;
         }
         if now_us() - began_us > MEETS_WITHIN_US {
-            return Err(HandlerError::new("alone", "the others have not come"));
+            return Err(HandlerError::new("alone", "the other jobs of the round have not begun"));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -223,7 +223,7 @@ enum Place {
 fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
     // Several scans, because a place can be freed and another taken between two attempts.

@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks of libraries. Not safe in general,
-/// whatever the signature says.
+/// Makes a raw system call, because attempts must bypass the checks of libraries. The function is safe only for the
+/// arguments named below.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);

@@ -1,4 +1,4 @@
-//! Attempts with devices, and with kernel interfaces in `/proc` and `/sys`.
+//! Attempts to use devices, and kernel interfaces in `/proc` and `/sys`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;

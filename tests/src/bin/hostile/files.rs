@@ -1,4 +1,4 @@
-//! Attempts with files of others, and with ways around path checks.
+//! Attempts to access other users' files, and to bypass path checks.
 
 mod set_id;
 

@@ -1,4 +1,4 @@
-//! Attempts with system calls that have been used for kernel exploits, administer the machine, or start
+//! Attempts to make system calls that have been used for kernel exploits, that administer the machine, or that start
 //! programs.
 
 use std::ffi::CString;

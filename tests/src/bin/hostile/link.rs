@@ -60,8 +60,8 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// Uses every call that takes flags. Uses a new pair of sockets if possible, because urgent data can block
-/// the reader of the link.
+/// Tries `send` and `sendmsg`. Uses a new pair of sockets if possible, because urgent data can block the reader of the
+/// link.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();

@@ -8,9 +8,9 @@
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **It must be safe to run without any confinement, as root.** An attempt stops as soon as the kernel has
-//! decided. It requests no effect, passes arguments that cannot work, or sets values that are already in
-//! force. Every attempt removes what it created, and every loop is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the kernel has
+//! permitted or refused the action. An attempt requests no effect, passes arguments that cannot work, or sets values
+//! that are already in force. Every attempt removes the files that it created, and every loop is bounded.
 
 mod calls;
 mod devices;
@@ -42,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several paths, take the one outside of the own temporary folder.
+        // If there are several paths, takes one outside of this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several processes, take one other than this process.
+        // If there are several processes, takes one other than this process.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {

@@ -1,4 +1,4 @@
-//! Attempts with new namespaces, namespaces of others, and mounts.
+//! Attempts to create namespaces, to enter other processes' namespaces, and to mount file systems.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;

@@ -1,4 +1,4 @@
-//! Attempts with sockets of all kinds.
+//! Attempts to use sockets of all kinds.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};

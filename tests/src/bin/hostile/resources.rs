@@ -31,7 +31,7 @@ const TOUCHED_BYTES: usize = 1 << 20;
 const FAR_BYTES: u64 = 1 << 40;
 const FILLED_BYTES: usize = 8 << 20;
 
-/// Maximum lifetime of a process that nothing ends.
+/// Lifetime of a process that nothing kills earlier.
 const LIFETIME_S: u64 = 60;
 
 fn open_many_descriptors() -> Tried {

@@ -12,7 +12,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 
 use crate::calls::call;
 
-/// Lifetime of the siblings that it forks, if nothing else ends them.
+/// Lifetime of the forked siblings that nothing kills earlier.
 const LIFETIME_S: u32 = 100;
 
 /// Number of siblings to fork.
