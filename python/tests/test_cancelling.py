@@ -124,7 +124,7 @@ def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supe
 
 
 @pytest.mark.parametrize("calls_before", [1, 5])
-def test_no_call_begins_after_a_cancelling_shutdown(calls_before: int, tmp_path: Path) -> None:
+def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
         # After quick calls, more of the following calls are sent to the supervisor.
         list(pool.map(abs, range(calls_before)))

@@ -573,7 +573,7 @@ def test_rejects_pickles_with_hidden_objects(pickled: bytes) -> None:
         loads(b"\x80\x05" + pickled + b".")
 
 
-def test_group_members_are_checked_after_their_list_changed() -> None:
+def test_exception_group_members_are_checked_after_list_changes() -> None:
     """The members of a group are checked even if the list that it was made from has changed."""
     if sys.version_info < (3, 11):
         pytest.skip("NOT RUN: Python 3.10 has no exception groups")

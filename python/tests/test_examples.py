@@ -166,7 +166,7 @@ def block(beginning: str) -> str:
     return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
 
 
-def test_documented_worker_serves_all_payloads() -> None:
+def test_documented_worker_example_works() -> None:
     code = block("# thumbs.py").replace("import bulkhead\n", "")
 
     class Page:

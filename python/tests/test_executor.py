@@ -185,7 +185,7 @@ def test_timeout_kills_the_process_tree_of_the_call(pool: BulkheadExecutor, tmp_
 
 
 def test_timeout_and_cancel_take_effect_quickly(tmp_path: Path) -> None:
-    """With a timeout of 0.2 s, the design requires an exception within 0.25 s, and no process after 0.5 s.
+    """The design requires an exception within 0.25 s and no process after 0.5 s, for a timeout of 0.2 s.
 
     A busy machine needs longer. The test shows only that no time limit of supervisor or worker delays the result.
     """
@@ -767,7 +767,7 @@ def test_pool_recovers_after_workers_could_not_start(tmp_path: Path) -> None:
     assert ran.stdout.split("\n")[:2] == ["BrokenProcessPool", "goes on"], ran.stdout + ran.stderr
 
 
-def test_a_script_from_standard_input_can_use_functions_of_modules() -> None:
+def test_script_from_standard_input_can_call_module_functions() -> None:
     code = "from bulkhead import BulkheadExecutor\npool = BulkheadExecutor(1)\nprint(pool.submit(pow, 2, 3).result(30))"
     ran = subprocess.run(
         [sys.executable, "-"],

@@ -48,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_single_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
+def test_one_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
     """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
     built = Path(SUPERVISOR).parent
     target = tmp_path / "target"

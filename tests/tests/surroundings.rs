@@ -233,7 +233,7 @@ fn killed_supervisor_with_stopped_keeper_leaves_no_process() {
 // Memory.
 
 #[test]
-fn oom_scores_rank_workers_over_keeper_over_supervisor() {
+fn oom_killer_prefers_workers_to_keeper_and_supervisor() {
     let score = |pid: u32| -> i32 {
         let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
         text.trim().parse().unwrap()

@@ -247,7 +247,7 @@ fn report_omits_large_payload() {
 }
 
 #[test]
-fn crash_payloads_false_omits_payloads() {
+fn reports_omit_payloads_if_crash_payloads_is_false() {
     let folder = tempfile::tempdir().unwrap();
     let keys = format!("{}crash_payloads = false\n", kept_in(&folder.path().join("crashes"), 9));
     let supervisor = Supervisor::start_with(&keys, B);

@@ -110,7 +110,7 @@ fn new_tenant_is_rejected_while_others_are_busy() {
 }
 
 #[test]
-fn max_active_holds_under_two_hundred_tenants() {
+fn max_active_limit_holds_with_two_hundred_tenants() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);

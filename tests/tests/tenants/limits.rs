@@ -391,7 +391,7 @@ fn unserved_tenant_queue_is_rejected_live_and_in_configuration() {
 }
 
 #[test]
-fn bulkhead_wide_rate_is_rejected_with_tenant_rates() {
+fn bulkhead_wide_rate_limit_conflicts_with_tenant_rate_limit() {
     let own = "[bulkhead.b.tenant.acme]\nrate_limit = { per_second = 5 }";
     let tenant = "rate_limit = { per_second = 5, per = \"tenant\" }";
     let supervisor = Supervisor::start(&shared(&format!("{tenant}\n{own}")));

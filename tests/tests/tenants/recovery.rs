@@ -300,7 +300,7 @@ fn tenant_with_job_in_fallback_is_remembered() {
 }
 
 #[test]
-fn job_that_crashed_isolated_worker_retries_in_fallback() {
+fn job_that_crashed_isolated_worker_is_retried_in_fallback() {
     let supervisor = Supervisor::start(&with_fallback("max_queue = 5", "max_queue = 5"));
     supervisor.wait_number("safe", "limit", 1);
     run(async {

@@ -276,7 +276,7 @@ fn program_without_template_protocol_is_rejected() {
 }
 
 #[test]
-fn keeper_death_replaces_the_template() {
+fn new_keeper_starts_another_template() {
     let supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);

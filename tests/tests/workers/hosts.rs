@@ -281,7 +281,7 @@ fn failure_message_is_the_end_of_standard_error() {
 }
 
 #[test]
-fn signal_death_is_a_crash_of_program_not_worker() {
+fn signal_death_of_program_leaves_worker_running() {
     let (supervisor, client) = shell("echo dying >&2; kill -$BULKHEAD_OPERATION $$; sleep 1000", "");
     let worker = supervisor.worker_pids("x");
     let signals = [("SEGV", 11), ("KILL", 9), ("ABRT", 6), ("TERM", 15), ("BUS", 7), ("PIPE", 13)];

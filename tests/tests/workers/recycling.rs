@@ -93,7 +93,7 @@ fn worker_is_recycled_above_memory_limit() {
 
 /// Without a queue, jobs wait only for a worker that is starting.
 #[test]
-fn recycling_after_one_job_gives_fresh_processes() {
+fn recycling_after_each_job_gives_fresh_processes() {
     let bulkhead = |name: &str, program: &str| {
         format!("[bulkhead.{name}]\n{program}\nprocesses = 2\nmax_queue = 0\nrecycle = {{ jobs = 1 }}\n")
     };
