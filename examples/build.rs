@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    let folder = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    let folder =
+        PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
     let source = folder.join("thumbnail/thumbnail.c");
     let include = folder.join("../worker/include");
     println!("cargo::rerun-if-changed={}", folder.join("thumbnail").display());
     println!("cargo::rerun-if-changed={}", include.display());
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     // OUT_DIR is target/PROFILE/build/PACKAGE-HASH/out.
     let profile = out.ancestors().nth(3).unwrap_or(Path::new("."));
     let library = profile.join("libthumbnail.so");

@@ -1,6 +1,5 @@
-//! Measures how much one party's jobs suffer from another party of the same bulkhead. The results are p50 and p99 of
-//! the victims' jobs with and without an attack, in turns. Attacks on the supervisor itself are measured in
-//! `attacks.rs`.
+//! Measures how much honest jobs suffer from an attacker in the same bulkhead. The results are p50 and p99 of the honest
+//! jobs, alternately with and without the attack. Attacks on the supervisor itself are measured in `attacks.rs`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -21,16 +20,16 @@ pub(crate) const GROUP: &str = "isolation";
 
 /// Size of each measurement.
 pub(crate) struct Plan {
-    /// Pairs of rounds, one without the attack and one with the attack.
+    /// Number of pairs of rounds, with one round without the attack and one with the attack.
     pub(crate) pairs: usize,
-    /// Jobs of the others in each round.
+    /// Number of honest jobs in each round.
     pub(crate) jobs: usize,
 }
 
-/// Jobs of the others in a burst.
+/// Number of honest jobs in a burst.
 const BURST: usize = 60;
 
-/// Deadline of the others' jobs. A job that misses it ends the measurement.
+/// Deadline of an honest job. A job that misses it ends the measurement.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Deadline of a job that attacks its template for as long as it runs.
@@ -39,7 +38,7 @@ const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 /// Deadline of a job that is killed at once.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
-/// Time from the start of an attack to the first job of the others.
+/// Time from the start of an attack to the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
 /// An attack and the same load without the attack.
@@ -51,14 +50,14 @@ struct Scene {
     worker: Worker,
     /// Operation and deadline of the attacker's jobs without the attack, and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of the attacker's jobs in flight; each is followed by another job. With 0, the attacker sends one job
-    /// at the start of each burst of the others' jobs.
+    /// Number of jobs that the attacker keeps in flight. With 0, the attacker sends one job at the start of each burst
+    /// of honest jobs.
     attackers: usize,
-    /// Operation of the others' jobs.
+    /// Operation of the honest jobs.
     operation: &'static str,
-    /// Tenants of the others, or an empty list if tenants do not matter.
+    /// Tenants of the honest jobs, or an empty list if tenants do not matter.
     tenants: &'static [&'static str],
-    /// Number of the others' jobs in flight.
+    /// Number of honest jobs in flight.
     lanes: usize,
 }
 
@@ -165,8 +164,8 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the others' jobs, each of which must end `ok`. `way` is 0 without the attack, and 1 with
-/// the attack.
+/// Returns the latencies of the honest jobs, each of which must end `ok`. `way` is 0 without the attack, and 1 with the
+/// attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
     // Warms up the workers, and lets the supervisor learn their speed.
@@ -183,7 +182,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of the others' jobs, each right after a job of the attacker.
+/// Sends bursts of honest jobs, each right after a job of the attacker.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -191,7 +190,7 @@ async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Resu
             let job = client.job("shared", "x").operation(operation).deadline(deadline);
             tokio::task::spawn_local(job.send())
         });
-        // The attacker's job is sent before the others' jobs.
+        // The job of the attacker is sent before the honest jobs.
         tokio::task::yield_now().await;
         rounds.push(others(scene, client, scene.lanes).await?);
         if let Some(attack) = attack {

@@ -208,7 +208,7 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // The target is 10 ms plus the start of a worker, which the figure above has.
+    // The target is 10 ms plus the start of a worker, which the previous figure measures.
     let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }

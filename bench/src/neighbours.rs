@@ -84,7 +84,7 @@ impl Crashes {
     }
 }
 
-/// Compares a sibling's p99 with and without a bulkhead whose worker dies of every job.
+/// Compares a sibling's p99 with and without a bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {

@@ -3,7 +3,7 @@
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
 
-/// Makes a figure from pairs of rounds, bare and real.
+/// Creates a figure from pairs of a bare and a real round.
 pub(crate) fn paired(
     name: String,
     unit: &'static str,
@@ -20,7 +20,7 @@ pub(crate) fn paired(
     }
 }
 
-/// Makes a figure with the difference between two variants that were measured alternately.
+/// Creates a figure with the difference between two variants that were measured alternately.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
     let differences: Vec<f64> = pairs.iter().map(|(without, with)| with - without).collect();
     let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);

@@ -16,21 +16,21 @@ pub(crate) struct Plan {
     rounds: usize,
     /// Maximum time in which a measurement starts further rounds. `None` means no limit.
     duration: Option<Duration>,
-    /// Requests of 64 B and 4 KiB in each round, sent one at a time.
+    /// Number of requests of 64 B and of 4 KiB in each round, sent one at a time.
     pub(crate) small: usize,
-    /// Requests of 1 MiB in each round. A round with 64 MiB has a 32nd of this number.
+    /// Number of requests of 1 MiB in each round. A round with 64 MiB has a 32nd of this number.
     pub(crate) large: usize,
-    /// Requests in each round with many in flight.
+    /// Number of requests in each round with many requests in flight.
     pub(crate) many: usize,
     /// Maximum number of deaths, and of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Jobs for four bulkheads in each round.
+    /// Number of jobs for four bulkheads in each round.
     pub(crate) crowd: usize,
-    /// Jobs for three bulkheads in each round, while the fourth crashes.
+    /// Number of jobs for three bulkheads in each round, while workers of the fourth crash.
     pub(crate) storm: usize,
-    /// Jobs in each round of decisions alone.
+    /// Number of jobs in each round that measures only decisions.
     pub(crate) decisions: usize,
-    /// Programs in each round.
+    /// Number of programs in each round.
     pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,

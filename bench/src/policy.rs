@@ -284,7 +284,7 @@ struct Subject {
 }
 
 impl Subject {
-    /// Makes a bulkhead with a ready worker.
+    /// Creates a bulkhead with a ready worker.
     fn new(limits: Limits) -> Result<Self> {
         let mut bulkhead = Bulkhead::new(limits, 7);
         let mut actions = Vec::new();

@@ -55,7 +55,7 @@ pub(crate) struct Figure {
 }
 
 impl Figure {
-    /// Makes a figure without a counterpart and without a target.
+    /// Creates a figure without a counterpart and without a target.
     pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
         let (target, limit) = (Target::Told, f64::NAN);
         let (name, rounds) = (name.into(), Vec::new());
@@ -119,7 +119,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Makes a report of the figures whose name contains `only`.
+    /// Creates a report of the figures whose name contains `only`.
     pub(crate) fn new(only: Option<String>, wants_slow: bool, is_json: bool) -> Self {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }

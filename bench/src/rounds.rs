@@ -13,7 +13,7 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Makes at most `most` rounds of a measurement that starts now. Once `duration` has passed, no round starts beyond
+    /// Creates at most `most` rounds of a measurement that starts now. Once `duration` has passed, no round starts beyond
     /// [`ROUNDS_MIN`].
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }

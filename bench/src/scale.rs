@@ -208,7 +208,7 @@ async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> 
     if !report.wants(&name) {
         return Ok(());
     }
-    // Makes the supervisor know every tenant.
+    // Sends a job of each tenant, so that the supervisor has a record of each.
     run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
     let mut pairs = Vec::new();
     for _ in 0..plan.rounds {
@@ -226,7 +226,7 @@ async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Resu
         return Ok(());
     }
     let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
-    // Waits until the started workers are idle and were checked.
+    // Waits until the workers are idle and their first checks are done.
     tokio::time::sleep(plan.idle).await;
     let (before, began) = (processes::cpu(all)?, Instant::now());
     tokio::time::sleep(plan.idle).await;
@@ -280,8 +280,8 @@ async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
 }
 
 /// Measures many clients, each with a tenant and waiting jobs. The figures are the cost of an arrival, of a
-/// cancellation, and of an outcome at a stop. A tenth of the jobs is measured first. Equal figures show that the cost per job does not
-/// grow with the number of jobs.
+/// cancellation, and of an outcome at shutdown. A tenth of the jobs is measured first. Equal figures show that the cost
+/// per job does not grow with the number of jobs.
 async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let name = format!("scale: {} clients, {} jobs wait", plan.clients, plan.clients * plan.waiting);
     if !report.wants(&name) {
@@ -312,7 +312,7 @@ async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
         let came = processes::cpu(pid)?;
         coming.push(per_job(came.saturating_sub(before)));
         held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
-        // Half of the clients cancel their jobs. At the end, the other half gets its outcomes at the stop.
+        // Half of the clients cancel their jobs. The other half receives its outcomes at shutdown.
         goes.shutdown().await;
         wait_queued(&chain, stays.len()).await?;
         cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));

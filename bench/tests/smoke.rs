@@ -12,7 +12,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn reports_all_figures_as_json_and_svg() {
+fn bench_reports_all_figures_as_json_and_svg() {
     let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("plot.svg");
     let output = bench(&["--json", "--svg", plot.to_str().unwrap()]);
@@ -32,7 +32,7 @@ fn reports_all_figures_as_json_and_svg() {
 }
 
 #[test]
-fn prints_each_figure_on_a_separate_line() {
+fn bench_prints_one_line_per_figure() {
     let output = bench(&["--only", "policy: cancel"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let lines: Vec<_> = text(&output.stdout).lines().map(str::to_owned).collect();

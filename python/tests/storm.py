@@ -48,7 +48,7 @@ def main(count: int) -> None:
     print(supervisor.pid, supervisor.folder, flush=True)
     for future, _ in begun:
         future.exception()
-    print("it was not killed in the midst", flush=True)
+    print("the program was not killed during the storm", flush=True)
     time.sleep(600)
 
 

@@ -99,24 +99,24 @@ def test_cancelling_a_task_cancels_its_job(supervisor: Supervisor) -> None:
         async with connected(supervisor) as client:
             before = (await client.call("plain")).outcome.worker_pid
             task = asyncio.ensure_future(client.call("plain", operation="spin"))
-            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert (await client.call("plain")).outcome.worker_pid != before
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(client.call("plain", operation="spin"), 0.1)
-            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             if sys.version_info >= (3, 11):
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await client.call("plain", operation="spin")
-                await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+                await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             job = client.submit("plain", operation="spin")
-            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
             assert job.cancel()
             assert not job.cancel()
-            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             assert (await client.call("plain", b"goes on")).payload == b"goes on"
 
     run(test)
@@ -132,7 +132,7 @@ def test_job_cancelled_before_sending_is_not_sent(supervisor: Supervisor) -> Non
     run(test)
 
 
-def test_listeners_get_progress(supervisor: Supervisor) -> None:
+def test_listener_receives_progress_reports(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             heard: list[tuple[float, str]] = []
@@ -145,7 +145,7 @@ def test_listeners_get_progress(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
+def test_one_client_serves_several_loops_in_turn(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
 
     async def test() -> bytes:
@@ -161,7 +161,7 @@ def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
     run(closed)
 
 
-def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervisor) -> None:
+def test_client_serves_loops_of_several_threads(supervisor: Supervisor) -> None:
     """Django, for example, has an event loop for each request."""
     client = AsyncClient(supervisor.socket)
     begun, is_over = threading.Barrier(4), threading.Event()
@@ -247,13 +247,13 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
     run(test)
 
 
-def test_lost_supervisors_fail_jobs(tmp_path: os.PathLike[str]) -> None:
+def test_supervisor_death_fails_its_jobs(tmp_path: os.PathLike[str]) -> None:
     async def test() -> None:
         with running(plain=WORKER) as own:
             async with AsyncClient(own.socket) as client:
                 job = client.submit("plain", b"60", operation="sleep")
                 queued = asyncio.ensure_future(client.call("plain"))
-                await until("both are there", lambda: own.snapshot("plain")["queued"] == 1)
+                await until("both jobs have arrived", lambda: own.snapshot("plain")["queued"] == 1)
                 own.kill()
                 for lost in (job, queued):
                     with pytest.raises(bulkhead.Disconnected) as caught:
@@ -274,16 +274,16 @@ def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
     async def test() -> None:
         client = AsyncClient(supervisor.socket)
         job = client.submit("plain", operation="spin")
-        await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         await client.aclose()
         with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
-        await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+        await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
 
     run(test)
 
 
-def test_received_outcomes_count_after_a_reset(tmp_path: Path) -> None:
+def test_received_outcomes_survive_a_connection_reset(tmp_path: Path) -> None:
     def welcome(listening: socket.socket) -> socket.socket:
         peer = listening.accept()[0]
         peer.recv(65_536)
@@ -302,7 +302,7 @@ def test_received_outcomes_count_after_a_reset(tmp_path: Path) -> None:
                 while first._job_connection is None:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                # Exactly as much as one read takes, so that the client reads again. The sent data stays unread.
+                # The data has the size of one read, so the client reads again. The peer closes with unread data.
                 metadata = bytes(_wire._OUTCOME.size) + bytes(24) + bytes(8)
                 link.sendall(_wire.frame(_wire.OUTCOME, 1, metadata, bytes(_wire.READ_BYTES - 16 - len(metadata))))
             assert len((await first).payload) > 60_000

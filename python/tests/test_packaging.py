@@ -48,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_a_single_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
+def test_one_command_installs_both_packages(is_built: bool, wheels: list[Path], tmp_path: Path) -> None:
     """Works for any target folder of cargo. A fake cargo only copies the programs, because a build takes minutes."""
     built = Path(SUPERVISOR).parent
     target = tmp_path / "target"
@@ -83,7 +83,7 @@ esac
     assert run(python, "-c", code) == "4\n"
 
 
-def test_documents_name_the_command_that_installs() -> None:
+def test_documents_contain_the_install_command() -> None:
     command = "pip install ./python/supervisor ./python"
     for document in ("README.md", "python/README.md", "docs/python.md", "python/src/bulkhead/_private.py"):
         text = (ROOT / document).read_text()
@@ -101,7 +101,7 @@ def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return python
 
 
-def test_names_and_contents(wheels: list[Path]) -> None:
+def test_wheels_have_expected_names_and_contents(wheels: list[Path]) -> None:
     package, programs = wheels
     version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
     assert version is not None
@@ -149,7 +149,7 @@ def test_wheel_contains_the_programs(installed: Path) -> None:
     run(installed, "-c", code)
 
 
-def test_package_is_typed_for_users(installed: Path, tmp_path: Path) -> None:
+def test_installed_package_has_types(installed: Path, tmp_path: Path) -> None:
     """mypy checks a user's program against the installed package."""
     if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
         pytest.skip("NOT RUN: mypy is not installed")

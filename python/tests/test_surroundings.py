@@ -40,7 +40,7 @@ def program(code: str, *arguments: str, **variables: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> None:
+def test_workers_have_the_umask_of_the_caller(method: str, sandbox: str) -> None:
     before = os.umask(0o027)
     try:
         context = multiprocessing.get_context(method)
@@ -52,7 +52,7 @@ def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_variables_are_set_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
+def test_environment_is_set_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     hook = "import os\nseen_at_start = os.environ.get('HOOK')\nos.environ['SET_BY_HOOK'] = 'yes'\n"
     (tmp_path / "sitecustomize.py").write_text(hook)

@@ -64,7 +64,7 @@ def test_invalid_frame_ends_the_connection(tmp_path: Path, way: str, frame: byte
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-def test_invalid_frame_fails_the_jobs_of_a_loop(tmp_path: Path, frame: bytes) -> None:
+def test_invalid_frame_fails_jobs_of_the_asyncio_client(tmp_path: Path, frame: bytes) -> None:
     path = str(tmp_path / "s")
 
     async def test() -> None:

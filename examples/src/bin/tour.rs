@@ -14,8 +14,8 @@ use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 /// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. Doubled after each expiry in the queue, because such a job proves
-/// nothing.
+/// Deadline of jobs that never end. The deadline is doubled after each expiry in the queue, because a job that
+/// never began proves nothing.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

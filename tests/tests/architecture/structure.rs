@@ -1,6 +1,6 @@
 //! Checks on the structure of the code: crates depend on each other as `docs/architecture.md` says, and the files of a
-//! crate have no circular imports. Imports between a module and a submodule do not count, because the parent owns a
-//! type and the submodules are parts of the parent.
+//! crate have no circular imports. Imports between a module and its submodules are allowed, because
+//! submodules implement parts of a type that the parent owns.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +23,7 @@ fn members() -> Vec<PathBuf> {
     members
 }
 
-/// Returns the name of a crate, and its dependencies in the workspace, without those of tests.
+/// Returns the name of a crate and its dependencies in the workspace, without dev-dependencies.
 fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     let text = fs::read_to_string(member.join("Cargo.toml")).unwrap();
     let mut section = "";
@@ -43,7 +43,7 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
 }
 
 #[test]
-fn crates_depend_on_each_other_as_the_documentation_says() {
+fn crate_dependencies_match_documentation() {
     let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();
     let section = page.split("\n## Crates\n").nth(1).unwrap().split("\n## ").next().unwrap();
     let mut told = BTreeMap::new();
@@ -56,12 +56,12 @@ fn crates_depend_on_each_other_as_the_documentation_says() {
             .map(|name| name.trim().trim_matches('`').to_owned())
             .filter(|n| n != "–")
             .collect();
-        assert!(names.is_subset(&above), "{name} depends on a crate that stands below it: {names:?}");
+        assert!(names.is_subset(&above), "{name} depends on a crate further down in the table: {names:?}");
         above.insert(name.clone());
         told.insert(name, names);
     }
     let found: BTreeMap<_, _> = members().iter().map(|member| dependencies(member)).collect();
-    assert_eq!(found, told, "left: what Cargo.toml has; right: what the table has");
+    assert_eq!(found, told, "left: Cargo.toml, right: docs/architecture.md");
 }
 
 /// Removes comments, literals and tests from source text.
@@ -265,7 +265,7 @@ fn in_circles(edges: &BTreeMap<&Module, BTreeSet<Module>>) -> Vec<String> {
 }
 
 #[test]
-fn no_files_import_each_other_in_a_circle() {
+fn modules_have_no_circular_imports() {
     for member in members() {
         let circles = in_circles(&Imports::of(&member).edges());
         assert!(circles.is_empty(), "{}:\n    {}", member.display(), circles.join("\n    "));
@@ -273,7 +273,7 @@ fn no_files_import_each_other_in_a_circle() {
 }
 
 #[test]
-fn a_circle_is_found() {
+fn check_finds_circular_imports() {
     let crate_of = |files: &[(&str, &str)]| {
         let folder = tempfile::tempdir().unwrap();
         for (file, text) in files {
@@ -293,7 +293,7 @@ fn a_circle_is_found() {
         [("lib.rs", "pub use a::A;"), ("a.rs", "use crate::b;"), ("b.rs", "fn f() -> crate::A {}")];
     assert_eq!(crate_of(&by_reexport).len(), 2);
     let parts = [("lib.rs", "mod a;"), ("a.rs", "mod b;\nuse b::B;"), ("a/b.rs", "use super::A;")];
-    assert!(crate_of(&parts).is_empty(), "a parent and its parts");
+    assert!(crate_of(&parts).is_empty(), "imports between a parent and its submodule are allowed");
     let quoted = [("a.rs", "// crate::b\nconst B: &str = \"crate::b\";"), ("b.rs", "use crate::a::A;")];
     assert!(crate_of(&quoted).is_empty());
     let tested = [("a.rs", "#[cfg(test)]\nmod tests {\n    use crate::b;\n}"), ("b.rs", "use crate::a::A;")];
