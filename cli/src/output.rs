@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_text_stays_in_one_line() {
+    fn line_breaks_in_worker_text_are_escaped() {
         assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

@@ -179,9 +179,9 @@ fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping
 mod tests {
     use super::*;
 
-    /// A recall can cross the return of a lease, for example after each cancelled job.
+    /// A recall can arrive after the client has returned the lease, for example after each cancelled job.
     #[test]
-    fn recalls_of_returned_leases_leave_no_record() {
+    fn recall_of_returned_lease_leaves_no_record() {
         let mut leases = Leases::default();
         for number in 0..1000 {
             leases.in_use.insert(number, false);

@@ -603,9 +603,9 @@ mod tests {
         assert_eq!((pending.len(), requests.lock().queued_submitters), (3, 0));
     }
 
-    /// Such an outcome ends the connection, which also ends the job.
+    /// Such an outcome is a protocol violation. It ends the connection, and the job fails as lost.
     #[test]
-    fn result_in_a_missing_file_leaves_no_caller_waiting() {
+    fn result_with_unknown_lease_fails_its_job() {
         let (requests, _there) = in_memory();
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
         let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
@@ -626,7 +626,7 @@ mod tests {
 
     /// A forked process shares the parent's socket, and must not close the connection.
     #[tokio::test]
-    async fn only_the_process_that_connected_ends_the_connection() {
+    async fn forked_child_leaves_parents_connection_open() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
         here.set_nonblocking(true).unwrap();
         there.set_nonblocking(true).unwrap();

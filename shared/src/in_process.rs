@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_in_order_within_the_buffer_limit() {
+    fn bytes_arrive_in_order_within_buffer_limit() {
         let (here, there) = pair();
         let bytes: Vec<u8> = (0..3 * UNREAD_BYTES_MAX + 77).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut found) = (0, Vec::new());
@@ -303,11 +303,14 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+        assert!(
+            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
+            "an idle connection keeps only a small buffer"
+        );
     }
 
     #[test]
-    fn wakes_each_endpoint_only_when_it_can_continue() {
+    fn endpoint_is_woken_only_when_it_can_continue() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());
@@ -330,16 +333,16 @@ mod tests {
         assert_eq!(ours.take(), 1);
     }
 
-    /// A task that owns an end, which is dropped with the task.
+    /// A task that owns an endpoint. The endpoint is dropped with the task.
     struct Task(#[expect(dead_code, reason = "the endpoint is dropped with the task")] Endpoint);
 
     impl Wake for Task {
         fn wake(self: Arc<Self>) {}
     }
 
-    /// The replaced waker can hold the last reference to the other end.
+    /// The replaced waker can hold the last reference to the other endpoint.
     #[test]
-    fn replacing_a_waker_can_close_the_other_end() {
+    fn replaced_waker_can_close_the_other_endpoint() {
         let waits: [fn(&Endpoint, &mut Context<'_>) -> Poll<()>; 2] =
             [Endpoint::poll_readable, Endpoint::poll_writable];
         for wait in waits {
@@ -355,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_written_before_the_close_can_be_read() {
+    fn bytes_written_before_close_can_be_read() {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());
@@ -369,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn files_arrive_with_their_bytes_or_are_closed_unread() {
+    fn files_arrive_together_with_their_bytes() {
         let open = || std::fs::File::open("/dev/null").unwrap().into();
         let (here, there) = pair();
         here.write(b"before ").unwrap();

@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_and_names_are_unique_and_survive_the_round_trip() {
+    fn reasons_have_unique_codes_and_names() {
         for reason in RejectReason::ALL {
             assert_eq!(RejectReason::from_code(reason.code()), Some(reason));
         }
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn reasons_map_to_http_status_exit_code_and_retry() {
+    fn verdicts_map_to_http_status_and_exit_code() {
         use RejectReason as R;
         let rows = [
             (R::Invalid, 400, 65, false),

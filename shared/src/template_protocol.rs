@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding_and_garbage_is_rejected() {
+    fn template_messages_survive_encoding() {
         let words = [
             TemplateMessage::Ready,
             TemplateMessage::Status("loads"),
