@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_status_file() {
+    fn proc_status_file_is_parsed() {
         let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nGroups:\t4 24 \nCapInh:\t0000000000000000\n\
             CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
             CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_limits_by_resource_number() {
+    fn rlimits_are_found_by_resource_number() {
         let [cpu, nofile, nice, address_space] =
             ["cpu", "nofile", "nice", "as"].map(|name| Resource::from_name(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_has_no_differences() {
+    fn own_process_has_no_differing_namespaces() {
         let own = KeeperStatus::read();
         assert_eq!(own.differing_namespaces(std::process::id()).unwrap(), Namespaces::default());
         assert_eq!(process_of_thread(std::process::id()).unwrap().0, std::process::id());

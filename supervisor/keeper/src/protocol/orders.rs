@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_encoded_orders_and_rejects_garbage() {
+    fn spawn_order_survives_encoding() {
         let order = SpawnOrder {
             worker: 7,
             program: "/bin/sh",

@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn child_messages_arrive() {
+    fn progress_messages_of_child_arrive() {
         let (ours, theirs) = pair().unwrap();
         assert!(matches!(read(&ours), Progress::Pending));
         let_continue(&ours);

@@ -516,7 +516,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documentation_lists_all_steps_in_order() {
+    fn documentation_lists_all_start_steps_in_order() {
         let page = include_str!("../../../../docs/keeper.md");
         let section = page.split("## The steps of a worker").nth(1).unwrap().split("## ").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
