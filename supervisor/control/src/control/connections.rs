@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn detects_waiting_clients() {
+    fn waiting_client_is_detected_before_accept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = unix::net::UnixListener::bind(&path).unwrap();
