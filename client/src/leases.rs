@@ -35,7 +35,7 @@ impl Lease {
         self.used_at.elapsed() < FRESH_TIME
     }
 
-    /// Returns true if the result was still valid when it was read before this call.
+    /// Returns true if the supervisor has not revoked the lease. Must be called after the result was read.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
     }
@@ -163,7 +163,7 @@ impl Leases {
 pub(crate) enum LeaseSearch {
     Found(Lease),
     TooSmall(Lease),
-    /// The lease may have been revoked, and unread frames may say so.
+    /// The lease may have been revoked. An unread frame could contain the recall.
     MayBeRevoked,
     None,
 }

@@ -393,14 +393,14 @@ impl Requests {
 /// A position in the queue for space in the outbox. Dropping it lets the next submitter try.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
-    /// True if the queue was empty when this place was taken. Of several concurrent submitters one must see
-    /// this, or each would wait for the others.
+    /// True if the queue was empty when this submitter joined. Exactly one of several concurrent submitters
+    /// gets true; otherwise each would wait for the others.
     is_first: bool,
 }
 
 impl QueuePosition<'_> {
     /// Tries to send a job. The first attempt succeeds only if the queue was empty before. The caller repeats
-    /// the call when it is this place's turn; then the queue no longer matters.
+    /// the call when it is this submitter's turn. The length of the queue is then ignored.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -489,7 +489,7 @@ impl State {
     }
 }
 
-/// The right to an outcome. Dropping it before the outcome has arrived cancels the job.
+/// The pending outcome of a job. Dropping it before the outcome has arrived cancels the job.
 #[derive(Debug)]
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,

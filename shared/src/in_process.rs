@@ -1,5 +1,5 @@
 //! A connection between two parts of one process: a bounded, ordered stream of bytes and files in both
-//! directions. Each end wakes the other with a waker, without system calls.
+//! directions. Each endpoint wakes the other with a waker, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -69,8 +69,8 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
-    /// waker can hold the last reference to a task that owns other ends.
+    /// Registers a waker. Returns the previous waker, which must be dropped after releasing the lock, because
+    /// it can hold the last reference to a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -80,7 +80,7 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if this end waits. The waker must be called after releasing the lock.
+    /// Returns the waker if this endpoint waits. The waker must be called after releasing the lock.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -92,7 +92,7 @@ fn wake(waker: Option<Waker>) {
     }
 }
 
-/// Creates two connected ends.
+/// Creates two connected endpoints.
 pub fn pair() -> (Endpoint, Endpoint) {
     let pipes: Arc<[Mutex<Pipe>; 2]> = Arc::default();
     (Endpoint { pipes: pipes.clone(), incoming_index: 0 }, Endpoint { pipes, incoming_index: 1 })
@@ -107,8 +107,9 @@ impl Endpoint {
         self.pipes[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
-    /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
+    /// Reads without blocking. Returns `Ok(0)` at the end of the stream, and `AGAIN` if there is nothing to
+    /// read. Files that accompany the bytes replace the contents of `files`. A read never goes past the next
+    /// write with files.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
         let mut pipe = self.incoming();
         if pipe.bytes.is_empty() {
@@ -166,7 +167,8 @@ impl Endpoint {
     }
 
     /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
-    /// room, or if too many writes with files are unread. This end is then not woken when there is room.
+    /// room, or if too many writes with files are unread. In this case, the endpoint is not woken when there
+    /// is room.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -189,14 +191,14 @@ impl Endpoint {
         self.incoming().bytes.len()
     }
 
-    /// Returns true if either end was closed.
+    /// Returns true if either endpoint was closed.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }
 
-    /// Registers a waker for both directions. The waker is called when there is something to read, including
-    /// the end, after a read that left nothing. It is also called when there is room again after a write that
-    /// found no room.
+    /// Registers a waker for both directions. After a read that left nothing, the waker is called when there
+    /// is something to read, or at the end of the stream. After a write that found no room, the waker is
+    /// called when there is room again.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
         let _replaced_reader = incoming.reader.set_waker(waker);
@@ -208,7 +210,7 @@ impl Endpoint {
         }
     }
 
-    /// Ready when there is something to read, including the end.
+    /// Returns `Ready` when bytes can be read, or at the end of the stream.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.incoming();
         if !pipe.bytes.is_empty() || pipe.is_closed {
@@ -220,7 +222,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Ready when at least half of the buffer is free, or when the connection is closed.
+    /// Returns `Ready` when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.outgoing();
         if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 || pipe.is_closed {
@@ -232,7 +234,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Closes both directions. The other end can still read the remaining bytes.
+    /// Closes both directions. The other endpoint can still read the remaining bytes.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, pipe) in self.pipes.iter().enumerate() {

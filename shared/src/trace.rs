@@ -82,7 +82,7 @@ impl Traceparent {
         Self(bytes)
     }
 
-    /// Returns the low four flags. The others have no meaning.
+    /// Returns the lower four bits of the flags. The other bits have no meaning.
     fn flags(&self) -> u8 {
         (self.0[BYTES - 1] as char).to_digit(16).map_or(0, |digit| digit as u8)
     }

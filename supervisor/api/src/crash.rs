@@ -137,7 +137,7 @@ pub struct Cause {
     /// The forbidden system call, for [`CauseKind::Violation`], if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
-    /// Explanation that continues a sentence about the process.
+    /// Explanation for people, such as `killed by SIGSEGV`. Continues a sentence about the process.
     pub message: String,
 }
 

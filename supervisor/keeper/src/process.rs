@@ -242,13 +242,13 @@ impl Child {
 }
 
 enum Stage {
-    /// Has not executed its program yet.
+    /// The child has not executed its program yet.
     Starting(ChildConnections),
     /// Reported as spawned.
     Running,
-    /// Reported as failed. Only has to be waited for.
+    /// The start was reported as failed. The child only has to be reaped.
     Failed,
-    /// Reported as ended, although the first process of its namespace has not ended.
+    /// The end was reported, although the first process of the namespace has not ended.
     Ended,
 }
 

@@ -18,7 +18,7 @@ const SLICES: usize = 12;
 /// Minimum number of jobs for a level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentages of jobs not ended `ok` above which the service is degraded or failing.
+/// Percentages of jobs with an outcome other than `ok` above which the service is degraded or failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
@@ -60,7 +60,7 @@ pub struct Window {
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice. Parts with a number outside the window are ignored.
+    /// Number of the time slice. Slices with a number outside the window are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }

@@ -160,7 +160,7 @@ type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     readers: Channel<S>,
-    /// True once silent clients must not be waited for any more.
+    /// True once the listener must no longer wait for silent clients.
     shutdown: watch::Receiver<bool>,
 }
 

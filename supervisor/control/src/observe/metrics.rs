@@ -95,7 +95,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the count, unless it is zero and cannot become anything else.
+/// Returns the count, or `None` if the count is zero and can never change.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -182,7 +182,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Returns the number, unless it is zero and cannot become anything else.
+/// Returns the number, or `None` if the number is zero and can never change.
 fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }

@@ -90,8 +90,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
-/// the limit `deferred`, which is set later.
+/// Returns the first of these limits that differs from the process's limit, by its name in
+/// `/proc/PID/limits`. Skips the limit `deferred`, which is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],
@@ -135,7 +135,8 @@ pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
+/// Returns the pid of the process to which a thread belongs, in this namespace and in the process's own
+/// namespace.
 pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));

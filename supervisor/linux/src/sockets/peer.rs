@@ -92,9 +92,9 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. That cannot change, because an orphan
-/// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
-/// once.
+/// Processes known not to descend from this one, by pid and start time. A known process stays unrelated,
+/// because an orphan is reparented only to another ancestor. So processes that connect often, such as
+/// scrapers, are looked up only once.
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses(Mutex<VecDeque<(u32, u64)>>);
 
