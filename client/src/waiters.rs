@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn finish_all_keeps_earlier_results() {
+    fn finish_all_keeps_results_received_earlier() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();

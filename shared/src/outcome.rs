@@ -332,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reasons_have_unique_codes_and_names() {
+    fn reject_reasons_have_unique_codes_and_names() {
         for reason in RejectReason::ALL {
             assert_eq!(RejectReason::from_code(reason.code()), Some(reason));
         }

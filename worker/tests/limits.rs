@@ -26,7 +26,7 @@ const MEETING_SIZE: usize = 3;
 
 #[test]
 #[ignore = "not a test: the worker process that the tests start"]
-fn the_worker() {
+fn helper_child_runs_as_worker() {
     match std::env::var(ROLE).as_deref() {
         Ok("threads") => {
             let (met, all) = (Mutex::new(0), Condvar::new());
@@ -71,10 +71,10 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this program as a worker in a role of [`the_worker`].
+    /// Starts this program as a worker in a role of [`helper_child_runs_as_worker`].
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
-        let arguments = ["the_worker", "--exact", "--ignored", "--nocapture"];
+        let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];
         Self::start(program.to_str().unwrap(), &arguments, &[(ROLE, role)])
     }
 
@@ -242,7 +242,7 @@ fn limits_sent_with_welcome_take_effect() {
 }
 
 #[test]
-fn limits_during_drain_lose_no_jobs() {
+fn limit_changes_during_drain_lose_no_jobs() {
     let mut worker = Worker::sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_take_at_most_four_characters() {
+    fn short_numbers_take_at_most_four_characters() {
         for (number, expected) in [
             (0, "0"),
             (9_999, "9999"),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn bar_length_shows_share() {
+    fn bar_length_is_proportional_to_value() {
         assert_eq!(bar(0.0, 4), "    ");
         assert_eq!(bar(0.5, 4), "██  ");
         assert_eq!(bar(0.001, 4), "▏   ");

@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_limits_reset_all_but_demand() {
+    fn changed_limits_reset_observations_except_demand() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 4, 20), at(100));

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn only_held_lock_is_retried() {
+    fn file_lock_is_retried_only_while_held() {
         let missing = lock_with_timeout(Duration::from_secs(60), Path::new("/nowhere/lock"));
         assert!(matches!(missing, Err(LockError::Open(_))));
         let mut attempts = 0;

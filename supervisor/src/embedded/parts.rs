@@ -100,7 +100,7 @@ mod tests {
 
     /// Also checks that a woken part wakes the task, unless the task is polling its parts.
     #[test]
-    fn only_woken_parts_are_polled() {
+    fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());
         let waker: Waker = outer.clone().into();
         let part = PartWaker::new(&combined);

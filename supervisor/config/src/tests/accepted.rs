@@ -92,7 +92,7 @@ fn absent_keys_have_documented_defaults() {
 }
 
 #[test]
-fn full_file_sets_every_key() {
+fn configuration_file_can_set_every_key() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     assert_eq!(config.path, folder.path("workers.toml"));

@@ -281,7 +281,7 @@ fn invalid_key_is_not_reported_as_missing() {
 }
 
 #[test]
-fn evict_oldest_requires_a_queue() {
+fn evict_oldest_overflow_requires_a_queue() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("overflow = \"evict-oldest\""),
@@ -426,7 +426,7 @@ fn json_values_use_syntax_of_configuration_file() {
 const ADAPTIVE: &str = "adaptive = { max = 6, target = \"50ms\" }";
 
 #[test]
-fn adaptive_requires_max_and_target() {
+fn adaptive_limit_requires_max_and_target() {
     let folder = Folder::new();
     let file = folder.accept(&bulkhead(&format!("processes = 2\nmax_in_flight = 3\n{ADAPTIVE}")));
     let adaptive = file.bulkheads[0].adaptive.clone().unwrap();

@@ -22,14 +22,14 @@ fn deadline_cannot_exceed_deadline_max() {
 }
 
 #[test]
-fn violation_is_reported_at_key_of_bulkhead() {
+fn rule_violation_is_reported_at_key_of_bulkhead() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
     folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
 }
 
 #[test]
-fn violation_in_defaults_is_reported_once() {
+fn rule_violation_in_defaults_is_reported_once() {
     let folder = Folder::new();
     let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     folder.reject_one(text, (2, 16), "`deadline` (30s, the default)", "");

@@ -18,7 +18,7 @@ const NOTHING: TenantConfig =
     TenantConfig { max_in_flight: None, max_queue: None, processes: None, rate_limit: None };
 
 #[test]
-fn tenant_tables_set_every_key() {
+fn tenant_tables_can_set_every_key() {
     let config = Folder::new().accept(FULL);
     let [last, _, mm] = config.bulkheads.as_slice() else { panic!() };
     let isolation = IsolationConfig { max_active: 8, idle: Duration::from_secs(300) };
@@ -63,7 +63,7 @@ fn tenant_isolation_can_be_switched_off() {
 }
 
 #[test]
-fn isolate_must_be_boolean() {
+fn tenants_isolate_must_be_boolean() {
     let folder = Folder::new();
     for (value, found, help) in [
         ("\"true\"", "a string", "write `isolate = true` without quotes"),
@@ -378,7 +378,7 @@ fn configuration_summary_has_section_per_tenant() {
 
 /// A file with all kinds of tables, with isolated tenants and with tenants that share workers.
 #[test]
-fn file_with_every_table_is_accepted() {
+fn configuration_with_every_table_is_accepted() {
     let text = r#"
         [supervisor]
         socket = "/run/bulkhead/jobs.sock"

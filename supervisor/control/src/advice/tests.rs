@@ -154,7 +154,7 @@ fn advice_of_large(seen: Observations) -> Advice {
 }
 
 #[test]
-fn proposed_processes_cover_p99_plus_headroom() {
+fn proposed_processes_cover_p99_demand_plus_headroom() {
     let busy = Observations { concurrency: Marks { p50: 2, p99: 4, max: 4 }, ..seen() };
     let (processes, reason) = proposed(busy, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(5));
@@ -197,7 +197,7 @@ fn advice_raises_max_in_flight_of_single_process() {
 }
 
 #[test]
-fn processors_and_memory_bound_proposed_processes() {
+fn proposed_processes_fit_processors_and_memory() {
     let hot = Observations { processors_per_job: Some(0.95), ..overloaded() };
     let reason = kept(hot.clone(), &Settings { processes: 5, ..settings() }, "processes");
     assert!(
@@ -224,7 +224,7 @@ fn missing_workers_prevent_advice() {
 }
 
 #[test]
-fn bulkhead_without_run_jobs_gets_no_advice() {
+fn bulkhead_that_ran_no_jobs_gets_no_advice() {
     let rejected = [("unavailable".into(), 5000)].into();
     let down = Observations {
         watched: Duration::from_secs(7200),

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn replay_selects_named_job_then_culprit_then_stored_jobs() {
+    fn replay_prefers_named_job_over_culprit() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(select_jobs(&crash, None), Ok(vec![0]));
         assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("no job 1"));

@@ -722,7 +722,7 @@ mod tests {
     }
 
     #[test]
-    fn spool_charges_memory_until_dropped() {
+    fn spooled_payload_counts_as_memory_until_dropped() {
         let counters = Arc::new(SharedCounters::default());
         let mut spool = Spool::new(counters.clone(), 3 * SEGMENT_BYTES);
         let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();

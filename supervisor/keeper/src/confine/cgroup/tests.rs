@@ -347,7 +347,7 @@ fn only_leaves_of_dead_keepers_are_removed() {
 
 /// Any other process in the group is an error.
 #[test]
-fn only_processes_of_supervisor_are_moved_out() {
+fn only_processes_of_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
     // The supervisor's child also descends from this process, like the keeper's children.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
@@ -405,7 +405,7 @@ fn cgroup_limit_without_controller_is_an_error() {
 }
 
 #[test]
-fn controllers_are_enabled_after_processes_move_out() {
+fn cgroup_controllers_are_enabled_after_moving_processes() {
     let Some(group) = TestGroup::new("enable") else { return };
     // The test works with any controller.
     let have = group.0.read_words("cgroup.controllers").unwrap();
@@ -487,7 +487,7 @@ fn missing_cgroup_write_access_is_reported_with_advice() {
 }
 
 #[test]
-fn own_cgroup_is_found_or_reason_reported() {
+fn folder_outside_cgroup_file_system_is_rejected() {
     match DelegatedGroup::find(std::process::id()) {
         Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
         Err(Failure { attempted, advice, .. }) => {

@@ -281,7 +281,7 @@ struct Finished {
 }
 
 impl Finished {
-    /// Returns the results that [`helper`] printed: an error number for each call, or 0.
+    /// Returns the results that [`helper_child_makes_system_calls`] printed: an error number for each call, or 0.
     fn outcomes(&self) -> Vec<i32> {
         let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
         self.stdout.lines().filter_map(outcome).collect()
@@ -293,7 +293,7 @@ const SEAL: &str = "BULKHEAD_TEST_SEAL";
 
 /// Not a test. This program, started again, makes the calls that a variable lists.
 #[test]
-fn helper() {
+fn helper_child_makes_system_calls() {
     let Ok(calls) = std::env::var(CALLS) else { return };
     if std::env::var_os(SEAL).is_some() {
         rustix::thread::set_no_new_privs(true).unwrap();
@@ -328,7 +328,7 @@ fn enter_with_32_bits() {
 fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     let lines: Vec<_> = calls.iter().map(|(number, [a, b, c])| format!("{number} {a} {b} {c}")).collect();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let name = format!("{}::helper", module_path!().split_once("::").unwrap().1);
+    let name = format!("{}::helper_child_makes_system_calls", module_path!().split_once("::").unwrap().1);
     command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CALLS, lines.join("\n"));
     command
 }
