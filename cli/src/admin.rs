@@ -499,7 +499,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hides_zero_columns_on_narrow_terminals() {
+    fn narrow_terminal_hides_columns_of_zeros() {
         let healthy =
             Snapshot { name: "thumbnail".into(), done: 7, failed: 0, crashed: 3, ..Snapshot::default() };
         let of = |columns| bulkhead_table(std::slice::from_ref(&healthy), columns);
@@ -509,6 +509,10 @@ mod tests {
         assert!(narrow.lines().all(|line| line.len() <= 70), "{narrow}");
         assert!(narrow.contains("NAME") && narrow.contains("CRASHED") && narrow.contains("DONE"), "{narrow}");
         assert!(!narrow.contains("LATE"), "{narrow}");
-        assert_eq!(of(None).lines().nth(1).unwrap().split_whitespace().nth(12), Some("-"), "no breaker");
+        assert_eq!(
+            of(None).lines().nth(1).unwrap().split_whitespace().nth(12),
+            Some("-"),
+            "there is no breaker"
+        );
     }
 }

@@ -145,7 +145,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn prints_command_and_configuration_lines() {
+    fn advice_ends_with_command_and_configuration_lines() {
         let advice = json!({
             "bulkhead": "pdf.text", "watched_ms": 3_600_000, "jobs": 5000, "enough": true,
             "seen": {"busy_ms": 60_000, "limit": 4, "concurrency": {"p50": 1, "p99": 4, "max": 4}},
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn describes_empty_advice() {
+    fn empty_advice_states_its_reason() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
         let describe = |advice: &Value| describe(&serde_json::from_value(advice.clone()).unwrap());

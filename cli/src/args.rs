@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn command_line_is_consistent() {
+    fn command_line_definition_passes_clap_checks() {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 }

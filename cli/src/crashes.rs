@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_control_characters_of_reports() {
+    fn crash_report_output_contains_no_control_characters() {
         let hostile = "\u{1b}[31m\u{9b}x\u{7f}\r\n\u{7}";
         let job = json!({
             "job": hostile, "operation": hostile, "tenant": hostile, "trace_id": hostile, "digest": hostile,
@@ -312,7 +312,7 @@ mod tests {
         for (field, value) in [("id", hostile), ("at", hostile)] {
             let mut odd = report.clone();
             odd[field] = json!(value);
-            assert!(serde_json::from_value::<CrashReport>(odd).is_err(), "{field} is no text of their own");
+            assert!(serde_json::from_value::<CrashReport>(odd).is_err(), "{field} accepts any text");
         }
         let report: CrashReport = serde_json::from_value(report).unwrap();
         let replay = json!({"job": 0, "outcome": hostile, "message": hostile, "reason": hostile, "cause": null,
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn previews_payload_as_text_or_hex() {
+    fn payload_preview_shows_text_or_hex() {
         assert_eq!(preview(b"two\nlines"), "two\nlines");
         assert_eq!(preview(b""), "");
         assert!(preview(b"\x00GIF").starts_with("00 47 49 46 "));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_are_short() {
+    fn crash_causes_have_short_forms() {
         let cases = [
             (json!({"cause": "signal", "signal": "SIGSEGV"}), "SIGSEGV"),
             (json!({"cause": "exit", "exit_code": 3}), "exit:3"),

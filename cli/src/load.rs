@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn computes_quantiles() {
+    fn latency_quantiles_are_within_two_percent() {
         let mut stats = JobStats::default();
         assert_eq!(stats.quantile_ms(0.5), None);
         for millis in 1..=100 {
@@ -89,6 +89,6 @@ mod tests {
             let actual = stats.quantile_ms(share).unwrap();
             assert!((millis..millis * 1.016).contains(&actual), "{share}: {actual}");
         }
-        assert_eq!(stats.quantile_ms(1.0), Some(100.0), "the longest is exact");
+        assert_eq!(stats.quantile_ms(1.0), Some(100.0), "the maximum is exact");
     }
 }

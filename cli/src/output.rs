@@ -30,7 +30,7 @@ pub(crate) mod exit {
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if the reader of the command's output has gone, which is not reported.
+    /// `None` if the reader of standard output has gone. This is not reported as an error.
     message: Option<String>,
     /// Set if the supervisor rejected the job.
     reason: Option<RejectReason>,
@@ -97,8 +97,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status if the reader has gone, because then the results so far determine the status,
-    /// not the lost output.
+    /// Replaces the exit status if the reader of standard output has gone. The status then follows from the
+    /// results so far, not from the lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_text_stays_in_one_line() {
+    fn line_breaks_in_worker_text_are_escaped() {
         assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

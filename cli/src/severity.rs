@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sorts_worst_first() {
+    fn bulkheads_sort_from_worst_to_best() {
         let snapshots = [
             ("idle", "ready", "ok"),
             ("new", "starting", "ok"),

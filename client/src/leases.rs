@@ -35,7 +35,7 @@ impl Lease {
         self.used_at.elapsed() < FRESH_TIME
     }
 
-    /// Returns true if the result was still valid when it was read before this call.
+    /// Returns true if the supervisor has not revoked the lease. Must be called after the result was read.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
     }
@@ -163,7 +163,7 @@ impl Leases {
 pub(crate) enum LeaseSearch {
     Found(Lease),
     TooSmall(Lease),
-    /// The lease may have been revoked, and unread frames may say so.
+    /// The lease may have been revoked. An unread frame could contain the recall.
     MayBeRevoked,
     None,
 }
@@ -179,9 +179,9 @@ fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping
 mod tests {
     use super::*;
 
-    /// A recall can cross the return of a lease, for example after each cancelled job.
+    /// A recall can arrive after the client has returned the lease, for example after each cancelled job.
     #[test]
-    fn recalls_of_returned_leases_leave_no_record() {
+    fn recall_of_returned_lease_leaves_no_record() {
         let mut leases = Leases::default();
         for number in 0..1000 {
             leases.in_use.insert(number, false);

@@ -393,14 +393,14 @@ impl Requests {
 /// A position in the queue for space in the outbox. Dropping it lets the next submitter try.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
-    /// True if the queue was empty when this place was taken. Of several concurrent submitters one must see
-    /// this, or each would wait for the others.
+    /// True if the queue was empty when this submitter joined. Exactly one of several concurrent submitters
+    /// gets true; otherwise each would wait for the others.
     is_first: bool,
 }
 
 impl QueuePosition<'_> {
     /// Tries to send a job. The first attempt succeeds only if the queue was empty before. The caller repeats
-    /// the call when it is this place's turn; then the queue no longer matters.
+    /// the call when it is this submitter's turn. The length of the queue is then ignored.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -489,7 +489,7 @@ impl State {
     }
 }
 
-/// The right to an outcome. Dropping it before the outcome has arrived cancels the job.
+/// The pending outcome of a job. Dropping it before the outcome has arrived cancels the job.
 #[derive(Debug)]
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
@@ -603,9 +603,9 @@ mod tests {
         assert_eq!((pending.len(), requests.lock().queued_submitters), (3, 0));
     }
 
-    /// Such an outcome ends the connection, which also ends the job.
+    /// Such an outcome is a protocol violation. It ends the connection, and the job fails as lost.
     #[test]
-    fn result_in_a_missing_file_leaves_no_caller_waiting() {
+    fn result_with_unknown_lease_fails_its_job() {
         let (requests, _there) = in_memory();
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
         let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
@@ -626,7 +626,7 @@ mod tests {
 
     /// A forked process shares the parent's socket, and must not close the connection.
     #[tokio::test]
-    async fn only_the_process_that_connected_ends_the_connection() {
+    async fn forked_child_leaves_parents_connection_open() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
         here.set_nonblocking(true).unwrap();
         there.set_nonblocking(true).unwrap();

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn outcome_goes_once_to_the_last_waiting_task() {
+    fn only_last_waiting_task_receives_the_outcome() {
         let mut waiters = Waiters::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
@@ -221,7 +221,7 @@ mod tests {
         assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
         assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
 
-        assert!(waiters.finish(number, lost()).is_err(), "the outcome was not taken");
+        assert!(waiters.finish(number, lost()).is_err(), "`finish` requires a preceding `take`");
         assert!(waiters.take(number).is_some());
         assert!(waiters.take(number).is_none() && waiters.get(number).is_none());
         assert_eq!(waiters.waiting(), 1);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn reused_slot_belongs_to_another_request() {
+    fn reused_slot_rejects_number_of_earlier_request() {
         let mut waiters = Waiters::default();
         let first = waiters.insert(waiter(), None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn finish_all_keeps_earlier_results() {
+    fn finish_all_keeps_results_received_earlier() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();

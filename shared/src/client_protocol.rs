@@ -150,7 +150,7 @@ pub struct OutcomeMessage<'a> {
     pub outcome: u8,
     /// Code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
     pub reason: u8,
-    /// 0 no, 1 yes, 2 unknown.
+    /// Whether the handler began: 0 no, 1 yes, 2 unknown.
     pub executed: u8,
     /// 1 if the same job can be sent again.
     pub retryable: u8,

@@ -203,7 +203,7 @@ mod tests {
     use crate::worker_protocol::Extend;
 
     #[test]
-    fn skips_unknown_extensions_and_rejects_critical_ones() {
+    fn decoder_skips_unknown_extension_unless_critical() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[(9, b"new"), (tag::TRACEPARENT, b"00-")], &mut out).unwrap();
         let (message, extensions) = decode::<Extend>(&out, &[]).unwrap();
@@ -217,24 +217,24 @@ mod tests {
     }
 
     #[test]
-    fn rejects_surplus_bytes_and_false_lengths() {
+    fn decoder_rejects_surplus_bytes_and_false_lengths() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A reason, and a text of one byte.
+        // A reason, and a text of one byte that is not UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");
 
-        // A count of 2^56 extensions, with none behind it.
+        // A count of 2^56 extensions, followed by none.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
         assert!(matches!(decode::<Extend>(&bytes, &[]), Err(CodecError::Malformed(_))));
     }
 
     #[test]
-    fn failed_encoding_leaves_the_buffer_unchanged() {
+    fn failed_encoding_leaves_buffer_unchanged() {
         let text = "x".repeat(METADATA_BYTES_MAX);
         let mut out = vec![1];
         let status = crate::worker_protocol::Status { text: &text };

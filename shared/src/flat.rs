@@ -178,7 +178,7 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn encodes_the_same_bytes_as_derived_traits(
+        fn flat_encoder_writes_same_bytes_as_derived_traits(
             texts in ("\\PC{0,20}", "[a-z]{0,200}", "\\PC{0,8}"),
             long in any::<[u64; 4]>(),
             short in any::<[u32; 2]>(),

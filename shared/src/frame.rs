@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_has_a_fixed_layout() {
+    fn frame_header_has_fixed_layout() {
         let header =
             Header { length: 0x0102, kind: kind::SUBMIT, flags: 1, metadata_length: 0x30, number: 0x0a0b };
         let bytes = header.encode();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_metadata_longer_than_the_frame() {
+    fn header_check_rejects_metadata_longer_than_frame() {
         let header = Header { length: 4, kind: 1, flags: 0, metadata_length: 5, number: 0 };
         assert!(header.check().is_err());
     }

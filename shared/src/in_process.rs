@@ -1,5 +1,5 @@
 //! A connection between two parts of one process: a bounded, ordered stream of bytes and files in both
-//! directions. Each end wakes the other with a waker, without system calls.
+//! directions. Each endpoint wakes the other with a waker, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -69,8 +69,8 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
-    /// waker can hold the last reference to a task that owns other ends.
+    /// Registers a waker. Returns the previous waker, which must be dropped after releasing the lock, because
+    /// it can hold the last reference to a task that owns other endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -80,7 +80,7 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if this end waits. The waker must be called after releasing the lock.
+    /// Returns the waker if this endpoint waits. The waker must be called after releasing the lock.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -92,7 +92,7 @@ fn wake(waker: Option<Waker>) {
     }
 }
 
-/// Creates two connected ends.
+/// Creates two connected endpoints.
 pub fn pair() -> (Endpoint, Endpoint) {
     let pipes: Arc<[Mutex<Pipe>; 2]> = Arc::default();
     (Endpoint { pipes: pipes.clone(), incoming_index: 0 }, Endpoint { pipes, incoming_index: 1 })
@@ -107,8 +107,9 @@ impl Endpoint {
         self.pipes[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
-    /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
+    /// Reads without blocking. Returns `Ok(0)` at the end of the stream, and `AGAIN` if there is nothing to
+    /// read. Files that accompany the bytes replace the contents of `files`. A read never goes past the next
+    /// write with files.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
         let mut pipe = self.incoming();
         if pipe.bytes.is_empty() {
@@ -166,7 +167,8 @@ impl Endpoint {
     }
 
     /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
-    /// room, or if too many writes with files are unread. This end is then not woken when there is room.
+    /// room, or if too many writes with files are unread. In this case, the endpoint is not woken when there
+    /// is room.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -189,14 +191,14 @@ impl Endpoint {
         self.incoming().bytes.len()
     }
 
-    /// Returns true if either end was closed.
+    /// Returns true if either endpoint was closed.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }
 
-    /// Registers a waker for both directions. The waker is called when there is something to read, including
-    /// the end, after a read that left nothing. It is also called when there is room again after a write that
-    /// found no room.
+    /// Registers a waker for both directions. After a read that left nothing, the waker is called when there
+    /// is something to read, or at the end of the stream. After a write that found no room, the waker is
+    /// called when there is room again.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
         let _replaced_reader = incoming.reader.set_waker(waker);
@@ -208,7 +210,7 @@ impl Endpoint {
         }
     }
 
-    /// Ready when there is something to read, including the end.
+    /// Returns `Ready` when bytes can be read, or at the end of the stream.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.incoming();
         if !pipe.bytes.is_empty() || pipe.is_closed {
@@ -220,7 +222,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Ready when at least half of the buffer is free, or when the connection is closed.
+    /// Returns `Ready` when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.outgoing();
         if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 || pipe.is_closed {
@@ -232,7 +234,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Closes both directions. The other end can still read the remaining bytes.
+    /// Closes both directions. The other endpoint can still read the remaining bytes.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, pipe) in self.pipes.iter().enumerate() {
@@ -287,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_in_order_within_the_buffer_limit() {
+    fn bytes_arrive_in_order_within_buffer_limit() {
         let (here, there) = pair();
         let bytes: Vec<u8> = (0..3 * UNREAD_BYTES_MAX + 77).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut found) = (0, Vec::new());
@@ -303,11 +305,14 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+        assert!(
+            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
+            "an idle connection keeps only a small buffer"
+        );
     }
 
     #[test]
-    fn wakes_each_endpoint_only_when_it_can_continue() {
+    fn endpoint_is_woken_only_when_it_can_continue() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());
@@ -330,16 +335,16 @@ mod tests {
         assert_eq!(ours.take(), 1);
     }
 
-    /// A task that owns an end, which is dropped with the task.
+    /// A task that owns an endpoint. The endpoint is dropped with the task.
     struct Task(#[expect(dead_code, reason = "the endpoint is dropped with the task")] Endpoint);
 
     impl Wake for Task {
         fn wake(self: Arc<Self>) {}
     }
 
-    /// The replaced waker can hold the last reference to the other end.
+    /// The replaced waker can hold the last reference to the other endpoint.
     #[test]
-    fn replacing_a_waker_can_close_the_other_end() {
+    fn replaced_waker_can_close_the_other_endpoint() {
         let waits: [fn(&Endpoint, &mut Context<'_>) -> Poll<()>; 2] =
             [Endpoint::poll_readable, Endpoint::poll_writable];
         for wait in waits {
@@ -355,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_written_before_the_close_can_be_read() {
+    fn bytes_written_before_close_can_be_read() {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());
@@ -369,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn files_arrive_with_their_bytes_or_are_closed_unread() {
+    fn files_arrive_together_with_their_bytes() {
         let open = || std::fs::File::open("/dev/null").unwrap().into();
         let (here, there) = pair();
         here.write(b"before ").unwrap();

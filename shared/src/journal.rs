@@ -21,7 +21,7 @@ pub const JOURNAL_BYTES: usize = 68 * 1024;
 /// Offset of the number of begun jobs.
 pub const BEGUN_OFFSET: usize = 8;
 
-/// Offset of the time of the last beat.
+/// Offset of the time of the last heartbeat.
 pub const HEARTBEAT_OFFSET: usize = 16;
 
 /// Offset of the arrival number up to which jobs were recalled. The supervisor writes only this number.

@@ -32,8 +32,8 @@ pub struct LeaseRequest<'a> {
     pub bytes: u64,
 }
 
-/// A lease and a number of bytes. When the lease is given, this is the size of each file; later, the size of
-/// the payload or result at the beginning of a file.
+/// A lease and a number of bytes. When the supervisor gives the lease, this is the size of each file. Later,
+/// this is the size of the payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
@@ -202,8 +202,8 @@ impl Mapping {
     }
 }
 
-/// Returns true if a lease's result had not been revoked when it was read before this call. The supervisor
-/// sets the mode of the file before it empties the file.
+/// Returns true if the result of a lease has not been revoked. Must be called after the result was read. The
+/// check is reliable because the supervisor changes the mode of the file before it empties the file.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
 }

@@ -138,7 +138,7 @@ impl RejectReason {
 }
 
 codes! {
-    /// The way in which a worker, or a program that it ran, ended while it had a job.
+    /// The way in which a worker, or the program that it ran, ended during a job.
     CrashReason {
         /// The process exited, with any status.
         Exit = 1 "exit",
@@ -154,7 +154,7 @@ codes! {
         Hung = 6 "hung",
         /// The supervisor stopped before the job could end.
         Stopped = 7 "stopped",
-        /// Another job brought the worker down.
+        /// Another job caused the death of the worker.
         Collateral = 8 "collateral",
     }
 }
@@ -308,7 +308,8 @@ pub struct Outcome {
     /// Exit status of the program that ran the job (`exec`), if it exited and the job ended `ok` or `failed`.
     pub status: Option<i32>,
     /// Id of the crash report about the crash that ended the job; `bulkhead crashes ID` shows the report.
-    /// `None` if the job did not crash, or if the crash was only counted because there were too many at once.
+    /// `None` if the job did not crash. Also `None` if there were so many crashes at once that this crash was
+    /// only counted.
     pub report: Option<String>,
 }
 
@@ -331,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_and_names_are_unique_and_survive_the_round_trip() {
+    fn reject_reasons_have_unique_codes_and_names() {
         for reason in RejectReason::ALL {
             assert_eq!(RejectReason::from_code(reason.code()), Some(reason));
         }
@@ -345,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn reasons_map_to_http_status_exit_code_and_retry() {
+    fn verdicts_map_to_http_status_and_exit_code() {
         use RejectReason as R;
         let rows = [
             (R::Invalid, 400, 65, false),

@@ -25,7 +25,7 @@ pub struct Grant {
 /// The Landlock rules of a worker, from which the rules of its programs are made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
-    /// Rights that are withheld except for the grants; 0 without Landlock.
+    /// Rights that are denied unless granted; 0 without Landlock.
     pub handled: u64,
     /// Sum of `LANDLOCK_SCOPE_*`.
     pub scoped: u64,

@@ -25,7 +25,7 @@ pub enum TemplateOrder {
         /// Random part of the folder's name, which makes it unpredictable.
         secret: u128,
     },
-    /// Removes the temporary folder of a worker, of which no process is left.
+    /// Removes the temporary folder of a worker whose processes have all ended.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -79,7 +79,7 @@ pub enum TemplateMessage<'a> {
     Status(&'a str),
     /// The template cannot start, for the given reason, and exits.
     StartFailed(&'a str),
-    /// The template needs more time to be ready, in milliseconds.
+    /// The template needs more time until it is ready: this many milliseconds from now.
     Extend(u32),
     /// The template has forked a worker.
     Forked {
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding_and_garbage_is_rejected() {
+    fn template_messages_survive_encoding() {
         let words = [
             TemplateMessage::Ready,
             TemplateMessage::Status("loads"),

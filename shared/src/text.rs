@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_all_control_and_format_characters() {
+    fn control_and_format_characters_are_escaped() {
         let controls = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
         for c in
             controls.chain("\u{202e}\u{2066}\u{200b}\u{200f}\u{61c}\u{2028}\u{feff}\u{ad}\u{e0041}".chars())

@@ -82,7 +82,7 @@ impl Traceparent {
         Self(bytes)
     }
 
-    /// Returns the low four flags. The others have no meaning.
+    /// Returns the lower four bits of the flags. The other bits have no meaning.
     fn flags(&self) -> u8 {
         (self.0[BYTES - 1] as char).to_digit(16).map_or(0, |digit| digit as u8)
     }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn known_part_of_a_later_version_is_parsed() {
+    fn traceparent_of_later_version_keeps_known_fields() {
         let later = GOOD.replace("00-", "01-");
         for text in [later.clone(), format!("{later}-"), format!("{later}-what-comes-then")] {
             assert_eq!(Traceparent::parse(&text).unwrap().as_str(), later, "{text}");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn last_bit_of_the_flags_means_sampled() {
+    fn last_flag_bit_marks_trace_as_sampled() {
         for (flags, is_sampled) in [("00", false), ("01", true), ("02", false), ("03", true), ("fe", false)] {
             let text = format!("{}{flags}", &GOOD[..53]);
             assert_eq!(Traceparent::parse(&text).unwrap().is_sampled(), is_sampled, "{flags}");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn replacing_the_span_keeps_the_trace() {
+    fn new_span_keeps_trace_id() {
         let given = Traceparent::parse(&GOOD.replace("00-", "cc-").replace("-01", "-ff")).unwrap();
         let own = given.with_span(NonZeroU64::new(0x0123_4567_89ab_cdef).unwrap());
         assert_eq!(own.as_str(), "00-0af7651916cd43dd8448eb211c80319c-0123456789abcdef-03");

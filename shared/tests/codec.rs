@@ -1,6 +1,6 @@
-//! Compares the serializer's bytes with a second encoder, which follows the rules of `docs/protocol.md` by
-//! hand. So another serializer can replace this one, and the page is sufficient for programs in other
-//! languages.
+//! Compares the bytes of the serializer with the bytes of a second encoder, which implements the rules of
+//! `docs/protocol.md` by hand. This shows that the page is sufficient for programs in other languages, and
+//! that another serializer could replace this one.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
@@ -51,7 +51,7 @@ fn decode_like<'a, M: codec::Message<'a>>(
     codec::decode(bytes, known).unwrap()
 }
 
-/// Encodes a structure of these fields in both ways, and decodes it.
+/// Encodes a message with both encoders, compares the bytes, and decodes them.
 macro_rules! same {
     ($extensions:expr, $message:ident { $($field:ident: $value:expr),* $(,)? }) => {{
         let message = $message { $($field: $value),* };
@@ -70,7 +70,7 @@ macro_rules! same {
 }
 
 #[test]
-fn independent_encoder_writes_the_same_bytes() {
+fn hand_written_encoder_writes_same_bytes_as_codec() {
     let long = "ä".repeat(150);
     let extensions: [&[(u16, &[u8])]; 3] = [
         &[],

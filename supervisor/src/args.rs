@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requires_configuration_or_command() {
+    fn supervisor_requires_configuration_or_command() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert!(parse("x --config a --check --start").unwrap().start);

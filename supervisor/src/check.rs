@@ -472,7 +472,7 @@ mod tests {
 
     /// Each line is indented. Tabs are kept.
     #[test]
-    fn quotes_worker_output_without_control_characters() {
+    fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");
         assert_eq!(actual, "; output:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
     }

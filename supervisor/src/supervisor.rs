@@ -276,7 +276,7 @@ mod tests {
 
     /// Not a test, but the child process of the test below: a supervisor whose data plane panics.
     #[test]
-    fn helper() {
+    fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {
             return;
         }
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn data_plane_panic_ends_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "supervisor::tests::helper", "--nocapture"])
+            .args(["--exact", "supervisor::tests::helper_child_data_plane_panics", "--nocapture"])
             .env(MARK, "")
             .output()
             .unwrap();

@@ -123,13 +123,13 @@ struct State {
     pace: Pace,
     /// Number of waiting handler threads.
     idle: usize,
-    /// Number of idle threads that wait for the link; the others wait only for a call.
+    /// Number of idle threads that wait for the link. The others wait only for a wake request.
     on_link: usize,
     threads: usize,
     /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// True if a handler thread has been called and no thread has responded since. Exactly then `wake` is
-    /// readable. Implies that a thread is idle.
+    /// True if a wake request to the handler threads is pending. Exactly then `wake` is readable. Implies
+    /// that a thread is idle.
     is_wake_pending: bool,
     /// True if the supervisor may send jobs.
     is_ready: bool,
@@ -344,7 +344,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Removes the finished job `done` from the live jobs, and returns the next job with the current pace.
-    /// Calls another thread for the remaining jobs, or starts the watchdog.
+    /// Wakes another thread for the remaining jobs, or starts the watchdog.
     fn next_job(self: &Arc<Self>, done: Option<u64>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
@@ -480,7 +480,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Lets surplus idle threads end before the permanent thread waits in the same epoll instance. Otherwise
-    /// the kernel could wake the permanent thread for every call, and the surplus threads would never end.
+    /// the kernel could wake the permanent thread for every wake request, and the surplus threads would never
+    /// end.
     fn end_surplus_threads(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
@@ -773,7 +774,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         Shutdown::Requested
     }
 
-    /// Reads the link for the handlers, and calls a handler thread if jobs are pending.
+    /// Reads the link for the handlers, and wakes a handler thread if jobs are pending.
     fn serve_link(self: &Arc<Self>) {
         self.read_link();
         let mut state = lock(&self.state);

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rejects_incomplete_filter_instructions() {
+    fn seal_rejects_incomplete_filter_instructions() {
         assert!(Seal::read(&[]).is_err());
         assert!(Seal::read(&[0; 9]).is_err());
         assert!(Seal::read(&[0; 16]).is_ok());

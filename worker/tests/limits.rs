@@ -26,7 +26,7 @@ const MEETING_SIZE: usize = 3;
 
 #[test]
 #[ignore = "not a test: the worker process that the tests start"]
-fn the_worker() {
+fn helper_child_runs_as_worker() {
     match std::env::var(ROLE).as_deref() {
         Ok("threads") => {
             let (met, all) = (Mutex::new(0), Condvar::new());
@@ -71,10 +71,10 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this program as a worker in a role of [`the_worker`].
+    /// Starts this program as a worker in a role of [`helper_child_runs_as_worker`].
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
-        let arguments = ["the_worker", "--exact", "--ignored", "--nocapture"];
+        let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];
         Self::start(program.to_str().unwrap(), &arguments, &[(ROLE, role)])
     }
 
@@ -223,18 +223,18 @@ fn check_limits(mut worker: Worker) {
 }
 
 #[test]
-fn threads_follow_the_limits() {
+fn handler_thread_count_follows_limits() {
     check_limits(Worker::sdk("threads"));
 }
 
 #[cfg(feature = "tokio")]
 #[test]
-fn async_handlers_follow_the_limits() {
+fn async_handler_count_follows_limits() {
     check_limits(Worker::sdk("tasks"));
 }
 
 #[test]
-fn limits_sent_with_the_welcome_take_effect() {
+fn limits_sent_with_welcome_take_effect() {
     let mut worker = Worker::sdk("threads");
     worker.open(1, |outbox| push_limits(outbox, MEETING_SIZE as u32));
     worker.send(|outbox| (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet")));
@@ -242,7 +242,7 @@ fn limits_sent_with_the_welcome_take_effect() {
 }
 
 #[test]
-fn limits_during_a_drain_lose_no_jobs() {
+fn limit_changes_during_drain_lose_no_jobs() {
     let mut worker = Worker::sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {
@@ -257,7 +257,7 @@ fn limits_during_a_drain_lose_no_jobs() {
 }
 
 #[test]
-fn drain_sent_with_the_welcome_takes_effect() {
+fn drain_sent_with_welcome_takes_effect() {
     let mut worker = Worker::sdk("threads");
     worker.welcome(1, push_drain);
     assert_eq!(worker.end().code(), Some(0));
@@ -265,7 +265,7 @@ fn drain_sent_with_the_welcome_takes_effect() {
 
 #[cfg(feature = "host")]
 #[test]
-fn exec_host_follows_the_limits() {
+fn exec_host_follows_limits() {
     let folder = tempfile::tempdir().unwrap();
     // Each program waits for the others.
     let script = "read -r _; : > \"$FOLDER/$BULKHEAD_JOB\"; set -- \"$FOLDER\"/*; \

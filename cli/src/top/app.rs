@@ -394,7 +394,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sorts_and_filters_rows() {
+    fn keys_sort_and_filter_rows() {
         let mut app = app(Instant::now());
         assert_eq!(names(&app), "a b c");
         for (key, order) in [('u', "b c a"), ('r', "c b a"), ('c', "a b c"), ('n', "a b c"), ('s', "b c a")] {
@@ -402,21 +402,21 @@ pub(super) mod tests {
             assert_eq!(names(&app), order, "{key}");
         }
         types(&mut app, "/B");
-        assert_eq!(names(&app), "b", "while it is typed");
+        assert_eq!(names(&app), "b", "the filter applies while it is typed");
         press(&mut app, KeyCode::Enter);
         assert_eq!((names(&app), &app.mode), ("b".to_owned(), &Mode::Browse));
         types(&mut app, "/xyz");
         assert_eq!((names(&app), app.selected(&[])), (String::new(), 0));
         press(&mut app, KeyCode::Esc);
-        assert_eq!(app.filter, "B", "the one before");
+        assert_eq!(app.filter, "B", "Escape restores the previous filter");
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
-        assert_eq!(names(&app), "b c a", "no filter any more");
+        assert_eq!(names(&app), "b c a", "a second Escape clears the filter");
         types(&mut app, &format!("/{}\u{1b}\u{7}", "x".repeat(100)));
         assert_eq!(app.filter.len(), FILTER_CHARS_MAX);
     }
 
     #[test]
-    fn sorts_worst_first_by_default() {
+    fn default_order_lists_worst_bulkhead_first() {
         let mut all = ["a", "b", "c", "d"].map(|name| bulkhead(name, 0, 0, 0));
         for (index, state, service) in
             [(1, "ready", "failing"), (2, "failed", "ok"), (3, "ready", "degraded")]
@@ -432,7 +432,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sorts_by_current_rates() {
+    fn sort_by_rejections_uses_current_rates() {
         let start = Instant::now();
         let mut app = app(start);
         types(&mut app, "r");
@@ -445,7 +445,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn selection_follows_bulkhead() {
+    fn selection_follows_bulkhead_when_rows_move() {
         let start = Instant::now();
         let mut app = app(start);
         assert_eq!(selected(&app), "a");
@@ -457,15 +457,15 @@ pub(super) mod tests {
         assert_eq!(selected(&app), "a");
         for key in [KeyCode::Down, KeyCode::PageDown, KeyCode::End] {
             press(&mut app, key);
-            assert_eq!(selected(&app), "a", "there is nothing below");
+            assert_eq!(selected(&app), "a", "the last row stays selected");
         }
         app.store(Ok(sample(start, &[bulkhead("b", 0, 0, 0)])));
-        assert_eq!(selected(&app), "b", "it is gone, so the last one");
+        assert_eq!(selected(&app), "b", "the selected bulkhead is gone, so the last row is selected");
         app.store(Ok(sample(start, &[])));
         for key in [KeyCode::Up, KeyCode::Home, KeyCode::Enter] {
             press(&mut app, key);
         }
-        assert_eq!(app.page, Page::List, "there is nothing to open");
+        assert_eq!(app.page, Page::List, "an empty list has no page to open");
     }
 
     #[test]
@@ -477,8 +477,8 @@ pub(super) mod tests {
         press(&mut app, KeyCode::Down);
         assert_eq!(app.page, Page::Bulkhead { name: "b".into(), scroll: 1 });
         types(&mut app, "/?");
-        assert_eq!(app.mode, Mode::Help, "and / is for the list");
-        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key leaves the help");
+        assert_eq!(app.mode, Mode::Help, "`/` has no effect on a page");
+        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key closes the help");
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
         assert_eq!(app.page, Page::List);
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Leave(0));
@@ -491,7 +491,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn computes_rates_between_samples() {
+    fn rates_are_computed_between_two_samples() {
         let start = Instant::now();
         let mut app = app(start);
         let rejected =
@@ -505,14 +505,14 @@ pub(super) mod tests {
         };
         assert_eq!(sampled_rate(2, 10, false), Some(5.0));
         assert_eq!(sampled_rate(3, 10, false), Some(0.0));
-        assert_eq!(sampled_rate(4, 3, false), None, "counters that go back are a restart");
+        assert_eq!(sampled_rate(4, 3, false), None, "lower counters mean a restart");
         assert_eq!(sampled_rate(5, 4, false), Some(1.0));
-        assert_eq!(sampled_rate(6, 9, true), None, "so is another ring of events");
-        assert_eq!(sampled_rate(6, 9, false), None, "no time has passed");
+        assert_eq!(sampled_rate(6, 9, true), None, "another event log means a restart");
+        assert_eq!(sampled_rate(6, 9, false), None, "no time has passed between the samples");
     }
 
     #[test]
-    fn reports_silence_loss_and_pause() {
+    fn connection_state_shows_silence_loss_and_pause() {
         let start = Instant::now();
         let mut app = app(start);
         let after = |seconds| start + Duration::from_secs(seconds);
@@ -523,17 +523,21 @@ pub(super) mod tests {
         assert!(app.is_paused());
         assert_eq!(app.connection_state(after(60)), ConnectionState::Paused);
         app.press(Input::Key(KeyCode::Char('p').into()), after(60));
-        assert_eq!(app.connection_state(after(61)), ConnectionState::Live, "it was not asked");
+        assert_eq!(
+            app.connection_state(after(61)),
+            ConnectionState::Live,
+            "the supervisor was not polled during the pause"
+        );
         app.store(Err(Failure::new(69, "gone\u{1b}[2J")));
         assert_eq!(app.connection_state(after(70)), ConnectionState::Lost(Duration::from_secs(70)));
         assert_eq!(app.error(), Some("gone\\u{1b}[2J"));
-        assert_eq!(names(&app), "a b c", "what was there is shown on");
+        assert_eq!(names(&app), "a b c", "the last sample stays visible");
         app.store(Ok(sample(after(71), &[bulkhead("a", 0, 0, 0)])));
         assert_eq!((app.connection_state(after(71)), names(&app)), (ConnectionState::Live, "a".to_owned()));
     }
 
     #[test]
-    fn window_contains_selected_row() {
+    fn visible_window_contains_selected_row() {
         for rows in 0..12 {
             for page in 0..12 {
                 let mut top = 0;

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_most_important_columns_that_fit() {
+    fn narrow_table_keeps_most_important_columns() {
         let rows = [&bulkhead("thumbnail"), &bulkhead("ocr")];
         let at_76 =
             ["NAME", "STATE", "SERVICE", "INFLIGHT", "QUEUE", "OK/s", "REJ/s", "FAIL/s", "LATE/s", "CRASH/s"];
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn names_use_remaining_width() {
+    fn name_column_uses_remaining_width() {
         let long = bulkhead(&"n".repeat(40));
         let name = |columns| choose(&[&long], columns)[0].1;
         assert_eq!((name(0), name(5), name(14)), (0, 5, 14));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_cells() {
+    fn cells_show_dash_until_rates_are_known() {
         let mut one = bulkhead("b");
         let cells = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
         assert_eq!(cells(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");

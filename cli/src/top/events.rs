@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_event_in_one_escaped_line() {
+    fn event_is_formatted_as_one_escaped_line() {
         let one = event(1, "b");
         assert!(one.line.starts_with("14:07:35 warning  worker_exited b operation="), "{}", one.line);
         assert!(one.line.is_ascii() && !one.line.contains(char::is_control), "{}", one.line);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_newest_events() {
+    fn event_list_keeps_newest_events() {
         let mut events = Events::default();
         for seq in 0..EVENTS_MAX + 10 {
             events.add(vec![event(seq, if seq % 2 == 0 { "even" } else { "odd" })]);

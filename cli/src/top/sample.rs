@@ -281,7 +281,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn accepts_empty_snapshot() {
+    fn malformed_snapshot_yields_default_values() {
         for odd in [json!({}), json!(null), json!({"workers": 3, "rejected": [], "limit": -1, "name": ["x"]})]
         {
             let bulkhead = bulkhead(&odd);
@@ -290,7 +290,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn escapes_control_characters_of_snapshots() {
+    fn snapshot_texts_contain_no_control_characters() {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
             "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},
@@ -309,7 +309,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rates_are_never_negative() {
+    fn lower_counters_yield_no_rates() {
         let before = Counts { ok: 10, rejected: 5, failed: 0, late: 2, crashed: 1 };
         let now = Counts { ok: 30, rejected: 5, failed: 1, late: 5, crashed: 1 };
         let two = Duration::from_secs(2);
@@ -323,7 +323,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn computes_utilisation() {
+    fn utilisation_divides_in_flight_jobs_by_limit() {
         let share = |in_flight: u64, limit: u64| {
             bulkhead(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
         };
@@ -331,7 +331,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn detects_restarted_supervisor() {
+    fn event_log_reveals_restarted_supervisor() {
         let event = |seq: u64, at: &str| json!({"seq": seq, "at": at});
         let last = event(7, "noon");
         let same = |events: Vec<Value>| match new_events(Some(&last), events) {

@@ -108,7 +108,7 @@ enum ReceiveState {
 }
 
 /// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because
-/// buffers are reused, and clearing a buffer would cost as much as filling the buffer.
+/// buffers are reused, and clearing a buffer would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,

@@ -57,7 +57,7 @@ fn frames_of_all_sizes_arrive_in_order() {
 }
 
 #[test]
-fn kept_rest_arrives_with_the_next_receive() {
+fn kept_frames_arrive_with_next_receive() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
@@ -76,7 +76,7 @@ fn kept_rest_arrives_with_the_next_receive() {
     }
     assert_eq!(numbers, [2, 3, 4]);
 
-    // Nothing more arrives on the socket, but a frame is available.
+    // Nothing more arrives on the socket, but the kept frame is available.
     outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
     outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
     assert!(outbox.flush(&here, &mut pool).unwrap());
@@ -88,7 +88,7 @@ fn kept_rest_arrives_with_the_next_receive() {
 }
 
 #[test]
-fn payload_that_is_not_accepted_is_never_stored() {
+fn unaccepted_payload_is_never_stored() {
     let (here, there) = UnixStream::pair().unwrap();
     let mut outbox = Outbox::default();
     outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
@@ -102,7 +102,7 @@ fn payload_that_is_not_accepted_is_never_stored() {
         while let Some(item) = batch.next().unwrap() {
             match item {
                 Item::Announced { header, .. } | Item::Frame { header, .. } => seen.push(header.number),
-                Item::Large { .. } => panic!("stored"),
+                Item::Large { .. } => panic!("the payload was stored"),
             }
         }
         assert!(inbox.held_bytes() < 100);
@@ -111,7 +111,7 @@ fn payload_that_is_not_accepted_is_never_stored() {
 }
 
 #[test]
-fn held_memory_follows_the_received_bytes() {
+fn held_memory_is_proportional_to_received_bytes() {
     let total = 8 << 20;
     let mut announcement = Outbox::default();
     announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
@@ -140,7 +140,7 @@ fn held_memory_follows_the_received_bytes() {
                 }
                 Some(Item::Large { payload, .. }) => {
                     assert!(arrived == total && payload == bytes[payload_at..]);
-                    assert!(pool.bytes < total, "the pool's buffer was used");
+                    assert!(pool.bytes < total, "the pooled buffer was not used");
                     return;
                 }
                 _ => {}
@@ -154,7 +154,7 @@ fn held_memory_follows_the_received_bytes() {
 }
 
 #[test]
-fn pool_drops_unusable_buffers() {
+fn buffer_pool_drops_oversized_buffers() {
     let mut pool = BufferPool::default();
     pool.put(Vec::with_capacity(POOL_BYTES_MAX));
     assert_eq!(pool.take(100_000).capacity(), 0, "the buffer is too large for the request");
@@ -188,10 +188,10 @@ fn idle_connections_share_buffers() {
             outbox.push_pooled(kind::JOB, 1, &Empty, &[], payload, &mut pool).unwrap();
             outbox.release_buffer(&mut pool);
         }
-        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "bytes are waiting");
+        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "the buffer still holds unsent bytes");
         assert!(outbox.flush(&here, &mut pool).unwrap());
         outbox.release_buffer(&mut pool);
-        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both share a buffer");
+        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both connections share a buffer");
         drain(&mut inbox, &there, &mut scratch);
     }
     (0..2 * POOL_SPARES_MAX).for_each(|_| pool.put_spare(Vec::with_capacity(1)));

@@ -131,9 +131,9 @@ pub struct Marks<T: Default> {
 #[serde(default)]
 #[schemars(rename = "Late")]
 pub struct DeadlineMisses {
-    /// Jobs that missed it while queued.
+    /// Jobs that missed their deadline while queued.
     pub queued: u64,
-    /// Jobs that missed it while running.
+    /// Jobs that missed their deadline while running.
     pub running: u64,
     /// Running jobs that had the bulkhead's own deadline. Not serialized.
     #[serde(skip)]

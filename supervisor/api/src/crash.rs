@@ -137,7 +137,7 @@ pub struct Cause {
     /// The forbidden system call, for [`CauseKind::Violation`], if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
-    /// Explanation that continues a sentence about the process.
+    /// Explanation for people, such as `killed by SIGSEGV`. Continues a sentence about the process.
     pub message: String,
 }
 
@@ -438,7 +438,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_only_exact_ids() {
+    fn crash_id_parser_accepts_only_exact_form() {
         let id = CrashId::new(SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_878_530_123), 1);
         assert_eq!(id.to_string(), "20260307T101530123-0001");
         assert_eq!("20260307T101530123-0001".parse(), Ok(id));
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_sort_by_time() {
+    fn crash_ids_sort_by_time() {
         let at = |ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms);
         let ids = [CrashId::new(at(1), 9), CrashId::new(at(1), 10), CrashId::new(at(2), 1)];
         let texts = ids.map(|id| id.to_string());
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_report_of_newer_supervisor() {
+    fn crash_report_of_newer_supervisor_can_be_read() {
         let document = serde_json::json!({
             "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
             "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,

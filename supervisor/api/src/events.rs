@@ -264,20 +264,23 @@ mod tests {
 
     /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
     #[test]
-    fn documentation_lists_all_kinds() {
+    fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();
-        let (head, rest) = docs.split_once("<!-- events -->\n").expect("the table has its place");
-        let (_, tail) = rest.split_once("<!-- end -->").expect("the table has an end");
+        let (head, rest) = docs.split_once("<!-- events -->\n").expect("the page has no start marker");
+        let (_, tail) = rest.split_once("<!-- end -->").expect("the page has no end marker");
         let current = format!("{head}<!-- events -->\n{}<!-- end -->{tail}", table());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/events.md is old; run this test with UPDATE_DOCS=1");
+        assert!(
+            docs == current,
+            "docs/operations/events.md is out of date; run this test with UPDATE_DOCS=1"
+        );
     }
 
     #[test]
-    fn reads_event_of_newer_supervisor() {
+    fn event_of_newer_supervisor_can_be_read() {
         let document = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",
@@ -285,7 +288,7 @@ mod tests {
         let event = Event::deserialize(&document).unwrap();
         assert_eq!((event.event_kind(), event.severity.as_str()), (EventKind::Unknown, "fatal"));
         assert_eq!((&*event.kind, &event.fields["phase"]), ("moon_rose", &json!("full")));
-        assert_eq!(serde_json::to_value(&event).unwrap(), document, "nothing is lost");
+        assert_eq!(serde_json::to_value(&event).unwrap(), document, "unknown fields are kept");
         let document = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
         let kind = Event::deserialize(document).unwrap().event_kind();
         assert_eq!(kind, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
@@ -295,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn all_kinds_survive_serialization() {
+    fn event_kinds_survive_serialization() {
         for kind in EventKind::KINDS {
             let event_kind = Event::deserialize(json!({"kind": kind})).unwrap().event_kind();
             assert_eq!(event_kind.name(), *kind);
@@ -307,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_values_are_left_out_or_null() {
+    fn unset_event_fields_are_omitted() {
         let open = Word::from(BreakerState::Open);
         let kind = EventKind::BreakerOpened {
             from: open.clone(),

@@ -123,13 +123,13 @@ mod tests {
     }
 
     #[test]
-    fn values_have_promised_precision() {
+    fn histogram_buckets_have_promised_precision() {
         buckets_contain_their_values::<5>();
         buckets_contain_their_values::<7>();
     }
 
     #[test]
-    fn allocates_buckets_in_any_order() {
+    fn histogram_accepts_values_in_any_order() {
         let values = [40_000, 41_000, 900, 70_000_000, 0, u64::MAX, 5_000];
         let mut sorted = values;
         sorted.sort_unstable();
@@ -137,7 +137,7 @@ mod tests {
         for (at, value) in values.into_iter().enumerate() {
             both.0.record(value, 1);
             if at == 1 {
-                assert_eq!(both.0.buckets.len(), BUCKETS_PER_ALLOCATION, "two that are close");
+                assert_eq!(both.0.buckets.len(), BUCKETS_PER_ALLOCATION, "close values share an allocation");
             }
             let mut one = Histogram::default();
             one.record(value, 1);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_follow_weights() {
+    fn histogram_quantiles_follow_weights() {
         let mut histogram = Histogram::<5>::default();
         assert_eq!((histogram.quantile(0.99), histogram.max(), histogram.total()), (0, 0, 0));
         histogram.record(3, 985);
@@ -165,6 +165,6 @@ mod tests {
         assert_eq!((histogram.quantile(0.99), histogram.quantile(1.0)), (7, 1_000_000));
         let mut other = Histogram::default();
         other.record(3, u64::MAX);
-        assert_eq!(histogram.merged(&other).total(), u64::MAX, "sums stay where they are at their end");
+        assert_eq!(histogram.merged(&other).total(), u64::MAX, "the total saturates");
     }
 }

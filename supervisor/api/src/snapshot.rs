@@ -235,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_snapshot_of_other_versions() {
+    fn snapshot_of_other_versions_can_be_read() {
         let json = json!({
             "name": "b", "state": "asleep", "service": "splendid", "breaker": "ajar", "mood": {"now": "fine"},
             "rejected": {"too_noisy": 7}, "rate_limit": {"per_second": 1.5, "burst": 2, "per": "planet"},

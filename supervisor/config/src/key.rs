@@ -61,7 +61,7 @@ pub enum Kind {
     Share {
         /// True if 0 is allowed.
         none: bool,
-        /// True if 1 is allowed. Otherwise the value must leave a rest for others.
+        /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
     /// A number above 0, whole or not, up to the given maximum.

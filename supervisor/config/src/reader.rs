@@ -89,7 +89,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Keys that an unknown key in this table is probably a misspelling of.
+    /// Known keys of which an unknown key in this table is probably a misspelling.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }

@@ -322,8 +322,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports unless exactly one of these keys is set: at the heading if none is set, else at the last of
-    /// them.
+    /// Reports an error unless exactly one of these keys is set: at the heading if none is set, else at the
+    /// last of the keys.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -423,7 +423,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports if the lower of two values is above the upper one. `literal` formats a value as TOML.
+    /// Reports an error if the lower of two values is above the upper value. `literal` formats a value as
+    /// TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),

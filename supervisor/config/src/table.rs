@@ -166,7 +166,7 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key of a table that may be absent.
+/// Reads a key of a table that can be absent.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }

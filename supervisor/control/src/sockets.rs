@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replaces_stale_sockets_only() {
+    fn bind_replaces_only_stale_sockets() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/jobs.sock");
         let bound = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
@@ -241,7 +241,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(removed);
-        assert!(path.exists(), "another's socket");
+        assert!(path.exists(), "the socket of another process was removed");
         let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("already listens there"), "{error}");
 
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn creates_missing_folders_with_mode() {
+    fn missing_socket_folders_are_created_with_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -268,9 +268,9 @@ mod tests {
         }
     }
 
-    /// A renewed socket cannot be taken by another supervisor.
+    /// Another supervisor cannot take over a recreated socket.
     #[test]
-    fn recreates_removed_socket_unless_path_is_taken() {
+    fn removed_socket_is_recreated_unless_path_is_taken() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/jobs.sock");
         let mut bound = BoundSocket::bind(&path, 0o660, 0o755).unwrap();
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_appears_with_its_mode() {
+    fn new_socket_has_no_permissions_at_first() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
         let _listener = bind_without_permissions(&path).unwrap();

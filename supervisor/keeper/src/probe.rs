@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_each_layer_once() {
+    fn probe_reports_each_layer_once() {
         let start = Instant::now();
         let layers = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn probe_leaves_nothing_behind() {
+    fn probe_leaves_no_descriptors_or_mounts_behind() {
         let namespaces = || {
             let names = ["user", "net", "ipc", "uts", "pid_for_children", "mnt"];
             names.map(|name| std::fs::read_link(format!("/proc/thread-self/ns/{name}")).unwrap())

@@ -242,13 +242,13 @@ impl Child {
 }
 
 enum Stage {
-    /// Has not executed its program yet.
+    /// The child has not executed its program yet.
     Starting(ChildConnections),
     /// Reported as spawned.
     Running,
-    /// Reported as failed. Only has to be waited for.
+    /// The start was reported as failed. The child only has to be reaped.
     Failed,
-    /// Reported as ended, although the first process of its namespace has not ended.
+    /// The end was reported, although the first process of the namespace has not ended.
     Ended,
 }
 
@@ -512,7 +512,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failed_registration_is_an_error() {
+    fn failed_poll_registration_is_an_error() {
         let poll = Poll::new().unwrap();
         let (readable, _writer) = rustix::pipe::pipe().unwrap();
         register_each(&poll, 2, [(&readable, STATUS)].into_iter()).unwrap();
@@ -523,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_and_deferred_forks_bound_accepted_orders() {
+    fn pending_reports_and_forks_stop_new_orders() {
         assert!(has_room(PENDING_REPORTS_MAX - 1, DEFERRED_FORKS_MAX - 1));
         assert!(!has_room(PENDING_REPORTS_MAX, 0));
         assert!(!has_room(0, DEFERRED_FORKS_MAX));

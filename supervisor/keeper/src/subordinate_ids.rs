@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_found_by_name_and_number() {
+    fn subordinate_id_ranges_are_found_by_name_and_uid() {
         let text =
             "root:1:5\nann:100000:65536\n# x\n1000:300000:10\nbob:7:1\nann:0:5\nann:9:0\nann:4294967295:9\n";
         let range = |first, last| IdRange { first, last };
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_range_common_to_users_and_groups() {
+    fn largest_common_id_range_is_found() {
         let range = |first, last| IdRange { first, last };
         let users = [range(1000, 1099), range(5000, 5999)];
         assert_eq!(largest_common(&users, &[range(5500, 9000), range(1000, 1200)]), Some(range(5500, 5999)));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn error_names_the_failed_program() {
+    fn error_names_failed_id_map_program() {
         let range = IdRange { first: 5, last: 9 };
         let failed = |program| run_map_program(program, 1, 0, range).unwrap_err();
         assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));

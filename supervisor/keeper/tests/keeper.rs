@@ -23,26 +23,26 @@ const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
 const CASES: [(&str, fn()); 20] = [
-    ("worker_starts_as_ordered_and_its_exit_is_reported", starts_as_ordered),
-    ("failed_step_of_a_start_is_named", failed_steps),
-    ("limits_are_set", resource_limits),
+    ("worker_starts_as_ordered", starts_as_ordered),
+    ("failed_start_names_its_step", failed_steps),
+    ("worker_gets_ordered_resource_limits", resource_limits),
     ("worker_inherits_only_four_descriptors", inherited_descriptors),
     ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
-    ("orphan_stays_below_its_living_worker", orphans_of_living_workers),
-    ("only_end_of_file_ends_the_keeper", ignored_signals),
-    ("dropped_keeper_kills_all_within_a_second", dropped_keeper),
-    ("shutdown_waits_until_all_are_dead", shutdown),
-    ("workers_die_with_a_killed_keeper_which_can_be_replaced", killed_keeper),
-    ("killed_detached_keeper_leaves_other_children_alone", killed_detached_keeper),
-    ("workers_die_when_the_guard_is_killed", killed_guard),
-    ("program_that_is_not_a_keeper_is_an_error", other_programs),
-    ("exits_are_reported_before_descendants_are_reaped", prompt_exit_reports),
-    ("exit_in_a_pid_namespace_is_reported_before_the_others_end", prompt_exit_report_in_namespace),
-    ("traced_worker_in_a_pid_namespace_is_killed", traced_worker),
-    ("kills_and_pings_are_never_refused", unlimited_kills),
+    ("orphan_is_reparented_to_its_living_worker", orphans_of_living_workers),
+    ("keeper_ignores_signals", ignored_signals),
+    ("dropped_keeper_kills_all_workers_within_a_second", dropped_keeper),
+    ("shutdown_waits_until_all_workers_are_dead", shutdown),
+    ("killed_keeper_can_be_replaced", killed_keeper),
+    ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
+    ("workers_die_with_killed_guard", killed_guard),
+    ("other_program_as_keeper_is_an_error", other_programs),
+    ("exit_is_reported_before_descendants_are_reaped", prompt_exit_reports),
+    ("exit_in_pid_namespace_is_reported_before_reaping", prompt_exit_report_in_namespace),
+    ("traced_worker_in_pid_namespace_is_killed", traced_worker),
+    ("kill_orders_and_pings_are_never_refused", unlimited_kills),
     ("fork_bombs_are_killed", fork_bombs),
-    ("unread_reports_wait", unread_reports),
-    ("descriptors_do_not_leak", descriptor_leaks),
+    ("unread_reports_are_kept", unread_reports),
+    ("keeper_leaks_no_descriptors", descriptor_leaks),
 ];
 
 fn main() {
@@ -58,7 +58,7 @@ fn main() {
     for (name, case) in &chosen {
         print!("test {name} ... ");
         io::stdout().flush().unwrap();
-        case(); // A panic ends the program, and so the keeper with its workers.
+        case(); // A panic ends this program. The keeper then ends with its workers.
         println!("ok");
     }
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
@@ -136,7 +136,7 @@ impl Fixture {
         }
     }
 
-    /// Returns how a worker ended, when nothing is left of it.
+    /// Waits until a worker is reaped. Returns how the worker ended.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
         let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
@@ -311,14 +311,14 @@ fn inherited_descriptors() {
         // Not a shell, which would have additional descriptors and variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
-        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
         // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
         wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
         // The kernel reports an exec before all of it is in place.
-        wait_until("the environment is what was ordered", TIMEOUT, || {
+        wait_until("the environment is as ordered", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -343,7 +343,7 @@ fn orphans_of_dead_workers() {
     assert!(is_alive(goes) && is_alive(stays));
     dies.link.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(fixture.exit_of(&dies), Exit::Code(1));
-    assert!(!is_alive(goes), "reported before it was reaped");
+    assert!(!is_alive(goes), "the worker was reported as reaped before its orphan was dead");
     assert!(is_alive(stays), "an orphan of a living worker was killed");
     fixture.keeper.kill(lives.number).unwrap();
     assert_eq!(fixture.exit_of(&lives), Exit::Signal { number: 9, core_dumped: false });
@@ -356,7 +356,7 @@ fn orphans_of_living_workers() {
     let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
     let (mut worker, pid) = fixture.run(script);
     let orphan = worker.read_pid();
-    wait_until("the orphan is the worker's", TIMEOUT, || {
+    wait_until("the worker is the parent of the orphan", TIMEOUT, || {
         let stat = fs::read_to_string(format!("/proc/{orphan}/stat")).unwrap();
         stat.rsplit_once(") ").unwrap().1.split(' ').nth(1) == Some(&pid.to_string())
     });
@@ -395,7 +395,7 @@ fn dropped_keeper() {
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 100);
     let keeper = fixture.keeper.pid();
     drop(fixture);
-    wait_until("all are gone", Duration::from_secs(1), || !is_alive(keeper));
+    wait_until("the keeper is gone", Duration::from_secs(1), || !is_alive(keeper));
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
@@ -439,7 +439,7 @@ fn killed_detached_keeper() {
     let launcher = fixture.keeper.launcher();
     keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_alive(pid)));
-    assert!(is_alive(other.id()), "a process that is not the keeper's");
+    assert!(is_alive(other.id()), "a process of the application was killed");
     let mut fixture = Fixture { keeper: launcher.start().unwrap(), workers: 0 };
     assert!(matches!(fixture.next(), Report::Started { .. }));
     let (worker, _) = fixture.run("exit 4");
@@ -470,7 +470,7 @@ fn other_programs() {
     }
     let error = Keeper::start_detached(Path::new("/no/such/program")).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
-    wait_until("nothing is left", TIMEOUT, || {
+    wait_until("no descendant is left", TIMEOUT, || {
         while bulkhead_linux::wait::peek_ended()
             .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
         {}
@@ -478,7 +478,7 @@ fn other_programs() {
     });
 }
 
-/// Several workers have died before the keeper checks, and the first has left many processes behind.
+/// Several workers die while the keeper is stopped. The first leaves many processes behind.
 fn prompt_exit_reports() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
@@ -490,13 +490,13 @@ fn prompt_exit_reports() {
     let all: Vec<u32> = [crowd_pid].into_iter().chain(others.iter().map(|(_, pid)| *pid)).collect();
     for &pid in &all {
         send(pid, Signal::KILL);
-        wait_until("it is dead", TIMEOUT, || process_state(pid) == Some('Z'));
+        wait_until("the worker is dead", TIMEOUT, || process_state(pid) == Some('Z'));
     }
     fixture.signal_keeper(Signal::CONT);
     let dead: HashSet<u64> = (0..all.len())
         .map(|_| match fixture.next() {
             Report::Exited { worker, exit: Exit::Signal { number: 9, .. }, .. } => worker,
-            other => panic!("a death waits: {other:?}"),
+            other => panic!("not all deaths are reported: {other:?}"),
         })
         .collect();
     assert_eq!(dead.len(), all.len());
@@ -518,9 +518,9 @@ fn prompt_exit_report_in_namespace() {
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
     order.confinement.layers.namespaces.pid = true;
     let worker = fixture.order(order);
-    let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+    let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
     let mut sleeper = 0;
-    wait_until("it has a child", TIMEOUT, || {
+    wait_until("the worker has a child", TIMEOUT, || {
         sleeper = descendants_of(pid).unwrap().first().copied().unwrap_or(0);
         sleeper != 0
     });
@@ -532,7 +532,7 @@ fn prompt_exit_report_in_namespace() {
         Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
         other => panic!("{other:?}"),
     }
-    wait_until("the other one is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
+    wait_until("the traced process is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
     let mut status = 0;
     // SAFETY: the pointer is to a variable of this function.
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
@@ -611,8 +611,8 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
     };
     let light = |fixture: &mut Fixture| {
         let worker = fixture.order(order.clone());
-        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
-        wait_until("it has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
+        wait_until("the fork bomb has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
         worker
     };
     let worker = light(&mut fixture);

@@ -118,8 +118,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of the first `NAMES_MAX` entries. Later entries follow in the next call, when these are
-/// removed.
+/// Returns the names of the first `NAMES_MAX` entries. The next call returns later entries, after the first
+/// ones were removed.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -63,7 +63,7 @@ impl Access {
         !self.rules.is_empty()
     }
 
-    /// True if the peer runs as the supervisor's user, which workers share unless they have another.
+    /// True if the peer runs as the supervisor's user. Workers without a separate user run as this user too.
     pub fn is_own_user(&self, peer: Peer) -> bool {
         peer.uid == self.own_uid
     }

@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bucket_includes_its_upper_bound() {
+    fn histogram_bucket_includes_its_upper_bound() {
         let mut histogram = Histogram::default();
         for (bound, _) in BOUNDS {
             histogram.record(Duration::from_nanos(bound));
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_bounds_matches_nanoseconds() {
+    fn histogram_bound_texts_match_nanoseconds() {
         for (nanos, text) in BOUNDS {
             let seconds: f64 = text.parse().unwrap();
             assert_eq!((seconds * 1e9).round() as u64, nanos, "{text}");
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn outcome_names_match_verdicts() {
+    fn outcome_counters_match_verdicts() {
         let verdicts = [
             Verdict::Ok,
             Verdict::Failed(HandlerFailure {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_valid_indices() {
+    fn enum_codes_are_valid_counter_indices() {
         assert!(Priority::ALL.iter().enumerate().all(|(i, &priority)| priority as usize == i));
         assert!(RestartCause::ALL.iter().enumerate().all(|(i, &cause)| cause as usize == i));
         assert!(BreakerState::ALL.iter().enumerate().all(|(i, &state)| state as usize == i));

@@ -409,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stop_request_needs_no_queue_space() {
+    fn full_command_queue_accepts_stop_request() {
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
         let (sender, _receiver) = std::sync::mpsc::sync_channel(1);
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn detects_abandoned_commands() {
+    fn command_without_receiver_counts_as_abandoned() {
         let (reply, reply_receiver) = oneshot::channel();
         let command = Command::States { reply };
         assert!(!command.is_abandoned());

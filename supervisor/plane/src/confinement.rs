@@ -16,7 +16,7 @@ use bulkhead_keeper::{
     SubordinateIds, TemporaryFiles,
 };
 
-/// Confinement abilities of this machine, and the paths that workers must not access.
+/// Support for confinement on this machine: layers and user ids. Also the paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
     withheld: Vec<String>,
@@ -49,14 +49,14 @@ impl IdSource {
 }
 
 impl SandboxSupport {
-    /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
+    /// Uses the results of the probe by the keeper's guard. An application with threads cannot probe itself,
     /// because a probe forks.
     pub fn from_probe(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork
-    /// with threads running. Use [`IdUse::Check`] if a supervisor with the same configuration may be running.
+    /// Probes the layers, even if no bulkhead is confined yet, because a later probe would have to fork with
+    /// threads running. Use [`IdUse::Check`] if a supervisor with the same configuration may be running.
     pub fn probe(config: &bulkhead_config::Config, id_use: IdUse) -> Self {
         Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
@@ -179,7 +179,8 @@ pub struct Sandbox {
     withheld: Vec<String>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile, and parts of layers, that are missing on this machine and allowed to be.
+    /// Layers of the profile, and parts of layers, that are missing on this machine and that the
+    /// configuration allows to be missing.
     missing: Vec<&'static str>,
     /// Sentences for operators about weaknesses of the confinement.
     warnings: Vec<String>,

@@ -33,7 +33,7 @@ pub struct SharedCounters {
     pub spool_bytes_to_free: AtomicUsize,
     /// Notified when `spool_bytes_to_free` grows.
     pub spool_free_requested: tokio::sync::Notify,
-    /// Number of bytes that the control plane may always hold, whatever others hold.
+    /// Number of bytes that the control plane can always hold, however much memory the data plane uses.
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
     pub keeper_pid: AtomicU32,

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn report_survives_serialization() {
+    fn crash_report_survives_serialization() {
         let report = sample_report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
         let json = serde_json::to_string(&report).unwrap();
         assert!(
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn kill_for_a_job_is_not_a_crash() {
+    fn intended_kill_is_not_a_crash() {
         let killed = |reason| Ending { death: Death::Signal(9), killed: Some(reason) };
         for reason in
             [KillReason::Deadline, KillReason::ExitTimeout, KillReason::NotNeeded, KillReason::KeeperDied]

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_time_without_jobs() {
+    fn demand_ignores_time_without_jobs() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 0, 0), at(1000));
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_old_windows() {
+    fn demand_discards_old_windows() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 4, 0), at(10));
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_limits_keep_demand_only() {
+    fn changed_limits_reset_observations_except_demand() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 4, 20), at(100));

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_of_uniform_values() {
+    fn latency_percentiles_match_uniform_values() {
         let mut latency = Latency::default();
         for ms in 1..=1000 {
             latency.record(Time::ZERO, Duration::from_millis(ms), Duration::ZERO);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_old_values() {
+    fn latency_discards_old_values() {
         let mut latency = Latency::default();
         assert_eq!(latency.percentiles().run.max, None);
         for (second, ran_ms, max_ms) in [(50, 9, 9.0), (110, 5, 9.0), (130, 3, 5.0), (500, 1, 1.0)] {

@@ -72,9 +72,9 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// A lock that is released in time is taken.
+    /// Also checks that a lock released in time is acquired.
     #[test]
-    fn waits_for_lock_until_timeout() {
+    fn lock_attempt_waits_until_timeout() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let held = lock_with_timeout(Duration::ZERO, &path).unwrap();
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn other_errors_are_not_retried() {
+    fn file_lock_is_retried_only_while_held() {
         let missing = lock_with_timeout(Duration::from_secs(60), Path::new("/nowhere/lock"));
         assert!(matches!(missing, Err(LockError::Open(_))));
         let mut attempts = 0;

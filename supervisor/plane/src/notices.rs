@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn flood_of_events_drops_no_outputs_and_no_milestones() {
+    fn event_flood_drops_no_outputs_or_milestones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let (sender, mut receiver) = channels();
         while sender.send_droppable(event()) {}

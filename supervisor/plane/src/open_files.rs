@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clones_configuration_only_if_changed() {
+    fn configuration_is_cloned_only_if_max_clients_changes() {
         let text = "[supervisor]\nsocket = '/run/x/jobs.sock'\nmax_clients = 50\nmax_pooled = 0\n\
                     [bulkhead.a]\nexec = ['cat']\n";
         let file = Arc::new(bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap());

@@ -137,11 +137,11 @@ mod tests {
     }
 
     #[test]
-    fn omits_series_that_configuration_rules_out() {
+    fn metrics_omit_series_that_cannot_occur() {
         let always = ["invalid", "too_large", "queue_full", "draining", "unavailable", "overloaded"];
         let plain = PossibleSeries::new(&Limits::default(), []);
         assert_eq!(reasons(&plain, Priority::Critical), always);
-        assert_eq!(reasons(&plain, Priority::Normal).len(), always.len() + 1, "and shed");
+        assert_eq!(reasons(&plain, Priority::Normal).len(), always.len() + 1, "normal jobs can also be shed");
         let opened = PossibleSeries { was_opened: true, ..plain };
         assert!(opened.can_reject(Priority::Normal, RejectReason::CircuitOpen));
         let transitions = |possible: &PossibleSeries| {

@@ -294,12 +294,12 @@ mod tests {
         assert_eq!(between(PLAIN, PLAIN), Changes::default());
         assert!(
             between(PLAIN, &format!("{PLAIN}processes = 1\n")).is_empty(),
-            "a default that is written out"
+            "an explicit default is not a change"
         );
     }
 
     #[test]
-    fn changes_name_keys_as_in_the_file() {
+    fn reload_reports_keys_as_written_in_file() {
         let cases = [
             ("", "max_queue = 5", "max_queue", false),
             ("", "env = { A = 'b' }", "env", true),
@@ -338,7 +338,7 @@ mod tests {
 
     /// Checks that changes name the keys of the configuration reference.
     #[test]
-    fn changed_keys_are_in_the_reference() {
+    fn changed_keys_exist_in_configuration_reference() {
         let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
                    rate_limit = { per_second = 5 }\nrecycle = { jobs = 5 }\ncgroup = { pids = 5 }\nmax_queue = 5\n";
         let apart = "tenants = { isolate = true }\n";
@@ -353,12 +353,12 @@ mod tests {
                     Value::Object(inner) if key != "tenant" => {
                         for name in inner.keys() {
                             let is_known = has(&table, name) || is_table(&format!("{table}.{name}"));
-                            assert!(is_known, "{key}.{name} is no key");
+                            assert!(is_known, "{key}.{name} is not a key");
                         }
                     }
                     _ => {
                         let is_known = has("bulkhead.NAME", &key) || is_table(&table) || key == "tenant";
-                        assert!(is_known, "{key} is no key");
+                        assert!(is_known, "{key} is not a key");
                     }
                 }
             }
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_added_removed_and_rebuilt_bulkheads() {
+    fn reload_reports_added_removed_and_rebuilt_bulkheads() {
         let both = format!("{PLAIN}[bulkhead.b]\nexec = ['cat']\n");
         assert_eq!(between(PLAIN, &both).bulkheads, [whole_change("b", ChangeKind::Added)]);
         assert_eq!(between(&both, PLAIN).bulkheads, [whole_change("b", ChangeKind::Removed)]);
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_need_a_restart_are_reported_each_time() {
+    fn keys_that_need_restart_are_reported_each_time() {
         let with = |keys: &str| {
             let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{keys}\n{PLAIN}");
             config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()

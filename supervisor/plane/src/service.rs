@@ -18,7 +18,7 @@ const SLICES: usize = 12;
 /// Minimum number of jobs for a level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentages of jobs not ended `ok` above which the service is degraded or failing.
+/// Percentages of jobs with an outcome other than `ok` above which the service is degraded or failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
@@ -60,7 +60,7 @@ pub struct Window {
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice. Parts with a number outside the window are ignored.
+    /// Number of the time slice. Slices with a number outside the window are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn share_of_at_least_ten_jobs_decides() {
+    fn service_level_requires_at_least_ten_jobs() {
         let level = |ok: usize, late: usize| {
             let mut window = Window::default();
             count(&mut window, at(100), &Verdict::Ok, ok);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_faults_of_callers() {
+    fn service_level_ignores_faults_of_callers() {
         let callers = [
             failed(Fault::Caller),
             Verdict::rejected(RejectReason::Invalid),
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_outcomes_after_a_minute() {
+    fn service_level_forgets_outcomes_after_a_minute() {
         let mut window = Window::default();
         count(&mut window, at(0), &failed(Fault::Dependency), 20);
         for second in 0..55 {
@@ -235,11 +235,11 @@ mod tests {
     }
 
     #[test]
-    fn cause_is_most_frequent_outcome() {
+    fn service_cause_is_most_frequent_failure() {
         let cause = |verdicts: &[(Verdict, usize)]| {
             let mut window = Window::default();
             verdicts.iter().for_each(|(verdict, times)| count(&mut window, at(7), verdict, *times));
-            window.service_with_cause(at(7)).1.expect("it does not serve")
+            window.service_with_cause(at(7)).1.expect("no cause is given")
         };
         assert_eq!(
             cause(&[(Verdict::Ok, 9), (Verdict::DeadlineRunning, 31)]),

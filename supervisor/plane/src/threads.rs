@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_thread_that_returns_or_panics_early() {
+    fn early_end_of_essential_thread_is_reported() {
         let ends: [(&str, fn()); 2] = [("returns", || {}), ("panics", || panic!("as a test"))];
         for (name, end) in ends {
             let threads = ThreadMonitor::default();
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn allows_threads_to_end_during_shutdown() {
+    fn essential_threads_can_end_during_shutdown() {
         let threads = ThreadMonitor::default();
         threads.begin_shutdown();
         threads.spawn("returns", || {}).unwrap().join().unwrap();
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_task_that_panics() {
+    fn panic_of_essential_task_is_reported() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let threads = ThreadMonitor::default();
         let done = runtime.block_on(async {

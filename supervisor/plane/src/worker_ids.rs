@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn reuses_ids_as_late_as_possible() {
+    fn worker_ids_are_reused_as_late_as_possible() {
         let folder = tempfile::tempdir().unwrap();
         let ids = ids(1_900_000_000, 1_900_000_002, folder.path());
         let taken: Vec<u32> = (0..3).map(|_| ids.allocate().unwrap()).collect();
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn free_ids_are_available_to_other_supervisors() {
+    fn freed_worker_ids_are_available_to_other_supervisors() {
         let folder = tempfile::tempdir().unwrap();
         let [one, other] = [(); 2].map(|()| ids(1_900_000_000, 1_900_000_009, folder.path()));
         for _ in 0..30 {
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn two_supervisors_never_share_an_id() {
+    fn two_supervisors_never_share_a_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let (one, other) = (
             ids(1_900_000_000, 1_900_000_003, folder.path()),
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn skips_assigned_and_unmapped_ids() {
+    fn allocator_skips_assigned_and_unmapped_ids() {
         let folder = tempfile::tempdir().unwrap();
         // Ids up to 40 include users of every system (root, daemon, bin), and no higher id is mapped.
         let mut few = ids(0, 40, folder.path());
@@ -481,14 +481,14 @@ mod tests {
     }
 
     #[test]
-    fn skips_ids_of_running_processes() {
+    fn ids_of_running_processes_count_as_used() {
         let own = rustix::process::getuid().as_raw();
         assert!(is_used(own) || own == 0);
         assert!(!is_used(1_900_000_000));
     }
 
     #[test]
-    fn bulkhead_with_write_paths_keeps_its_id() {
+    fn bulkhead_with_write_paths_keeps_its_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let keep = |ids: &IdAllocator, name: &str| ids.permanent_id(Path::new(CONFIG), name, &[]).unwrap();
         let first = {
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn bulkhead_waits_for_id_of_killed_predecessor() {
+    fn bulkhead_waits_for_worker_id_of_killed_supervisor() {
         let folder = tempfile::tempdir().unwrap();
         let (before, after) = (
             ids(1_900_000_000, 1_900_000_999, folder.path()),
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn owner_of_write_path_is_the_bulkheads_id() {
+    fn bulkhead_uses_owner_of_write_path_as_id() {
         let folder = tempfile::tempdir().unwrap();
         let owner = std::fs::metadata(folder.path()).unwrap().uid();
         let write = [folder.path().to_owned()];

@@ -98,9 +98,9 @@ mod tests {
         }
     }
 
-    /// A part that was not woken is not polled.
+    /// Also checks that a woken part wakes the task, unless the task is polling its parts.
     #[test]
-    fn woken_part_is_polled_and_wakes_the_task() {
+    fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());
         let waker: Waker = outer.clone().into();
         let part = PartWaker::new(&combined);
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
         assert_eq!(part.poll(future.as_mut()), None);
         part.waker.wake_by_ref();
-        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the combined will look");
+        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the task polls the part anyway");
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
         combined.leave();
         part.waker.wake_by_ref();

@@ -227,11 +227,11 @@ fn lower_limit_ends_threads_after_their_jobs() {
     assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (5, fixture.init_thread));
     fixture.limit(2);
     fixture.send_jobs([6]);
-    assert_eq!(fixture.next_begun(1), [6], "next to the other job");
+    assert_eq!(fixture.next_begun(1), [6], "the job runs beside the other job");
 }
 
 #[test]
-fn surplus_idle_threads_end_except_the_init_thread() {
+fn lower_limit_ends_idle_threads_but_not_init_thread() {
     for round in 0..20 {
         let fixture = Fixture::new(6);
         fixture.send_jobs(1..=6);
@@ -257,7 +257,7 @@ fn surplus_idle_threads_end_except_the_init_thread() {
 }
 
 #[test]
-fn limits_before_ready_take_effect() {
+fn limits_received_before_ready_take_effect() {
     let (fixture, init) = Fixture::before_ready(1, None);
     for limit in [9, 0, 3] {
         fixture.limit(limit);
@@ -270,7 +270,7 @@ fn limits_before_ready_take_effect() {
 }
 
 #[test]
-fn thread_count_has_a_minimum_and_a_maximum() {
+fn thread_count_has_minimum_and_maximum() {
     let fixture = Fixture::new(u32::MAX);
     assert_eq!(lock(&fixture.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
     fixture.limit(0);
@@ -286,13 +286,13 @@ fn thread_count_has_a_minimum_and_a_maximum() {
     fixture.wait_idle(1);
 }
 
-/// A call for help arrives when the link has just woken the only idle thread. The thread answers the call,
-/// and calls others for the jobs behind its own.
+/// A wake request is made when the link has just woken the only idle thread. The thread handles the request,
+/// and starts others for the remaining jobs.
 #[test]
-fn thread_woken_by_the_link_handles_the_wake_request() {
+fn thread_woken_by_link_handles_wake_request() {
     let fixture = Fixture::new(3);
     let mut state = lock(&fixture.pool.state);
-    // The thread is woken by the link first, and waits for the lock.
+    // The link wakes the thread first. The thread then waits for the lock.
     fixture.send_jobs(1..=3);
     fixture.pool.wake_or_start_thread(&mut state);
     assert!(state.is_wake_pending);
@@ -304,7 +304,7 @@ fn thread_woken_by_the_link_handles_the_wake_request() {
 
 /// Raises and lowers the limit while jobs come and go, from a seeded generator.
 #[test]
-fn every_job_runs_once_while_limits_change() {
+fn jobs_run_once_despite_changing_limits() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];
     const AT_ONCE_MAX: usize = 24;
     let fixture = Fixture::new(2);
@@ -353,7 +353,7 @@ fn every_job_runs_once_while_limits_change() {
 }
 
 #[test]
-fn first_thread_respects_the_limit() {
+fn init_thread_respects_the_limit() {
     let fixture = Fixture::new(2);
     fixture.send_jobs(1..=2);
     let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
@@ -383,7 +383,7 @@ fn journal() -> (Journal, Claims) {
 
 /// Jobs arrive and are recalled at random. Each job either runs once or is returned to the supervisor.
 #[test]
-fn each_job_runs_or_is_recalled() {
+fn each_job_runs_once_or_is_recalled() {
     for max_in_flight in [1, 3] {
         let (journal, claims) = journal();
         let fixture = Fixture::with_journal(max_in_flight, journal);

@@ -1,14 +1,14 @@
-//! `[[access]]`: the entries, and the resulting modes of sockets and folders.
+//! `[[access]]`: the access rules, and the resulting modes of sockets and folders.
 
 use super::*;
 
-/// Returns a file with one entry that starts on line 3 and continues with `lines` on line 4.
+/// Returns a file with a single access rule. The rule starts on line 3, and `lines` starts on line 4.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }
 
 #[test]
-fn reads_all_keys() {
+fn access_rule_can_name_user_bulkheads_and_tenants() {
     let config = Folder::new().accept(FULL);
     let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
     let expected = [
@@ -22,7 +22,7 @@ fn reads_all_keys() {
 }
 
 #[test]
-fn accepts_inline_and_empty_access() {
+fn access_can_be_inline_or_empty() {
     let folder = Folder::new();
     let config =
         folder.accept(&format!("access = [{{ uid = 4294967294 }}, {{ gid = 0 }}]\n{}", bulkhead("")));
@@ -34,7 +34,7 @@ fn accepts_inline_and_empty_access() {
 }
 
 #[test]
-fn access_opens_socket_unless_mode_is_set() {
+fn access_rules_open_socket_unless_mode_is_set() {
     let modes = |text: &str| {
         let supervisor = Folder::new().accept(text).supervisor;
         (supervisor.socket_mode, supervisor.folder_mode)
@@ -55,7 +55,7 @@ fn access_opens_socket_unless_mode_is_set() {
 }
 
 #[test]
-fn access_entry_names_one_user_or_group() {
+fn access_rule_names_exactly_one_user_or_group() {
     let folder = Folder::new();
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
@@ -92,7 +92,7 @@ fn access_entry_names_one_user_or_group() {
 }
 
 #[test]
-fn looks_up_users_and_groups() {
+fn access_rule_rejects_unknown_users_and_groups() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&entry("user = \"root\"")).access[0].who, Who::Uid(0));
     folder.reject_one(
@@ -110,7 +110,7 @@ fn looks_up_users_and_groups() {
 }
 
 #[test]
-fn access_names_existing_bulkheads() {
+fn access_rule_names_only_existing_bulkheads() {
     let folder = Folder::new();
     let text = |names: &str| {
         format!("[[access]]\nuid = 1\nbulkheads = {names}\n[bulkhead.thumbs]\nexec = [\"tool\"]\n")
@@ -143,7 +143,7 @@ fn access_names_existing_bulkheads() {
 }
 
 #[test]
-fn access_names_valid_tenants() {
+fn access_rule_names_only_valid_tenants() {
     let folder = Folder::new();
     let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
     folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
@@ -155,7 +155,7 @@ fn access_names_valid_tenants() {
 }
 
 #[test]
-fn access_entries_are_tables_and_bounded() {
+fn access_is_array_of_at_most_1024_tables() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("[access]\nuid = 1"),
@@ -181,7 +181,7 @@ fn access_entries_are_tables_and_bounded() {
 }
 
 #[test]
-fn suggests_table_of_misplaced_access_key() {
+fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
     // A table cannot be meant for a key that holds a single value.

@@ -1,5 +1,5 @@
 //! Compares `docs/configuration.md` with the reader. `UPDATE_DOCS=1 cargo test -p bulkhead-config` writes the
-//! tables. The examples of the page are read as files.
+//! tables. Also parses the examples of the page as files.
 
 use std::fmt::Write as _;
 
@@ -35,25 +35,22 @@ fn current(docs: &str) -> String {
 }
 
 #[test]
-fn documentation_lists_all_keys() {
+fn documentation_lists_all_configuration_keys() {
     let docs = docs();
     let current = current(&docs);
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(DOCS, current).unwrap();
         return;
     }
-    assert!(
-        docs == current,
-        "docs/configuration.md is not what the reader reads; run this test with UPDATE_DOCS=1"
-    );
+    assert!(docs == current, "docs/configuration.md is out of date; run this test with UPDATE_DOCS=1");
 }
 
 #[test]
-fn accepts_documented_examples() {
+fn documented_examples_are_valid_configurations() {
     let docs = docs();
     let examples: Vec<&str> =
         docs.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default()).collect();
-    assert!(examples.len() >= 3, "the examples have gone");
+    assert!(examples.len() >= 3, "too few examples");
     let folder = Folder::new();
     for example in examples {
         let text = if example.contains("[bulkhead") {
@@ -66,7 +63,7 @@ fn accepts_documented_examples() {
 }
 
 #[test]
-fn descriptions_are_sentences() {
+fn key_descriptions_are_sentences() {
     for key in reference() {
         assert!(key.about.ends_with('.') && !key.about.contains('|'), "{}: {}", key.path(), key.about);
         assert!(!key.example().is_empty(), "{} has no example", key.path());

@@ -5,13 +5,13 @@ use std::time::Duration;
 use super::*;
 
 #[test]
-fn accepts_output_grace_of_zero() {
+fn output_grace_can_be_zero() {
     let config = Folder::new().accept(&bulkhead("output_grace = \"0s\""));
     assert_eq!(config.bulkheads[0].output_grace, Some(Duration::ZERO));
 }
 
 #[test]
-fn statuses_are_in_range_and_in_one_list() {
+fn exit_status_belongs_to_at_most_one_list() {
     let folder = Folder::new();
     let cases = [
         (
@@ -47,7 +47,7 @@ fn statuses_are_in_range_and_in_one_list() {
 }
 
 #[test]
-fn files_have_plain_names() {
+fn job_files_must_have_plain_names() {
     let folder = Folder::new();
     for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
         let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
@@ -69,7 +69,7 @@ fn files_have_plain_names() {
 }
 
 #[test]
-fn files_exclude_cwd_and_require_a_temporary_folder() {
+fn job_files_exclude_cwd_and_require_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));
@@ -81,7 +81,7 @@ fn files_exclude_cwd_and_require_a_temporary_folder() {
 }
 
 #[test]
-fn exec_keys_need_exec() {
+fn exec_keys_require_exec_program() {
     let folder = Folder::new();
     let command = "[bulkhead.a]\ncommand = [\"tool\"]\n";
     for (key, column) in

@@ -11,7 +11,7 @@ fn file(fallback: &str, others: &[&str]) -> String {
 
 /// A bulkhead's array replaces the array of the defaults instead of extending it.
 #[test]
-fn fallback_keeps_order_and_overrides_defaults() {
+fn fallback_list_replaces_list_of_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let fallbacks: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.fallback.as_slice()).collect();
@@ -24,12 +24,12 @@ fn fallback_keeps_order_and_overrides_defaults() {
     assert_eq!(
         folder.accept(&mutual).bulkheads[1].fallback,
         ["a"],
-        "a job goes to each once, so never round"
+        "mutual fallbacks are valid, because a job goes to each bulkhead once"
     );
 }
 
 #[test]
-fn fallback_names_existing_bulkheads() {
+fn fallback_must_name_existing_bulkheads() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"thumbnial-safe\"]", &["b", "thumbnail-safe"]),
@@ -53,13 +53,13 @@ fn fallback_names_existing_bulkheads() {
 }
 
 #[test]
-fn invalid_bulkhead_can_be_named_as_fallback() {
+fn fallback_can_name_invalid_bulkhead() {
     let text = format!("{}[bulkhead]\nb = 3\n", bulkhead("fallback = [\"b\"]"));
     Folder::new().reject_one(&text, (5, 5), "bulkhead `b` must be a table", "");
 }
 
 #[test]
-fn rejects_own_name_as_fallback() {
+fn bulkhead_cannot_be_its_own_fallback() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"a\"]", &["b"]),
@@ -82,7 +82,7 @@ fn rejects_own_name_as_fallback() {
 }
 
 #[test]
-fn rejects_duplicate_fallbacks() {
+fn fallback_cannot_name_bulkhead_twice() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
@@ -96,7 +96,7 @@ fn rejects_duplicate_fallbacks() {
 }
 
 #[test]
-fn fallback_is_array_of_at_most_eight() {
+fn fallback_has_at_most_eight_names() {
     let folder = Folder::new();
     let names = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8", "b9"];
     let array = |count: usize| format!("[\"{}\"]", names[..count].join("\", \""));

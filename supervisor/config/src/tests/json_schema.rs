@@ -14,7 +14,7 @@ use super::*;
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.schema.json");
 
 static VALIDATOR: LazyLock<Validator> =
-    LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is one"));
+    LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is invalid"));
 
 /// Converts a document to JSON. Dates and non-finite numbers have no JSON form and become null, which no key
 /// accepts.
@@ -74,36 +74,50 @@ fn is_of_shape(problem: &Problem) -> bool {
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
     match parsed {
-        Ok(_) => assert!(complaints.is_empty(), "read, but not by the schema:\n{text}\n{complaints:#?}"),
+        Ok(_) => assert!(
+            complaints.is_empty(),
+            "the reader accepts this, but the schema does not:\n{text}\n{complaints:#?}"
+        ),
         Err(errors) => {
             let of_shape = errors.problems().iter().find(|problem| is_of_shape(problem));
             if let Some(problem) = of_shape {
-                assert!(!complaints.is_empty(), "the schema takes it:\n{text}\n{problem:?}");
+                assert!(
+                    !complaints.is_empty(),
+                    "the schema accepts this, but the reader does not:\n{text}\n{problem:?}"
+                );
             }
         }
     }
 }
 
 #[test]
-fn schema_file_is_up_to_date() {
+fn json_schema_file_is_up_to_date() {
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(FILE, format!("{:#}\n", json_schema())).unwrap();
     }
     let file = fs::read_to_string(FILE).unwrap_or_else(|error| panic!("cannot read {FILE}: {error}"));
     let file: Value = serde_json::from_str(&file).unwrap();
-    assert!(file == json_schema(), "docs/workers.schema.json is old; run this test with UPDATE_DOCS=1");
+    assert!(
+        file == json_schema(),
+        "docs/workers.schema.json is out of date; run this test with UPDATE_DOCS=1"
+    );
 }
 
 /// Returns the properties of a table of the schema, following a reference to a definition.
 fn properties(table: &str) -> Vec<String> {
     let schema = json_schema();
     let place = if table.is_empty() { &schema } else { &schema["definitions"][table] };
-    assert_eq!(place["additionalProperties"], false, "[{table}] takes anything");
-    place["properties"].as_object().unwrap_or_else(|| panic!("no [{table}]")).keys().cloned().collect()
+    assert_eq!(place["additionalProperties"], false, "[{table}] allows unknown keys");
+    place["properties"]
+        .as_object()
+        .unwrap_or_else(|| panic!("[{table}] has no properties"))
+        .keys()
+        .cloned()
+        .collect()
 }
 
 #[test]
-fn reader_and_schema_have_same_keys() {
+fn json_schema_has_same_keys_as_reader() {
     let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
     tables.sort_unstable();
     tables.dedup();
@@ -134,14 +148,14 @@ fn reader_and_schema_have_same_keys() {
 }
 
 impl Key {
-    /// Returns an example value, also for tables, where an empty table suffices.
+    /// Returns an example value. The example of a table is an empty table.
     fn example_of_table(&self) -> String {
         if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
     }
 }
 
 #[test]
-fn all_keys_have_description_and_default() {
+fn json_schema_describes_every_key() {
     let schema = json_schema();
     for key in reference() {
         let property = &schema["definitions"][key.table]["properties"][key.name];
@@ -153,7 +167,7 @@ fn all_keys_have_description_and_default() {
 }
 
 #[test]
-fn schema_rejects_values_out_of_range() {
+fn json_schema_rejects_invalid_values() {
     for (line, is_fine) in [
         ("processes = 1024", true),
         ("processes = 1025", false),
@@ -198,7 +212,7 @@ proptest! {
 
     /// The patterns accept exactly the texts that the reader accepts.
     #[test]
-    fn patterns_match_accepted_values(
+    fn schema_patterns_match_values_accepted_by_reader(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
     ) {
         let text = pieces.concat();
@@ -211,7 +225,7 @@ proptest! {
     }
 }
 
-/// Few and short, so that the numbers in seven pieces do not overflow.
+/// Pieces of durations and sizes. They are so short that a number from seven pieces does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
@@ -236,7 +250,7 @@ fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn schema_accepts_all_examples() {
+fn json_schema_accepts_all_documented_examples() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let mut files = vec![root.join("README.md")];
     files_below(&root.join("docs"), &mut files);
@@ -257,10 +271,10 @@ fn schema_accepts_all_examples() {
                 format!("{example}\n{}", bulkhead(""))
             };
             let actual =
-                complaints(&whole).unwrap_or_else(|| panic!("{}: no TOML:\n{whole}", file.display()));
+                complaints(&whole).unwrap_or_else(|| panic!("{}: invalid TOML:\n{whole}", file.display()));
             assert!(actual.is_empty(), "{}:\n{whole}\n{actual:#?}", file.display());
             seen += 1;
         }
     }
-    assert!(seen >= 8, "the examples have gone: {seen}");
+    assert!(seen >= 8, "too few examples: {seen}");
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::*;
 
 #[test]
-fn deadline_is_at_most_its_maximum() {
+fn deadline_cannot_exceed_deadline_max() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
@@ -22,21 +22,21 @@ fn deadline_is_at_most_its_maximum() {
 }
 
 #[test]
-fn reports_violation_at_the_bulkhead() {
+fn rule_violation_is_reported_at_key_of_bulkhead() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
     folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
 }
 
 #[test]
-fn reports_violation_of_defaults_once() {
+fn rule_violation_in_defaults_is_reported_once() {
     let folder = Folder::new();
     let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     folder.reject_one(text, (2, 16), "`deadline` (30s, the default)", "");
 }
 
 #[test]
-fn run_limit_is_at_most_longest_deadline() {
+fn run_limit_cannot_exceed_longest_deadline() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("run_limit = \"40s\""),
@@ -63,7 +63,7 @@ fn run_limit_is_at_most_longest_deadline() {
 }
 
 #[test]
-fn adaptive_target_is_at_most_longest_deadline() {
+fn adaptive_target_cannot_exceed_longest_deadline() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
@@ -75,7 +75,7 @@ fn adaptive_target_is_at_most_longest_deadline() {
 }
 
 #[test]
-fn rejects_lookahead_with_exec() {
+fn exec_bulkhead_rejects_lookahead() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("lookahead = \"5ms\""),
@@ -91,7 +91,7 @@ fn rejects_lookahead_with_exec() {
 }
 
 #[test]
-fn queue_needs_permits() {
+fn queue_requires_permits() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("max_queue = 10\nmax_in_flight = 0"),
@@ -106,7 +106,7 @@ fn queue_needs_permits() {
 }
 
 #[test]
-fn permits_are_bounded() {
+fn bulkhead_has_at_most_one_million_permits() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 1000\nmax_in_flight = 1000"));
     folder.reject_one(
@@ -118,7 +118,7 @@ fn permits_are_bounded() {
 }
 
 #[test]
-fn payload_is_at_most_supervisors_maximum() {
+fn payload_limit_cannot_exceed_limit_of_supervisor() {
     let folder = Folder::new();
     for name in ["max_payload", "max_result"] {
         let message =
@@ -135,7 +135,7 @@ fn payload_is_at_most_supervisors_maximum() {
 }
 
 #[test]
-fn buffer_holds_largest_payload() {
+fn max_buffered_must_hold_largest_payload() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nmax_payload = \"1GiB\"\n{}", bulkhead(""));
     folder.reject_one(
@@ -149,7 +149,7 @@ fn buffer_holds_largest_payload() {
 }
 
 #[test]
-fn max_pooled_holds_two_memory_files() {
+fn max_pooled_must_hold_two_memory_files() {
     let folder = Folder::new();
     let text = |size: &str| format!("[supervisor]\nmax_pooled = {size}\n{}", bulkhead(""));
     folder.reject_one(
@@ -165,7 +165,7 @@ fn max_pooled_holds_two_memory_files() {
 }
 
 #[test]
-fn backoff_is_at_most_its_maximum() {
+fn backoff_cannot_exceed_backoff_max() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("restart = { backoff_max = \"10ms\" }"),
@@ -176,7 +176,7 @@ fn backoff_is_at_most_its_maximum() {
 }
 
 #[test]
-fn requires_exactly_one_program() {
+fn bulkhead_requires_exactly_one_program() {
     let folder = Folder::new();
     folder.reject_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` has no program to run", "`command = [");
     folder.reject_one(
@@ -189,7 +189,7 @@ fn requires_exactly_one_program() {
 }
 
 #[test]
-fn invalid_value_violates_no_relation() {
+fn invalid_value_causes_no_second_error() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("deadline = 5\ndeadline_max = \"10s\""), (3, 12), "not a bare number", "");
     folder.reject_one(&bulkhead("max_in_flight = 0\nmax_queue = \"x\""), (4, 13), "`max_queue`", "");
@@ -199,7 +199,7 @@ fn invalid_value_violates_no_relation() {
 }
 
 #[test]
-fn sockets_differ() {
+fn jobs_and_admin_sockets_must_differ() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
     folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
@@ -211,7 +211,7 @@ fn sockets_differ() {
 }
 
 #[test]
-fn misspelt_key_is_not_also_missing() {
+fn misspelt_key_is_not_reported_as_missing() {
     let folder = Folder::new();
     folder.reject_one(
         "[bulkhead.a]\nexce = [\"tool\"]\n",

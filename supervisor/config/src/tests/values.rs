@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn durations_have_units_and_bounds() {
+fn invalid_durations_are_rejected_with_help() {
     let folder = Folder::new();
     let cases = [
         ("deadline = 5", "a bare number", "write `deadline = \"5s\"` for seconds, or \"5ms\""),
@@ -43,7 +43,7 @@ fn durations_have_units_and_bounds() {
 }
 
 #[test]
-fn sizes_are_unambiguous_and_bounded() {
+fn ambiguous_sizes_are_rejected_with_help() {
     let folder = Folder::new();
     let cases = [
         (
@@ -89,7 +89,7 @@ fn sizes_are_unambiguous_and_bounded() {
 }
 
 #[test]
-fn numbers_have_bounds() {
+fn numbers_outside_their_range_are_rejected() {
     let folder = Folder::new();
     let cases = [
         ("processes = 0", "`processes` must be from 1 to 1024, not 0", "write `processes = 1`"),
@@ -118,7 +118,7 @@ fn numbers_have_bounds() {
 }
 
 #[test]
-fn modes_are_octal_strings() {
+fn socket_mode_must_be_octal_string() {
     let folder = Folder::new();
     let mode = |value: &str| format!("[supervisor]\nsocket_mode = {value}\n{}", bulkhead(""));
     folder.reject_one(
@@ -135,7 +135,7 @@ fn modes_are_octal_strings() {
 }
 
 #[test]
-fn rejects_unknown_words() {
+fn unknown_words_are_rejected_with_suggestion() {
     let folder = Folder::new();
     let line = "restart = { policy = \"on_failure\" }";
     folder.reject_one(
@@ -162,7 +162,7 @@ fn rejects_unknown_words() {
 }
 
 #[test]
-fn arguments_are_strings_without_nul() {
+fn program_arguments_must_be_strings_without_nul() {
     let folder = Folder::new();
     let exec = |value: &str| format!("[bulkhead.a]\nexec = {value}\n");
     folder.reject_one(&exec("[]"), (2, 8), "`exec` is empty", "write the program");
@@ -189,7 +189,7 @@ fn arguments_are_strings_without_nul() {
 }
 
 #[test]
-fn environment_has_names_and_strings() {
+fn environment_requires_valid_names_and_strings() {
     let folder = Folder::new();
     let cases = [
         ("A = 1", 13, "`env.A` must be a string, not a number", "write `A = \"1\"`"),
@@ -207,7 +207,7 @@ fn environment_has_names_and_strings() {
 }
 
 #[test]
-fn rlimits_use_units_of_resource() {
+fn rlimit_values_must_have_unit_of_resource() {
     let folder = Folder::new();
     let cases = [
         ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),

@@ -189,10 +189,10 @@ mod tests {
             samples.last_samples[&pid].cpu_ms != u64::MAX
         };
         assert!(!is_sampled(process(0, false)));
-        assert!(is_sampled(process(0, true)), "it has a job");
-        assert!(is_sampled(process(1, false)), "it had one since");
+        assert!(is_sampled(process(0, true)), "the worker has a job");
+        assert!(is_sampled(process(1, false)), "the worker has answered a job since");
         assert!(!is_sampled(process(1, false)));
         samples.sample(&[]);
-        assert!(samples.last_samples.is_empty(), "it is gone");
+        assert!(samples.last_samples.is_empty(), "the worker is gone");
     }
 }

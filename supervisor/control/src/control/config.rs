@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn redacts_values_of_variables() {
+    fn configuration_document_redacts_environment_values() {
         let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
                     env = { KEY = \"sesame\" }\n";
         let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();

@@ -160,7 +160,7 @@ type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     readers: Channel<S>,
-    /// True once silent clients must not be waited for any more.
+    /// True once the listener must no longer wait for silent clients.
     shutdown: watch::Receiver<bool>,
 }
 
@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn detects_waiting_clients() {
+    fn waiting_client_is_detected_before_accept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = unix::net::UnixListener::bind(&path).unwrap();

@@ -259,7 +259,7 @@ mod tests {
     use bulkhead_shared::CrashReason;
 
     #[test]
-    fn compares_crashes_by_cause() {
+    fn replay_verdict_compares_crash_causes() {
         let segv = cause_of(&Death::Signal(11).into()).unwrap();
         let crashed = |cause| {
             let verdict =
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn selects_named_job_else_culprit_else_replayable_jobs() {
+    fn replay_prefers_named_job_over_culprit() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(select_jobs(&crash, None), Ok(vec![0]));
         assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("no job 1"));

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn recognises_requests_of_other_sites() {
+    fn write_requests_of_other_sites_are_rejected() {
         for method in ["POST", "PATCH", "DELETE"] {
             assert!(
                 !is_rejected(method, &[]) && !is_rejected(method, &[("origin", "http://localhost:9464")])
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn other_sites_can_only_link() {
+    fn other_sites_can_only_link_to_pages() {
         let from = |site, mode, dest| {
             is_rejected(
                 "GET",

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn page_is_self_contained() {
+    fn dashboard_page_is_self_contained() {
         let page = PAGE.html.replace("http://www.w3.org/2000/svg", "");
         for word in
             ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent", "src=\"/"]
@@ -114,7 +114,7 @@ mod tests {
 
     /// Concatenated modules share one scope, and an import must refer to an earlier module.
     #[test]
-    fn names_in_modules_are_unique() {
+    fn dashboard_modules_have_unique_names() {
         let mut names = BTreeSet::new();
         let mut exported = BTreeSet::new();
         for module in MODULES {
@@ -123,7 +123,7 @@ mod tests {
                     line.strip_prefix("import {").and_then(|rest| rest.split_once('}'))
                 {
                     for name in imported.split(',').map(str::trim) {
-                        assert!(exported.contains(name), "{name} is imported before it is there");
+                        assert!(exported.contains(name), "{name} is imported before its definition");
                     }
                 }
                 let bare = line.strip_prefix("export ").unwrap_or(line);
@@ -131,7 +131,7 @@ mod tests {
                 let kinds = ["const ", "let ", "class ", "function "];
                 let Some(rest) = kinds.iter().find_map(|kind| bare.strip_prefix(kind)) else { continue };
                 let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
-                assert!(names.insert(name), "{name} is there twice");
+                assert!(names.insert(name), "{name} is defined twice");
                 if line.starts_with("export ") {
                     exported.insert(name);
                 }

@@ -688,7 +688,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_or_rejects_headers() {
+    fn invalid_job_headers_are_rejected() {
         assert_eq!(read(&[("accept", "x")]).unwrap(), "  None normal 1 false None");
         let all = [
             ("bulkhead-operation", "decode"),
@@ -700,7 +700,7 @@ mod tests {
             ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ];
         assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(00-0af"));
-        assert!(read(&[all[6], all[6]]).unwrap().ends_with(" None"), "two traces are none");
+        assert!(read(&[all[6], all[6]]).unwrap().ends_with(" None"), "two trace headers count as none");
         let wrong = [
             ("bulkhead-deadline-ms", "0"),
             ("bulkhead-deadline-ms", "-1"),
@@ -722,7 +722,7 @@ mod tests {
     }
 
     #[test]
-    fn spool_charges_memory_until_dropped() {
+    fn spooled_payload_counts_as_memory_until_dropped() {
         let counters = Arc::new(SharedCounters::default());
         let mut spool = Spool::new(counters.clone(), 3 * SEGMENT_BYTES);
         let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();

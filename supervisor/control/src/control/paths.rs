@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recognises_readers_by_request_line() {
+    fn reader_requests_are_recognised_by_request_line() {
         for line in [
             "GET /metrics HTTP/1.1\r\n",
             "GET /v1/events?since=5 HTTP/1.1",
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn recognises_complete_health_checks() {
+    fn complete_health_checks_are_recognised() {
         for head in
             ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
         {

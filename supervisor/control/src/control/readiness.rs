@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn concurrent_requests_share_one_command() {
+    fn readiness_requests_within_interval_share_one_command() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());

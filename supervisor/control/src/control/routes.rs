@@ -175,13 +175,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn special_paths_have_routes() {
+    fn paths_with_special_rules_have_routes() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
         assert!([WITHOUT_TOKEN, HEALTH_PATHS, READER_PATHS].concat().iter().all(|path| paths.contains(path)));
     }
 
     #[test]
-    fn document_has_no_dangling_references() {
+    fn openapi_document_has_no_dangling_references() {
         let document = document(ROUTES);
         let text = document.to_string();
         for (at, _) in text.match_indices("#/components/schemas/") {

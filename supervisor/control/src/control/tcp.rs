@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn accepts_only_the_token() {
+    fn tcp_requests_require_the_exact_token() {
         let token = Token::new(b"a-secret-of-sixteen");
         let accepts = |value: &str| super::has_token(&token, &headers(&[("authorization", value)]));
         assert!(accepts("Bearer a-secret-of-sixteen") && accepts("bearer  a-secret-of-sixteen "));
@@ -232,12 +232,12 @@ mod tests {
             assert!(!accepts(&basic(pair)), "{pair}");
         }
         let good = ("authorization", "Bearer a-secret-of-sixteen");
-        assert!(!super::has_token(&token, &headers(&[good, good])), "one is enough");
+        assert!(!super::has_token(&token, &headers(&[good, good])), "a repeated header is rejected");
         assert!(!super::has_token(&token, &HeaderMap::new()));
     }
 
     #[test]
-    fn rejects_foreign_host_names() {
+    fn foreign_host_names_are_rejected() {
         let check = |own: Option<&str>| RequestCheck {
             token: Token::new(b""),
             own: own.map(|text| text.parse().unwrap()),
@@ -265,6 +265,6 @@ mod tests {
             assert!(!is_for(Some("127.0.0.9"), host), "{host}");
         }
         assert!(!check(Some("127.0.0.1")).names_this_machine(&HeaderMap::new()));
-        assert!(is_for(None, "bulkhead.example"), "whose names it has is not known");
+        assert!(is_for(None, "bulkhead.example"), "without a known address, any host name is accepted");
     }
 }

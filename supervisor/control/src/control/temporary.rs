@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_hidden_disk_usage() {
+    fn disk_usage_includes_folders_without_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let enough = 1 << 30;

@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_newest_reports() {
+    fn crash_store_keeps_newest_reports() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/crashes");
         let mut store = Store::open(Some(&path), 3).unwrap();
@@ -501,7 +501,7 @@ mod tests {
         std::fs::remove_file(path.join(format!("{id}.json"))).unwrap();
         assert_eq!(again.get(id), Err(ReadError::NotFound));
         assert_eq!(numbers(&again), ["0005"]);
-        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "a report and the lock");
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "one report and the lock file");
     }
 
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_starts_evict_no_other_reports() {
+    fn start_failures_evict_only_other_start_failures() {
         for is_in_memory in [false, true] {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("crashes");
@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_foreign_files() {
+    fn crash_store_ignores_foreign_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_unwritable_reports_in_memory() {
+    fn unwritable_crash_report_stays_in_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_reports_of_earlier_runs() {
+    fn crash_report_never_overwrites_earlier_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded() {
+    fn crash_store_bounds_its_memory() {
         let mut store = Store::open(None, 10_000).unwrap();
         let payload = vec![7; bulkhead_api::PAYLOAD_BYTES_MAX];
         for number in 0..2000 {
@@ -611,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_folder_accessible_to_others() {
+    fn crash_folder_accessible_to_others_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         std::fs::create_dir(&path).unwrap();

@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn ring_is_bounded_and_keeps_numbering() {
+    fn full_event_ring_discards_oldest_events() {
         let events = Events::default();
         for i in 0..EVENTS_MAX + 10 {
             events.add(event(if i % 2 == 0 { "a" } else { "b" }, "x"));
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn follower_reads_stored_and_new_events() {
+    fn event_reader_receives_stored_and_new_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|i| events.add(event(["a", "b"][i % 2], "")));
         let ever = |numbers: std::ops::RangeInclusive<u64>| (numbers.collect::<Vec<_>>(), 0);
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_reader_gets_number_of_missed_events() {
+    fn slow_reader_receives_number_of_missed_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|_| events.add(event("a", "")));
         add(10);
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn delivers_concurrent_events_together() {
+    async fn events_of_same_interval_arrive_together() {
         let events = Arc::new(Events::default());
         let mut reader = events.reader(0, None, usize::MAX);
         tokio::spawn({
@@ -537,7 +537,7 @@ mod tests {
 
     /// Workers of one bulkhead die 600 times per second for ten minutes.
     #[test]
-    fn storm_evicts_only_its_own_events() {
+    fn event_storm_evicts_only_its_own_events() {
         let events = Events::default();
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
         for i in 0..50 {
@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn next_event_reports_suppressed_count() {
+    fn next_event_reports_number_of_suppressed_events() {
         let events = Events::default();
         let at_once = FREQUENT_BURST as usize;
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);

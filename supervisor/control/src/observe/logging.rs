@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_unseen_characters() {
+    fn log_lines_escape_invisible_characters() {
         let plain = b"{\"a\":\"b\"}\n".to_vec();
         assert_eq!(escape_unseen(plain.clone(), LogFormat::Json), plain);
         let hostile = "{\"a\":\"\u{9b}31m\u{7f}\u{202e}\"}\n".as_bytes().to_vec();

@@ -95,7 +95,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the count, unless it is zero and cannot become anything else.
+/// Returns the count, or `None` if the count is zero and can never change.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -182,7 +182,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Returns the number, unless it is zero and cannot become anything else.
+/// Returns the number, or `None` if the number is zero and can never change.
 fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }
@@ -248,7 +248,7 @@ mod tests {
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations/metrics.md");
 
     #[test]
-    fn writes_each_family_once_in_order() {
+    fn each_metric_family_is_written_once() {
         let scrape = Scrape {
             clients: 0,
             buffered_bytes: 0,
@@ -291,14 +291,17 @@ mod tests {
     fn documentation_lists_all_metrics() {
         let docs = fs::read_to_string(DOCS).unwrap();
         let (marker, end) = ("<!-- metrics -->\n", "<!-- end -->");
-        let start = docs.find(marker).expect("the table has its place") + marker.len();
-        let length = docs[start..].find(end).expect("the table has an end");
+        let start = docs.find(marker).expect("the page has no start marker") + marker.len();
+        let length = docs[start..].find(end).expect("the page has no end marker");
         let mut current = docs.clone();
         current.replace_range(start..start + length, &table());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/metrics.md is old; run this test with UPDATE_DOCS=1");
+        assert!(
+            docs == current,
+            "docs/operations/metrics.md is out of date; run this test with UPDATE_DOCS=1"
+        );
     }
 }

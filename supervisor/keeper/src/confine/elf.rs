@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn detects_search_paths_relative_to_the_file() {
+    fn elf_search_path_relative_to_file_is_detected() {
         assert!(is_self_contained(&std::env::current_exe().unwrap()));
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);

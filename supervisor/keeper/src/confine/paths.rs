@@ -358,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grants_folders_installed_with_a_program() {
+    fn folders_installed_with_program_are_granted() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "own/lib", "tool/bin", "tool/libexec", "tool/other"] {
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn grants_nothing_chosen_by_writable_paths() {
+    fn paths_the_worker_can_redirect_are_not_granted() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "other/bin", "secret", "work"] {
@@ -399,7 +399,7 @@ mod tests {
             let given = program_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
-        // Only the script is writable. The worker cannot choose the folder, but can choose the first line.
+        // Only the script is writable. The worker cannot replace its folder, but can change its first line.
         let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn grants_only_the_program_in_a_shared_folder() {
+    fn shared_folder_grants_only_the_program() {
         let own = std::env::temp_dir();
         let file = tempfile::NamedTempFile::new_in("/tmp").unwrap();
         assert_eq!(program_folders(&[file.path()], Some(&own), &[]), [file.path()]);

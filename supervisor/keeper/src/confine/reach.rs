@@ -229,7 +229,7 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    /// Creates a home, a checkout in it with a program, and another file.
+    /// Creates a home folder with this mode. The folder holds a checkout with a program, and another file.
     fn home(mode: u32) -> tempfile::TempDir {
         let outer = tempfile::tempdir().unwrap();
         folder(outer.path(), 0o755);
@@ -258,13 +258,13 @@ mod tests {
     }
 
     #[test]
-    fn open_folders_are_reachable() {
+    fn open_folders_are_reachable_by_worker() {
         let outer = home(0o755);
         assert_eq!(look_at(outer.path(), &[], &[]), Ok(Unreachable::default()));
     }
 
     #[test]
-    fn reports_closed_folder_and_granted_paths_inside() {
+    fn closed_folder_hides_granted_paths_inside() {
         let outer = home(0o700);
         let home = outer.path().join("home");
         let unreachable = look_at(outer.path(), &[], &[]).unwrap();
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn granted_closed_folder_is_expanded() {
+    fn closed_granted_folder_is_replaced_by_its_entries() {
         let outer = home(0o755);
         let checkout = outer.path().join("home/checkout");
         folder(&checkout, 0o700);

@@ -60,7 +60,7 @@ pub(crate) enum Verdict {
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// Only hostile programs make the call. The worker ends as [`FatalAction`] says.
+    /// Only hostile programs make the call. [`FatalAction`] determines how the worker ends.
     Fatal,
 }
 

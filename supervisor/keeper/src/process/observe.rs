@@ -90,8 +90,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
-/// the limit `deferred`, which is set later.
+/// Returns the first of these limits that differs from the process's limit, by its name in
+/// `/proc/PID/limits`. Skips the limit `deferred`, which is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],
@@ -135,7 +135,8 @@ pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
+/// Returns the pid of the process to which a thread belongs, in this namespace and in the process's own
+/// namespace.
 pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
@@ -164,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_status_file() {
+    fn proc_status_file_is_parsed() {
         let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nGroups:\t4 24 \nCapInh:\t0000000000000000\n\
             CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
             CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_limits_by_resource_number() {
+    fn rlimits_are_found_by_resource_number() {
         let [cpu, nofile, nice, address_space] =
             ["cpu", "nofile", "nice", "as"].map(|name| Resource::from_name(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_has_no_differences() {
+    fn own_process_has_no_differing_namespaces() {
         let own = KeeperStatus::read();
         assert_eq!(own.differing_namespaces(std::process::id()).unwrap(), Namespaces::default());
         assert_eq!(process_of_thread(std::process::id()).unwrap().0, std::process::id());

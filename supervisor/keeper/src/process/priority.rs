@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn raised_priority_is_restored() {
+    fn raised_keeper_priority_is_restored() {
         // Affects only this thread. Without the privilege nothing changes.
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let group = || fs::read_to_string(AUTOGROUP).unwrap_or_default();

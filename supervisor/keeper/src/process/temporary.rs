@@ -224,7 +224,7 @@ mod tests {
 
     /// The removal of many files must not delay the start of the first worker.
     #[test]
-    fn removes_folders_of_killed_keepers_on_another_thread() {
+    fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
         let (stale, lock) = create_base(parent.path()).unwrap();
         std::fs::write(stale.join("file"), "x").unwrap();
@@ -259,18 +259,18 @@ mod tests {
                 }
             };
             (0..2).for_each(|number| drop(scope.spawn(move || fill(number))));
-            wait(&|| filled.join("9").exists(), "there is something in it");
+            wait(&|| filled.join("9").exists(), "the folder contains files");
             folders.remove(filled.clone());
             folders.remove(other.clone());
-            wait(&|| !other.exists(), "the other one is gone");
+            wait(&|| !other.exists(), "the other folder is removed");
             is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         });
         folders.remove(filled.clone());
-        wait(&|| !filled.exists(), "and then this one");
+        wait(&|| !filled.exists(), "the filled folder is removed");
     }
 
     #[test]
-    fn removes_deep_and_locked_trees() {
+    fn deep_and_locked_folder_trees_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
@@ -291,10 +291,11 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Root can do everything. Other users cannot move a folder without access to it.
+    /// Runs as another user, because root can access every folder. Other users cannot move a folder without
+    /// access to it.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
-    fn removes_nested_locked_folders_without_privileges() {
+    fn unprivileged_keeper_removes_nested_locked_folders() {
         use std::os::unix::fs::PermissionsExt;
         const NOBODY: libc::uid_t = 65534;
         let remove_all = || {
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_of_base_folder_is_restored() {
+    fn mode_of_temporary_base_folder_is_restored() {
         use std::os::unix::fs::PermissionsExt;
         let parent = tempfile::tempdir().unwrap();
         let base = Base::create(parent.path()).unwrap();
@@ -342,18 +343,18 @@ mod tests {
     }
 
     #[test]
-    fn occupied_names_do_not_prevent_removal() {
+    fn occupied_temporary_names_do_not_prevent_removal() {
         let parent = tempfile::tempdir().unwrap();
         let (top, at_once) = (parent.path().join("top"), 256);
         for number in 0..=at_once {
             std::fs::create_dir_all(top.join(format!(".bulkhead-{number}/in/it"))).unwrap();
         }
-        assert!((0..20).any(|_| remove(&top, at_once)), "it takes a few goes");
+        assert!((0..20).any(|_| remove(&top, at_once)), "a few attempts are sufficient");
         assert!(!top.exists());
     }
 
     #[test]
-    fn concurrent_removals_succeed() {
+    fn concurrent_removals_of_same_folder_succeed() {
         let parent = tempfile::tempdir().unwrap();
         let top = parent.path().join("top");
         for folder in 0..20 {
@@ -375,7 +376,7 @@ mod tests {
 
     /// Another keeper cleans up in the same parent folder while folders are created.
     #[test]
-    fn concurrent_cleanup_does_not_remove_new_folders() {
+    fn concurrent_cleanup_keeps_new_folders() {
         let parent = tempfile::tempdir().unwrap();
         let is_over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -398,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn removes_only_folders_of_killed_keepers() {
+    fn cleanup_removes_only_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
         let (left, lock) = create_base(parent.path()).unwrap();
         std::fs::write(left.join("file"), "x").unwrap();

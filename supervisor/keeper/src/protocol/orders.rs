@@ -62,8 +62,8 @@ pub(crate) enum Order<'a> {
     Fork { worker: u64, template: u64 },
     /// Sends the user namespace that workers with [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids) enter, as a descriptor.
     Namespace,
-    /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
-    /// be.
+    /// Kills the worker at once. An unknown worker is not an error, because its exit has been reported or
+    /// will be.
     Kill { worker: u64 },
     /// Requests a `Pong`.
     Ping,
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_encoded_orders_and_rejects_garbage() {
+    fn spawn_order_survives_encoding() {
         let order = SpawnOrder {
             worker: 7,
             program: "/bin/sh",

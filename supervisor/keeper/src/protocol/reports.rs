@@ -130,7 +130,7 @@ pub enum TemplateReport {
     Status(String),
     /// Reason why the template exits.
     Refused(String),
-    /// Extends the start deadline to this time from now.
+    /// Moves the start deadline to this duration from now.
     Extend(Duration),
 }
 

@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn child_messages_arrive() {
+    fn child_progress_messages_reach_the_keeper() {
         let (ours, theirs) = pair().unwrap();
         assert!(matches!(read(&ours), Progress::Pending));
         let_continue(&ours);

@@ -357,8 +357,8 @@ fn session(_: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Makes the kernel prefer to kill the worker when memory runs out. Must come this early, because the file
-/// belongs to the user that this process still has.
+/// Makes the kernel prefer to kill the worker when memory runs out. Must come before the change of user,
+/// because the file belongs to the current user.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
     // Formats without an allocation. A leading zero would make the number octal.
@@ -395,7 +395,8 @@ fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
-/// Standard input is the keeper's `/dev/null`, or the rules for a host of programs.
+/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or the rules for a host of
+/// programs.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;
@@ -516,7 +517,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documentation_lists_all_steps_in_order() {
+    fn documentation_lists_all_start_steps_in_order() {
         let page = include_str!("../../../../docs/keeper.md");
         let section = page.split("## The steps of a worker").nth(1).unwrap().split("## ").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());

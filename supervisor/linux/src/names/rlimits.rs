@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_labels_match_the_kernel() {
+    fn rlimit_labels_match_the_kernel() {
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
         for resource in Resource::ALL {
             assert_eq!(Resource::from_name(resource.name()), Some(resource));

@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_numbers_map_one_to_one() {
+    fn syscall_names_and_numbers_map_one_to_one() {
         let names: HashSet<_> = TABLE.iter().map(|(name, _)| name).collect();
         let numbers: Vec<_> = TABLE.iter().filter_map(|(_, number)| *number).collect();
         assert_eq!(names.len(), TABLE.len());
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_the_other_architecture_are_known() {
+    fn syscall_names_of_other_architecture_are_known() {
         assert_eq!(number("read"), Some(libc::SYS_read as u32));
         assert!(is_known("open") && is_known("clone3") && !is_known("opne"));
         assert_eq!(number("open").is_some(), cfg!(target_arch = "x86_64"));

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_wall_waits_for_the_child() {
+    fn child_without_sigchld_is_reaped_only_with_wall() {
         // SAFETY: the child only exits.
         let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {

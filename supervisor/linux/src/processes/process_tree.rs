@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_descendants_and_no_other_process() {
+    fn process_tree_lists_only_descendants() {
         let mut child = Command::new("sh").args(["-c", "sleep 100 & sleep 100 & wait"]).spawn().unwrap();
         let found = loop {
             let found = descendants_of(child.id()).unwrap();
@@ -267,13 +267,13 @@ mod tests {
         for pid in found {
             assert_eq!(table[&pid].parent, child.id());
             signal(pid, table[&pid].started + 1, Signal::KILL);
-            assert!(read_process(pid).is_some(), "a process of another time was killed");
+            assert!(read_process(pid).is_some(), "a process with another start time was killed");
             signal(pid, table[&pid].started, Signal::KILL);
         }
         child.wait().unwrap();
     }
     #[test]
-    fn ancestors_end_at_root_or_outermost_process() {
+    fn ancestor_chain_ends_at_given_or_outermost_process() {
         let own = std::process::id();
         let mut child = Command::new("sh").args(["-c", "(sleep 100 & wait) & wait"]).spawn().unwrap();
         let deepest = loop {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_ancestors_are_an_error() {
+    fn more_than_64_ancestors_are_an_error() {
         let script = "[ $0 = 0 ] && exec sleep 100; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
         let mut child = Command::new("sh").args(["-c", script, "70", script]).spawn().unwrap();
         let deepest = loop {

@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_slice_is_set_and_inherited() {
+    fn threads_inherit_the_time_slice() {
         let query = || {
             let size = size_of::<libc::sched_attr>();
             // SAFETY: as in `set_time_slice`.

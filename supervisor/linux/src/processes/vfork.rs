@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn executes_program_or_returns_error() {
+    fn vfork_executes_program_or_returns_error() {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
@@ -246,7 +246,7 @@ mod tests {
 
     /// The end of the orphan is visible only by its pidfd. No child is left to wait for.
     #[test]
-    fn orphan_is_not_a_child() {
+    fn spawned_orphan_is_not_a_child() {
         use rustix::event::{PollFd, PollFlags, poll};
         let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
         let environment = [ptr::null()];
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_spawns_do_not_interfere() {
+    fn concurrent_vfork_spawns_do_not_interfere() {
         std::thread::scope(|scope| {
             for code in 1..5 {
                 scope.spawn(move || {
@@ -282,7 +282,7 @@ mod tests {
 
     /// SIGPIPE is ignored in this process, and a thread can have blocked any signal.
     #[test]
-    fn child_has_default_signals() {
+    fn spawned_child_has_default_signals() {
         let _blocked = BlockedSignals::all();
         for (name, signal) in [("PIPE", libc::SIGPIPE), ("USR1", libc::SIGUSR1), ("TERM", libc::SIGTERM)] {
             let script = std::ffi::CString::new(format!("kill -{name} $$; exit 1")).unwrap();

@@ -62,7 +62,7 @@ mod tests {
 
     /// Clients connect one after the other while the listener stops. All established connections are answered.
     #[test]
-    fn stopped_listener_loses_no_connection() {
+    fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();

@@ -92,9 +92,9 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. That cannot change, because an orphan
-/// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
-/// once.
+/// Processes known not to descend from this one, by pid and start time. A known process stays unrelated,
+/// because an orphan is reparented only to another ancestor. So processes that connect often, such as
+/// scrapers, are looked up only once.
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses(Mutex<VecDeque<(u32, u64)>>);
 
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn descent_of_connecting_process_is_found() {
+    fn connecting_process_is_recognised_as_descendant() {
         if Command::new("python3").arg("--version").output().is_err() {
             eprintln!("NOT RUN: python3 is not installed");
             return;
@@ -246,7 +246,7 @@ mod tests {
     /// cost`.
     #[test]
     #[ignore = "a measurement"]
-    fn lookup_cost() {
+    fn measures_cost_of_peer_lookup() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();

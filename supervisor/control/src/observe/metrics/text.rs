@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn selects_format_by_accept_header() {
+    fn accept_header_selects_metrics_format() {
         let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
                           application/openmetrics-text;version=0.0.1;q=0.5,\
                           text/plain;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn escapes_hostile_label_values() {
+    fn hostile_label_values_are_escaped() {
         static FAMILY: FamilyInfo =
             FamilyInfo { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
         for format in [Format::OpenMetrics, Format::Classic] {

@@ -206,15 +206,15 @@ mod tests {
     }
 
     #[test]
-    fn bounds_queue_and_counts_lost_spans() {
+    fn full_span_queue_counts_lost_spans() {
         let mut export = export();
         (0..QUEUED_SPANS_MAX + 10).for_each(|_| export.add(span()));
         assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
-    /// A few spans wait for others. A full batch is due at once.
+    /// An incomplete batch waits for more spans. A full batch is due at once.
     #[test]
-    fn batches_spans_and_pauses_after_failures() {
+    fn failed_span_export_is_retried_after_pause() {
         let mut export = export();
         assert_eq!(export.due(), None);
         export.add(span());
@@ -224,7 +224,7 @@ mod tests {
 
         export.batch = Some(Batch { body: Bytes::new(), spans: 3 });
         export.sent(Err(SendError::ended()));
-        assert!(export.batch.is_some() && export.lost() == 0, "it is tried again");
+        assert!(export.batch.is_some() && export.lost() == 0, "the batch is kept for another attempt");
         assert_eq!((export.due(), export.pause), (Some(export.retry_at), 2 * PAUSE_MIN));
         (0..20).for_each(|_| export.sent(Err(SendError::ended())));
         assert_eq!(export.pause, PAUSE_MAX);

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_collector_from_environment() {
+    fn environment_variables_select_span_collector() {
         assert_eq!(find(&[]), Ok(None));
         assert_eq!(find(&[(ENDPOINT, ""), (SERVICE_NAME, "x")]), Ok(None));
         let found = |given: &[(&str, &str)]| find(given).unwrap().unwrap();
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_have_types() {
+    fn span_attributes_have_typed_values() {
         let all = [("a", json!("x")), ("b", json!(7)), ("c", json!(0.5)), ("d", Value::Null)];
         let reported = json!([
             {"key": "a", "value": {"stringValue": "x"}},

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_written_in_the_kernel_format() {
+    fn cgroup_limits_are_written_in_kernel_format() {
         let limits = Limits { memory_bytes: Some(512 << 20), pids: Some(32), cpu_cores: Some(1.5) };
         let expected = [
             ("cgroup.max.descendants", "0"),
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_are_converted_to_quota_and_period() {
+    fn cpu_cores_are_converted_to_quota_and_period() {
         let cases = [
             (1.0, "100000 100000"),
             (0.5, "50000 100000"),
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_share_below_the_minimum() {
+    fn cpu_limit_below_minimum_is_rejected() {
         let refused = Limits { cpu_cores: Some(0.0001), ..Limits::default() }.settings().unwrap_err();
         assert!(refused.attempted.contains("0.0001 processor cores"), "{refused}");
         assert_eq!(refused.errno, Errno::INVAL);

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leaf_name_identifies_its_owner() {
+    fn cgroup_leaf_name_identifies_its_keeper() {
         let owner = Owner { namespace: 4026531836, pid: 17, started: 42 };
         let name = owner.leaf_name(3);
         assert_eq!(name, "bulkhead-4026531836-17-42-3");
@@ -80,10 +80,10 @@ mod tests {
     }
 
     #[test]
-    fn only_dead_owners_in_the_same_namespace_are_stale() {
+    fn only_dead_keepers_in_same_namespace_are_stale() {
         let own = Owner::this_process().unwrap();
         assert!(!own.outlived(&own));
-        assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the number was used again");
+        assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the pid was reused");
         assert!(own.outlived(&Owner { pid: u32::MAX, ..own }));
         assert!(!own.outlived(&Owner { pid: u32::MAX, namespace: own.namespace + 1, ..own }));
     }

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_report_populated_groups() {
+    fn cgroup_events_show_whether_group_is_populated() {
         assert_eq!(is_populated("populated 1\nfrozen 0\n"), Some(true));
         assert_eq!(is_populated("populated 0\nfrozen 1\n"), Some(false));
         assert_eq!(is_populated("populated 0\n"), Some(false));
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_number_of_oom_kills() {
+    fn oom_kills_are_parsed_from_memory_events() {
         let old = "low 0\nhigh 0\nmax 41\noom 2\noom_kill 1\n";
         assert_eq!(oom_kills(old), Some(1));
         assert_eq!(oom_kills(&format!("{old}oom_group_kill 1\n")), Some(1));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_processes_and_controllers() {
+    fn lists_of_processes_and_controllers_are_parsed() {
         assert_eq!(processes(""), Some(vec![]));
         assert_eq!(processes("12\n0\n7\n"), Some(vec![12, 0, 7]));
         assert_eq!(processes("12\nx\n"), None);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_own_group_below_mount_points() {
+    fn own_cgroup_is_found_below_mount_points() {
         let mounts = "24 1 0:22 / /proc rw - proc proc rw\n\
             30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
             31 23 0:27 /a /sys/fs/cgroup rw,nosuid shared:10 - cgroup2 cgroup2 rw\n";
@@ -134,18 +134,18 @@ mod tests {
         assert_eq!(find("/a")[0].as_os_str(), "/sys/fs/cgroup");
         assert!(find("/c").is_empty());
         assert!(find("/ab").is_empty());
-        assert!(own_group_paths(mounts, "4:memory:/x\n").is_empty(), "only version 1");
+        assert!(own_group_paths(mounts, "4:memory:/x\n").is_empty(), "there is only cgroup version 1");
         assert!(own_group_paths("", "0::/a\n").is_empty());
     }
 
     #[test]
-    fn lists_all_mounts_of_own_group_in_order() {
+    fn all_mounts_of_own_cgroup_are_listed_in_order() {
         let mounts = "31 23 0:27 / /one rw - cgroup2 none rw\n32 23 0:27 /a /two rw - cgroup2 none rw\n";
         assert_eq!(own_group_paths(mounts, "0::/a/b\n"), [Path::new("/one/a/b"), Path::new("/two/b")]);
     }
 
     #[test]
-    fn ignores_groups_outside_of_the_namespace() {
+    fn cgroups_outside_the_namespace_are_ignored() {
         let mount = |root: &str| format!("31 23 0:27 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
         assert!(own_group_paths(&mount("/"), "0::/../other\n").is_empty());
         assert!(own_group_paths(&mount("/.."), "0::/\n").is_empty());
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn unescapes_special_characters_in_paths() {
+    fn escaped_mount_paths_are_unescaped() {
         let mounts = r"31 23 0:27 /a\134x2db.slice /sys/fs/my\040cgroup rw - cgroup2 cgroup2 rw";
         assert_eq!(own_group_paths(mounts, "0::/a\\x2db.slice/c\n"), [Path::new("/sys/fs/my cgroup/c")]);
         for invalid in [r"/a\", r"/a\13", r"/a\999", r"/a\x2d"] {
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn skips_malformed_lines() {
+    fn malformed_mount_lines_are_skipped() {
         let mounts = "x\n - \n1 2 3 - cgroup2\n1 2 3 /\n\n31 23 0:27 / /cg rw - cgroup2 cgroup2 rw\n";
         assert_eq!(own_group_paths(mounts, "nonsense\n0::/\n"), [Path::new("/cg")]);
     }

@@ -1,4 +1,4 @@
-//! Tests the compiled program against its rules, for every number. Tests the profiles with real processes:
+//! Tests the compiled program against its rules, for every call number. Tests the profiles with real processes:
 //! the denied calls, the programs that must still work, and the notifications to the keeper.
 
 use std::io::{IoSliceMut, Write};
@@ -98,7 +98,7 @@ fn all_profiles() -> Vec<Rules> {
 }
 
 #[test]
-fn program_matches_rules_for_every_call_number() {
+fn seccomp_program_matches_rules_for_every_call() {
     const SAMPLES: [u64; 22] = [
         0,
         1,
@@ -147,7 +147,7 @@ fn program_matches_rules_for_every_call_number() {
 }
 
 #[test]
-fn kills_calls_of_other_architectures() {
+fn seccomp_kills_calls_of_other_architectures() {
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
         for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
@@ -158,7 +158,7 @@ fn kills_calls_of_other_architectures() {
 }
 
 #[test]
-fn lookup_takes_few_instructions() {
+fn seccomp_lookup_takes_fewer_than_45_instructions() {
     fn depth(block: &[sock_filter]) -> usize {
         let mut steps = vec![0_usize; block.len() + 1];
         for (at, instruction) in block.iter().enumerate().rev() {
@@ -183,7 +183,7 @@ fn lookup_takes_few_instructions() {
 }
 
 #[test]
-fn profiles_contain_only_known_names() {
+fn seccomp_rules_reject_unknown_call_names() {
     // Building the profiles asserts this.
     all_profiles();
     assert_eq!(default(false).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
@@ -281,7 +281,7 @@ struct Finished {
 }
 
 impl Finished {
-    /// Returns the results that [`helper`] printed: an error number for each call, or 0.
+    /// Returns the results that [`helper_child_makes_system_calls`] printed: an error number for each call, or 0.
     fn outcomes(&self) -> Vec<i32> {
         let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
         self.stdout.lines().filter_map(outcome).collect()
@@ -293,7 +293,7 @@ const SEAL: &str = "BULKHEAD_TEST_SEAL";
 
 /// Not a test. This program, started again, makes the calls that a variable lists.
 #[test]
-fn helper() {
+fn helper_child_makes_system_calls() {
     let Ok(calls) = std::env::var(CALLS) else { return };
     if std::env::var_os(SEAL).is_some() {
         rustix::thread::set_no_new_privs(true).unwrap();
@@ -314,7 +314,7 @@ fn helper() {
     }
 }
 
-/// Stands for the kernel entry of 32-bit programs.
+/// Pseudo-number of a call through the kernel entry of 32-bit programs.
 const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
@@ -328,7 +328,7 @@ fn enter_with_32_bits() {
 fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     let lines: Vec<_> = calls.iter().map(|(number, [a, b, c])| format!("{number} {a} {b} {c}")).collect();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let name = format!("{}::helper", module_path!().split_once("::").unwrap().1);
+    let name = format!("{}::helper_child_makes_system_calls", module_path!().split_once("::").unwrap().1);
     command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CALLS, lines.join("\n"));
     command
 }
@@ -415,8 +415,8 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Calls with mode bits that give a program the user or group of its file. Allowed calls fail for lack of a
-/// path.
+/// Calls with and without set-user-id or set-group-id bits in the mode. Allowed calls fail because the path is
+/// missing.
 fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
     let here = libc::AT_FDCWD as u64;
     let mut all = Vec::new();
@@ -456,7 +456,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socket", [INET, 10 | CLOEXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
-        // By the size of the address: internet, routes, or larger than all. Sizes of Unix sockets are denied.
+        // The rule depends on the size of the address. Only sizes of Unix addresses are denied.
         ("bind", [u64::MAX, 0, 12], libc::EBADF),
         ("bind", [u64::MAX, 0, 16], libc::EBADF),
         ("bind", [u64::MAX, 0, 28], libc::EBADF),
@@ -469,7 +469,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
 }
 
 #[test]
-fn denied_calls_fail_with_expected_errors() {
+fn denied_system_calls_fail_with_expected_errors() {
     let terminal = [
         ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
         ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
@@ -495,7 +495,7 @@ fn denied_calls_fail_with_expected_errors() {
 
 /// The filter serves kernels whose Landlock does not control truncation.
 #[test]
-fn filter_denies_truncating_read_only_files() {
+fn seccomp_denies_truncation_of_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
     let expectations = [
         ("truncate", [0, 0, 0], libc::EPERM),
@@ -522,13 +522,13 @@ fn seal_denies_only_programs_and_sockets() {
     command.env(SEAL, "");
     let finished = Confined::start(command, strict(false).compile(FatalAction::Notify)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
-    // The first filter's listener is notified, whatever the second filter is.
+    // The listener of the first filter is notified even after the second filter was installed.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
 }
 
 /// The flags are compared as a whole.
 #[test]
-fn only_templates_fork_siblings() {
+fn only_templates_can_fork_siblings() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
     let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
     let refused = Verdict::Errno(Errno::PERM).action(FatalAction::Notify);
@@ -559,12 +559,12 @@ fn only_templates_fork_siblings() {
 }
 
 #[test]
-fn fatal_call_is_reported_with_arguments_and_blocks() {
+fn fatal_system_call_is_reported_with_arguments() {
     let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
     let mut confined = Confined::start(command, default(false).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
     let notification = loop {
-        if let Some(notification) = next_notification(listener).expect("it has not ended") {
+        if let Some(notification) = next_notification(listener).expect("the process has ended") {
             break notification;
         }
     };
@@ -582,7 +582,7 @@ fn fatal_call_is_reported_with_arguments_and_blocks() {
 }
 
 #[test]
-fn fatal_call_without_listener_kills() {
+fn fatal_system_call_without_listener_kills_process() {
     let command = helper_command(&[
         call("getppid", INVALID_ARGUMENTS).unwrap(),
         call("bpf", INVALID_ARGUMENTS).unwrap(),
@@ -594,7 +594,7 @@ fn fatal_call_without_listener_kills() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn kills_32_bit_and_x32_calls() {
+fn seccomp_kills_32_bit_and_x32_calls() {
     let start = |number| {
         let command = helper_command(&[(number, [0; 3])]);
         Confined::start(command, default(true).compile(FatalAction::Notify)).finish(Errno::XDEV)
@@ -610,7 +610,7 @@ fn kills_32_bit_and_x32_calls() {
 }
 
 #[test]
-fn overrides_take_precedence_over_profile() {
+fn configured_system_calls_override_profile() {
     let rules = default(false).with_overrides(&["socket", "setns"], &["getppid"]).unwrap();
     let expectations = [
         ("socket", [INET, STREAM, 0], 0),
@@ -621,7 +621,7 @@ fn overrides_take_precedence_over_profile() {
     assert_outcomes(rules.compile(FatalAction::Notify), &expectations);
 }
 
-// ---- Ordinary programs, unharmed.
+// ---- Ordinary programs.
 
 const SHELL: &str = r#"
     set -e
@@ -693,7 +693,7 @@ fn assert_succeeds(program: &str, arguments: &[&str], rules: &Rules) {
 }
 
 #[test]
-fn ordinary_programs_work_under_each_profile() {
+fn ordinary_programs_work_under_each_seccomp_profile() {
     for (profile, rules) in [
         ("default", default(false)),
         ("default with the network", default(true)),
@@ -708,14 +708,14 @@ fn ordinary_programs_work_under_each_profile() {
 }
 
 #[test]
-fn java_starts_under_default_profile() {
+fn java_starts_under_default_seccomp_profile() {
     let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(false)) else { return };
     assert!(finished.status.success() && finished.named.is_empty(), "{finished:#?}");
     assert!(finished.stderr.contains("version"), "{finished:#?}");
 }
 
 #[test]
-fn python_uses_loopback_with_network() {
+fn network_profile_allows_loopback_connections() {
     const TALK: &str = r#"
 import socket
 listener = socket.create_server(("127.0.0.1", 0))

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn restores_attributes_changed_from_outside() {
+    fn changed_template_attributes_are_restored() {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let pid = child.id();
         let before = RecordedAttributes::record(pid);

@@ -356,7 +356,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeated_orders_do_not_pile_up() {
+    fn repeated_kill_order_is_queued_once() {
         let (ours, _theirs) = socket::pair().unwrap();
         let mut namespace = TemplateNamespace::new(ours);
         namespace.order_unless_pending(InitOrder::Kill(&[2]));

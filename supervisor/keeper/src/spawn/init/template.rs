@@ -327,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_exit_reports_and_encodes_orders() {
+    fn exit_report_of_template_child_survives_encoding() {
         let (ours, theirs) = crate::protocol::socket::pair().unwrap();
         let sigchld = watch_sigchld().unwrap();
         let init = TemplateInit { template: 2, socket: &theirs, children: open_children().unwrap(), sigchld };
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_many_children() {
+    fn template_init_lists_all_its_children() {
         std::thread::scope(|scope| {
             let counted = scope.spawn(|| {
                 let init = TemplateInit {

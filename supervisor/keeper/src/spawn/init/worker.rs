@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_written_status() {
+    fn written_exit_status_can_be_read() {
         let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
         assert_eq!(read_status(&ours), None);
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };

@@ -225,11 +225,12 @@ mod tests {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();
         }
-        let name = format!("process_tree::killer::tests::{case}");
+        let name = format!("{}::{case}", module_path!().split_once("::").unwrap().1);
         let mut command = Command::new("/proc/self/exe");
         command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env("BULKHEAD_TEST_CASE", case);
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
     }
 
     fn shell(script: &str) -> std::process::Child {
@@ -243,8 +244,8 @@ mod tests {
     }
 
     #[test]
-    fn kills_unspared_descendants_in_small_steps() {
-        in_separate_process("kills_unspared_descendants_in_small_steps", || {
+    fn killer_spares_chosen_descendants() {
+        in_separate_process("killer_spares_chosen_descendants", || {
             let script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & done; wait";
             let (mut goes, mut stays) = (shell(script), shell(script));
             [goes.id(), stays.id()].into_iter().for_each(|pid| wait_for_descendants(pid, 10));
@@ -259,14 +260,14 @@ mod tests {
     }
 
     #[test]
-    fn distinguishes_new_processes_from_known_ones() {
-        in_separate_process("distinguishes_new_processes_from_known_ones", || {
+    fn killer_distinguishes_new_processes_from_known_ones() {
+        in_separate_process("killer_distinguishes_new_processes_from_known_ones", || {
             let mut first = shell("exec sleep 1000");
             let mut killer = DescendantKiller::default();
             killer.begin().unwrap();
             while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
             let scan_number = killer.scan_number();
-            assert!(!killer.has_nothing_new_since(scan_number), "the scan was begun before");
+            assert!(!killer.has_nothing_new_since(scan_number), "the scan began before the number was read");
             // The process is stopped and scanned again. It is not new, because the first scan has seen it.
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);
