@@ -114,8 +114,8 @@ impl Slot {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
-    /// True if the worker is available but gets no jobs until it shows a sign of life.
-    is_stalled: bool,
+    /// Number of free permits, if the worker is available but gets no jobs until it shows a sign of life.
+    stalled_permits: u32,
     /// Number of permits that the worker adds to the limit.
     permits: u32,
     /// Number of jobs that the worker adds to the overcommit of its charged slot.
@@ -134,7 +134,11 @@ impl Derived {
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
         Self {
             is_available,
-            is_stalled: is_available && worker.is_stalled,
+            stalled_permits: if is_available && worker.is_stalled {
+                capacity.saturating_sub(level)
+            } else {
+                0
+            },
             permits: if is_available { capacity } else { 0 },
             overcommit: if worker.assignment.is_overcommit() { level } else { 0 },
             load_level: (worker.takes_jobs() && level < capacity).then_some(level),
@@ -155,8 +159,9 @@ struct Entry {
 pub(crate) struct Totals {
     /// Number of workers that count towards the limit.
     pub(crate) ready: u32,
-    /// Number of ready workers that are late to begin a job and get no other until they show a sign of life.
-    pub(crate) stalled: u32,
+    /// Number of free permits of ready workers that are late to begin a job and get no other until they show
+    /// a sign of life.
+    pub(crate) stalled_permits: u64,
     /// Number of permits of all workers that count towards the limit.
     pub(crate) permits: u64,
     /// Number of permits in use.
@@ -627,10 +632,9 @@ impl Workers {
     /// Replaces the numbers of a worker in the totals.
     fn count(&mut self, before: Derived, after: Derived) {
         let totals = &mut self.totals;
-        if before.is_available != after.is_available || before.is_stalled != after.is_stalled {
-            totals.ready = totals.ready + u32::from(after.is_available) - u32::from(before.is_available);
-            totals.stalled = totals.stalled + u32::from(after.is_stalled) - u32::from(before.is_stalled);
-        }
+        totals.ready = totals.ready + u32::from(after.is_available) - u32::from(before.is_available);
+        totals.stalled_permits =
+            totals.stalled_permits + u64::from(after.stalled_permits) - u64::from(before.stalled_permits);
         totals.permits = totals.permits + u64::from(after.permits) - u64::from(before.permits);
     }
 
@@ -689,7 +693,7 @@ impl Workers {
             let Some(Entry { worker, derived, .. }) = entry else { continue };
             assert_eq!(*derived, Derived::of(worker, limits), "numbers of {:?}", worker.id);
             totals.ready += u32::from(derived.is_available);
-            totals.stalled += u32::from(derived.is_stalled);
+            totals.stalled_permits += u64::from(derived.stalled_permits);
             totals.permits += u64::from(derived.permits);
             let assignment = worker.assignment;
             links[assignment.charged_slot() as usize].2 += derived.overcommit;

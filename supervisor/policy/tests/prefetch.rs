@@ -393,6 +393,20 @@ fn job_waits_for_a_stalled_worker_without_a_queue() {
 }
 
 #[test]
+fn used_permits_of_a_stalled_worker_give_no_room_in_the_queue() {
+    let (mut fixture, _stuck) = beside_a_stuck_one(limits(2, 2, 1));
+    // Both workers are full, and the first has not begun its second job.
+    let jobs = jobs(&mut fixture, 4);
+    fixture.wait(102 * MS);
+    let queued = fixture.job();
+    assert!(fixture.verdicts(queued).is_empty());
+    let excess = fixture.submit();
+    assert!(fixture.bulkhead.workers(fixture.now).iter().any(|worker| worker.is_stalled));
+    assert!(excess.is_none(), "the queue has one place");
+    assert!(jobs.iter().all(|&job| fixture.verdicts(job).is_empty()));
+}
+
+#[test]
 fn job_without_payload_copy_is_not_prefetched() {
     let mut fixture = fixture(limits(1, 1, 10));
     let _running = fixture.job();

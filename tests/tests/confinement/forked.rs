@@ -300,7 +300,10 @@ fn forked_workers_outlive_their_template() {
         wait_for("the first process of the old pid namespace has exited", || {
             (!is_alive(first)).then_some(())
         });
-        assert!(pair(&place).iter().all(|pid| parent(*pid) == parent(other)));
+        let after = wait_for("the other worker is replaced", || {
+            Some(pair(&place)).filter(|now| !now.contains(&before[1]))
+        });
+        assert!(after.iter().all(|pid| parent(*pid) == parent(other)));
     }
 }
 
@@ -619,6 +622,11 @@ fn many_forks_leak_no_processes_or_descriptors() {
         };
         let processes = [place.supervisor.pid(), place.supervisor.keeper(), first];
         serve(40);
+        wait_for("all slots and spares have workers", || {
+            let workers = place.supervisor.state("fresh").workers;
+            let ready = workers.iter().filter(|worker| &*worker.state == "ready").count();
+            (ready == SLOTS + SPARES).then_some(())
+        });
         let before = processes.map(bulkhead_tests::descriptors);
         serve(forks);
         // The supervisor closes the pipes of dead workers only after it has read the output to the end.

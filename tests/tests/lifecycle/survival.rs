@@ -231,8 +231,11 @@ fn late_death_report_has_the_correct_cause() {
     job.args(["submit", "b", "pid", "--json"]).stdout(Stdio::null());
     assert!(job.status().unwrap().success());
     let mut job = supervisor.command();
-    let job = job.args(["submit", "b", "hang", "--json"]).stdout(Stdio::piped()).stderr(Stdio::null());
+    // A job that has not begun would move to the other worker.
+    let stubborn = "steps:count begun;sleep 3600000";
+    let job = job.args(["submit", "b", stubborn, "--json"]).stdout(Stdio::piped()).stderr(Stdio::null());
     let job = job.spawn().unwrap();
+    wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
     let busy = wait_for("a worker has the job", || {
         let snapshot = supervisor.snapshot("b");
         let busy = snapshot["workers"].as_array()?.iter().find(|worker| worker["in_flight"] == 1)?.clone();

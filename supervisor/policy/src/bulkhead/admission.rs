@@ -293,8 +293,9 @@ impl<T> Bulkhead<T> {
     /// to become ready, or to go on after they were late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
-        let coming = totals.live_slots.saturating_sub(totals.ready) + totals.stalled;
-        self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
+        let coming =
+            totals.live_slots.saturating_sub(totals.ready) as usize * self.limits.max_in_flight as usize;
+        self.limits.max_queue as usize + coming + totals.stalled_permits as usize
     }
 
     /// Returns the time of the next worker start if all slots wait for their backoff.

@@ -580,9 +580,13 @@ impl Model {
     }
 
     fn queue_capacity(&self) -> usize {
-        let available = self.workers.values().filter(|w| self.is_available(w) && !w.stalls).count();
-        let coming = self.live_slots().saturating_sub(available);
-        self.limits.max_queue as usize + coming * self.limits.max_in_flight as usize
+        let available = || self.workers.values().filter(|w| self.is_available(w));
+        let coming = self.live_slots().saturating_sub(available().count());
+        let stalled_permits =
+            available().filter(|w| w.stalls).map(|w| self.capacity(w).saturating_sub(w.jobs.len()));
+        self.limits.max_queue as usize
+            + coming * self.limits.max_in_flight as usize
+            + stalled_permits.sum::<usize>()
     }
 }
 
