@@ -472,7 +472,7 @@ impl Leases {
             if self.of_client(client).any(|(_, lease)| matches!(lease.state, State::Offered(_))) {
                 continue;
             }
-            let offer = self.of_client(client).find_map(|(number, lease)| match &lease.state {
+            let offers = self.of_client(client).filter_map(|(number, lease)| match &lease.state {
                 State::Created(files) => Some(Offer {
                     client,
                     request: lease.request,
@@ -482,8 +482,8 @@ impl Leases {
                 }),
                 _ => None,
             });
-            if offer.is_some() {
-                return offer;
+            if let Some(oldest) = offers.min_by_key(|offer| offer.named.lease) {
+                return Some(oldest);
             }
         }
     }

@@ -197,8 +197,8 @@ fn each_outcome_produces_exactly_one_span() {
     operation("missing", "echo").send().unwrap_err();
     let large = client.job("b", vec![0; 1001]).traceparent(SAMPLED);
     large.send().unwrap_err();
-    let running = operation("b", "yield").start().unwrap();
-    supervisor.wait_number("b", "in_flight", 1);
+    let running = operation("b", "steps:count begun;wait never").start().unwrap();
+    wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
     running.cancel();
     running.wait().unwrap_err();
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
