@@ -106,6 +106,9 @@ def cling(payload: bytes, ctx: Context) -> Any:
 
 @bulkhead.handler("spin")
 def spin(payload: bytes, ctx: Context) -> None:
+    """Never ends. Creates the file that the payload names, so that a test knows that the job has begun."""
+    if payload:
+        open(bytes(payload), "w").close()
     while True:
         pass
 

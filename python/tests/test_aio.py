@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from pools import LONG, wait_for
-from running import WORKER, Supervisor, running
+from running import WORKER, Supervisor, running, sandboxed
 
 import bulkhead
 from bulkhead import AsyncClient, _wire
@@ -94,12 +94,17 @@ def test_each_outcome_raises_its_exception(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_cancelling_a_task_cancels_its_job(supervisor: Supervisor) -> None:
+def test_cancelling_a_task_cancels_its_job(tmp_path: Path) -> None:
     async def test() -> None:
+        with running(plain=sandboxed("none")) as supervisor:
+            await cancel_tasks(supervisor)
+
+    async def cancel_tasks(supervisor: Supervisor) -> None:
         async with connected(supervisor) as client:
             before = (await client.call("plain")).outcome.worker_pid
-            task = asyncio.ensure_future(client.call("plain", operation="spin"))
-            await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            begun = tmp_path / "begun"
+            task = asyncio.ensure_future(client.call("plain", bytes(begun), operation="spin"))
+            await until("the job has begun", begun.exists)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from pools import LONG, is_running, wait_for
-from running import SOURCE, WORKER, Supervisor, running
+from running import SOURCE, WORKER, Supervisor, running, sandboxed
 
 import bulkhead
 from bulkhead import Client, JobError, _wire
@@ -275,24 +275,27 @@ def test_callback_cannot_wait_for_a_job(client: Client) -> None:
     assert client.call("plain", b"4").payload == b"4"
 
 
-def test_cancel_ends_a_running_job(client: Client, supervisor: Supervisor) -> None:
-    before = client.call("plain").outcome.worker_pid
-    future = client.submit("plain", operation="spin")
-    wait_for("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
-    assert future.running()
-    seen: list[bool] = []
-    future.add_done_callback(lambda f: seen.append(f.cancelled()))
-    assert future.cancel()
-    assert future.cancel()
-    assert future.cancelled()
-    assert seen == [True]
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result()
-    assert client.call("plain").outcome.worker_pid != before
-    waiting = client.submit("plain", b"0.3", operation="sleep")
-    queued = client.submit("plain", operation="spin")
-    assert queued.cancel()
-    assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
+def test_cancel_ends_a_running_job(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with running(plain=sandboxed("none")) as supervisor, Client(supervisor.socket) as client:
+        before = client.call("plain").outcome.worker_pid
+        future = client.submit("plain", bytes(begun), operation="spin")
+        wait_for("the job has begun", begun.exists)
+        assert supervisor.snapshot("plain")["in_flight"] == 1
+        assert future.running()
+        seen: list[bool] = []
+        future.add_done_callback(lambda f: seen.append(f.cancelled()))
+        assert future.cancel()
+        assert future.cancel()
+        assert future.cancelled()
+        assert seen == [True]
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result()
+        assert client.call("plain").outcome.worker_pid != before
+        waiting = client.submit("plain", b"0.3", operation="sleep")
+        queued = client.submit("plain", operation="spin")
+        assert queued.cancel()
+        assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
 
 
 def test_listener_receives_progress_reports(client: Client) -> None:
@@ -603,7 +606,7 @@ def test_ctrl_c_does_not_lose_futures_of_other_threads(client: Client, monkeypat
 
 
 def test_forked_child_uses_another_connection(client: Client, supervisor: Supervisor) -> None:
-    running_job = client.submit("two", b"0.5", operation="sleep")
+    running_job = client.submit("two", operation="until-cancelled")
     children = []
     for number in range(4):
         child = os.fork()
@@ -623,7 +626,8 @@ def test_forked_child_uses_another_connection(client: Client, supervisor: Superv
     mine = [client.call("two", b"%d" % n).payload for n in range(50)]
     assert mine == [b"%d" % n for n in range(50)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
-    assert running_job.result(LONG).payload == b"slept"
+    assert not running_job.done()
+    assert running_job.cancel()
 
 
 def test_prefork_children_can_use_the_inherited_client(supervisor: Supervisor) -> None:
