@@ -168,6 +168,7 @@ impl<T> Bulkhead<T> {
         job
     }
 
+    #[inline]
     fn handle(&mut self, now: Time, event: Event<T>) -> Option<JobId> {
         self.in_use_before_event = self.workers.totals().in_use;
         if self.adaptive.is_some() {
@@ -228,7 +229,7 @@ impl<T> Bulkhead<T> {
         }
         self.release_withheld(now);
         self.adapt(now);
-        self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
+        self.report_deferred_events();
         let transition = self.breaker.advance(now, self.has_ready_worker());
         self.report_transition(transition);
         // Any event may have freed a permit, or reduced the number of reserved permits.
@@ -239,9 +240,17 @@ impl<T> Bulkhead<T> {
             self.release_withheld(now);
             self.pump(now);
         }
-        self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
+        self.report_deferred_events();
         self.update_idle_since(now);
         None
+    }
+
+    #[inline]
+    fn report_deferred_events(&mut self) {
+        // Most events defer nothing, and a drain of an empty vector is not free.
+        if !self.deferred_events.is_empty() {
+            self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
+        }
     }
 
     /// Returns the time at which [`Event::Tick`] is due.
