@@ -130,8 +130,8 @@ impl Mapping {
         }
         let bytes = usize::try_from(bytes).map_err(|_| odd())?;
         let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
-        // SAFETY: a new mapping at an address of the kernel's choice. The file has this size, and the
-        // supervisor sealed it against shrinking.
+        // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has the mapped
+        // size, and the supervisor has sealed it against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
@@ -186,8 +186,8 @@ impl Mapping {
     /// shorter or read-only.
     pub fn first(&self, count: usize) -> &[u8] {
         assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
-        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
-        // side can only read the file.
+        // SAFETY: the slice is within the mapping, which lives as long as this value. Other processes can
+        // only read the file.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts(self.base.as_ptr(), count)
@@ -197,8 +197,8 @@ impl Mapping {
     /// Returns the first `count` bytes for writing. Panics if the mapping is shorter or read-only.
     pub fn first_mut(&mut self, count: usize) -> &mut [u8] {
         assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
-        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
-        // side can only read the file.
+        // SAFETY: the slice is within the mapping, which lives as long as this value. Other processes can
+        // only read the file.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts_mut(self.base.as_ptr(), count)
