@@ -25,10 +25,11 @@ use app::{App, Step};
 use sample::{Sample, Sampler};
 use terminal::{Screen, SignalAction, Signals};
 
-/// Maximum time for one sample.
+/// Maximum time for taking a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Interval for updating the displayed duration of a supervisor's silence.
+/// Interval at which the screen is redrawn without a new sample, to update the time since the supervisor last
+/// responded.
 const TICK: Duration = Duration::from_secs(1);
 
 type SampleResult = Result<Sample, Failure>;

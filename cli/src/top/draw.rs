@@ -15,10 +15,10 @@ use super::events::Event;
 use super::text::fit;
 use super::widgets::{bold, draw_line, table_head, table_row, take_bottom, take_top};
 
-/// Minimum screen height for the event pane.
+/// Minimum height of the screen, in rows, at which the event pane is drawn.
 const EVENT_PANE_HEIGHT_MIN: u16 = 10;
 
-/// Minimum screen height for the footer.
+/// Minimum height of the screen, in rows, at which the footer is drawn.
 const FOOTER_HEIGHT_MIN: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[
