@@ -33,7 +33,7 @@ pub(crate) struct Failure {
     /// Error message. `None` if the reader of standard output has closed the pipe, which is not reported as
     /// an error.
     message: Option<String>,
-    /// Set if the supervisor rejected the job.
+    /// Reason for the rejection, if the supervisor rejected the job.
     reason: Option<RejectReason>,
 }
 

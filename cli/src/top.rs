@@ -85,7 +85,7 @@ async fn run_live(sampler: Sampler<'_>, mut app: App, interval: Duration) -> Res
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // Capacity 1, so that sampling stops while the screen is not drawn.
+    // The channel has a capacity of 1, so that sampling stops while the screen is not drawn.
     let (sender, mut samples) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut sampling = pin!(sample_periodically(sampler, interval, sender, is_paused));

@@ -120,7 +120,7 @@ forward! {
     /// Sets the maximum run time of each attempt; see [`crate::Job::run_limit`].
     run_limit(limit: Duration);
 
-    /// Sets the priority.
+    /// Sets the priority of the job.
     priority(priority: Priority);
 
     /// Sets the number of jobs that this job counts as under a rate limit. The default is 1.

@@ -143,7 +143,7 @@ impl Job {
         self
     }
 
-    /// Sets the priority.
+    /// Sets the priority of the job.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.request.options.priority = priority;
         self
@@ -184,8 +184,8 @@ impl Job {
     pub async fn send(mut self) -> Result<Reply, JobError> {
         self.request.check()?;
         let mut handle: Option<JobHandle> = None;
-        // A single future sends the job and waits, so that the task's waker is registered when the job is
-        // sent.
+        // A single future sends the job and waits for the outcome, so that the task's waker is registered
+        // when the job is sent.
         let result = std::future::poll_fn(|cx| match &mut handle {
             Some(handle) => handle.poll_outcome(cx).map(Ok),
             None => match self.client.try_submit(&mut self.request, &mut None, Some(cx.waker())) {

@@ -190,7 +190,7 @@ impl JobError {
         }
     }
 
-    /// Returns the minimum time to wait before a retry, if the supervisor gave one.
+    /// Returns the minimum time to wait before a retry, if the supervisor has specified one.
     pub fn retry_after(&self) -> Option<Duration> {
         self.outcome().and_then(|outcome| outcome.retry_after)
     }

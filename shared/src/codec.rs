@@ -1,4 +1,4 @@
-//! Encodes and decodes metadata. No other module calls the serializer.
+//! Encodes and decodes the metadata of frames. No other module calls the serializer.
 //!
 //! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures
 //! use bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the
@@ -232,7 +232,7 @@ mod tests {
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A reason, and a text of one byte that is not UTF-8.
+        // A message that consists of a reason and a text of one byte, which is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");

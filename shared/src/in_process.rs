@@ -189,7 +189,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns the number of bytes that have arrived and not been read.
+    /// Returns the number of bytes that have arrived but have not been read.
     pub fn readable_bytes(&self) -> usize {
         self.incoming().bytes.len()
     }

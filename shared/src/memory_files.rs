@@ -112,11 +112,11 @@ pub struct Mapping {
     is_writable: bool,
 }
 
-// SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
+// SAFETY: the mapping is not tied to a thread, and only the owner of this value writes to it.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Mapping {}
 
-// SAFETY: the mapping belongs to no thread, and a shared reference only allows reading.
+// SAFETY: the mapping is not tied to a thread, and a shared reference only allows reading.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Sync for Mapping {}
 
@@ -157,8 +157,8 @@ impl Mapping {
     /// too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of a memory file");
-        // SAFETY: both ranges have this length, and `into` cannot overlap the mapping. Concurrent writes by
-        // another process can change the copied values, but any value is a valid byte.
+        // SAFETY: both ranges have `into.len()` bytes, and `into` cannot overlap the mapping. Concurrent
+        // writes by another process can change the copied values, but any value is a valid byte.
         #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(at), into.as_mut_ptr(), into.len());
@@ -214,7 +214,7 @@ pub fn is_whole(result: &OwnedFd) -> bool {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this length, and no pointer into the mapping is left.
+        // SAFETY: `new` has mapped exactly this range, and no pointer into the mapping is left.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }

@@ -113,7 +113,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the HTTP status.
+    /// Returns the HTTP status code for a job that ended this way.
     pub const fn http_status(self) -> u16 {
         match self {
             Self::Invalid => 400,
@@ -127,7 +127,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::Invalid | Self::TooLarge | Self::Quarantined => 65,
@@ -256,7 +256,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the HTTP status.
+    /// Returns the HTTP status code for a job that ended this way.
     pub const fn http_status(&self) -> u16 {
         match self {
             Self::Ok => 200,
@@ -268,7 +268,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Ok => 0,

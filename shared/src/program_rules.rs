@@ -1,5 +1,5 @@
 //! Confinement of a worker, as the keeper passes it to the `exec` host. The host uses this data to confine
-//! each program further. The data consist of the worker's Landlock rules, one grant for each path, with a
+//! each program further. The data consists of the worker's Landlock rules, with one grant for each path and a
 //! separate grant for the temporary folder. The host reads the data from a file on standard input.
 //!
 //! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. The

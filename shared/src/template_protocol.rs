@@ -61,7 +61,8 @@ impl TemplateOrder {
     }
 }
 
-/// Returns the name of a forked worker's temporary folder, which is in the template's folder.
+/// Returns the name of a forked worker's temporary folder, which is a subfolder of the template's temporary
+/// folder.
 pub fn folder_name(worker: u64, secret: u128) -> String {
     format!("{worker}-{secret:032x}")
 }

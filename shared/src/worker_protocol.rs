@@ -21,11 +21,11 @@ pub mod capability {
     /// Sends heartbeats from a separate thread, so that the supervisor can require them while jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): changes the maximum number of concurrent jobs. A
-    /// worker without this capability keeps the maximum from its welcome.
+    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent
+    /// jobs. A worker without this capability keeps the maximum from its welcome.
     pub const RESIZE: u64 = 2;
 
-    /// Accepts more jobs than it runs at once, and begins jobs in the order of arrival. Begins a job only
+    /// Accepts more jobs than it can run at once, and begins jobs in the order of arrival. Begins a job only
     /// after the previous reply was sent or written to the [journal](crate::journal), and only if the journal
     /// does not mark the job as recalled. (The value 4 must not be reused. It had this meaning in an earlier
     /// version of the protocol, in which the supervisor had to ask the worker to return jobs.)
@@ -41,7 +41,8 @@ pub mod capability {
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
 pub mod welcome_capability {
-    /// Reads heartbeat times from the [journal](crate::journal), so that the worker must not send heartbeats.
+    /// Reads heartbeat times from the [journal](crate::journal). The worker must therefore not send heartbeat
+    /// frames.
     pub const JOURNAL_HEARTBEATS: u64 = 1;
 }
 

@@ -225,14 +225,15 @@ pub struct StartCtx {
 
 /// Destination of status messages and of requests for more time while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor.
+    /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper; used by a template.
+    /// The keeper, which receives the messages of a template.
     Keeper(Arc<Template>),
 }
 
 impl StartCtx {
-    /// Extends the time limit of the start to `more` from now. Each call can request at most `start.ready`.
+    /// Extends the time limit for the start: the worker must be ready within `more` from now. Each call can
+    /// request at most `start.ready`.
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {

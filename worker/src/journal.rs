@@ -51,7 +51,7 @@ pub(crate) struct Journal {
     used: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and only the owner of this value writes frames to it.
+// SAFETY: the mapping is not tied to a thread, and only the owner of this value writes frames to it.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Journal {}
 
@@ -117,7 +117,8 @@ impl Journal {
 
     /// Tells the supervisor how many bytes of frames are valid. Must be called after the bytes were written.
     fn publish_length(&self) {
-        // SAFETY: the mapping begins with this number, is page-aligned, and lives as long as the process.
+        // SAFETY: the mapping begins with the number of valid bytes, is page-aligned, and lives as long as
+        // the process.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };
         count.store((self.used as u64).to_le(), Ordering::Release);

@@ -141,7 +141,7 @@ impl<S, Stage> Server<S, Stage> {
 }
 
 impl<S> Server<S> {
-    /// Records the name of a method if the call has replaced an earlier value.
+    /// Records the name of the called method if the call has replaced the value of an earlier call.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
         self
@@ -167,10 +167,10 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     }
 
     /// Sets a hook that runs in each forked worker before the first job, on the first handler thread
-    /// (`start.mode = "fork"`). A forked worker starts with the same state of the program's random number
-    /// generators as all others, shares file offsets and connections with them, and has no threads, timers or
-    /// file locks of the template. The hook must recreate whatever the worker needs. If the hook fails, the
-    /// worker does not start.
+    /// (`start.mode = "fork"`). All forked workers start with the same state in the program's random number
+    /// generators, and share file offsets and connections. They do not inherit threads, timers or file locks
+    /// of the template. The hook must recreate whatever the worker needs. If the hook fails, the worker does
+    /// not start.
     #[must_use]
     pub fn after_fork<E, F>(self, hook: F) -> Server<S>
     where

@@ -132,7 +132,7 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 
 // Table.
 
-/// Draws the rows that fit. Returns the number of rows per page.
+/// Draws the rows of the table that fit on the screen. Returns the number of rows per page.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);

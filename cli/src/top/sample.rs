@@ -45,7 +45,7 @@ pub(super) struct Bulkhead {
     pub(super) name: String,
     pub(super) state: String,
     pub(super) service: String,
-    /// Severity, for sorting.
+    /// Severity of the bulkhead's state, used to sort the table.
     pub(super) rank: (u8, u8),
     pub(super) detail: Option<String>,
     pub(super) service_cause: Option<String>,

@@ -69,7 +69,8 @@ impl<'r> Frames<'r> {
             }
             return Ok(());
         }
-        // Releases the lock, because the next call can copy a large result, and takes the lock when needed.
+        // Releases the lock, because the next call can copy a large result and takes the lock itself when
+        // needed.
         self.state = None;
         let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());

@@ -9,8 +9,8 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes of an incomplete frame that are kept. The largest is a small frame that lacks only
-/// the last byte.
+/// Maximum number of bytes of an incomplete frame that are kept. The maximum is reached by a small frame of
+/// maximum size that lacks only the last byte.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
 /// Maximum number of bytes of a large payload's buffer that are zeroed before a read, so that no read takes

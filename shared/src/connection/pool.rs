@@ -60,7 +60,8 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // Drops the oldest buffers, because buffers of their sizes are no longer requested.
+        // Drops the oldest buffers, because buffers of their sizes have not been requested for the longest
+        // time.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }

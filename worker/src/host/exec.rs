@@ -40,7 +40,7 @@ pub(super) struct Plan {
     rlimits: Vec<(Resource, Rlimit)>,
     /// Time to wait for the end of the output after the program has exited.
     output_grace: Duration,
-    /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
+    /// Exit statuses that mean success, a fault of the caller, or a failure that is worth a retry.
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,

@@ -120,8 +120,8 @@ impl Programs {
 }
 
 impl Orphans {
-    /// Returns the record of programs, and the requests to pass to [`Orphans::serve`]. Must be called on the
-    /// first thread of the process.
+    /// Returns a record without programs, and the receiver of requests for [`Orphans::serve`]. Must be called
+    /// on the first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
         let children = File::open("/proc/thread-self/children").ok();
@@ -170,7 +170,7 @@ impl Orphans {
         left.into_iter().map(|(found, _)| found.pid).collect()
     }
 
-    /// Returns human-readable names of the orphans of a program that have `file`, a file or pipe, open.
+    /// Returns human-readable names of a program's orphans that have the file or pipe `file` open.
     pub(super) fn holders(&self, number: u32, file: &Stat) -> Vec<String> {
         let is_same =
             |place: PathBuf| stat(place).is_ok_and(|at| (at.st_dev, at.st_ino) == (file.st_dev, file.st_ino));
