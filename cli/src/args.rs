@@ -224,7 +224,7 @@ pub(crate) struct Request {
     #[arg(long, default_value = "")]
     pub(crate) tenant: String,
 
-    /// Number of jobs that this job counts as under a rate limit
+    /// Cost of the job for rate limiting
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) cost: u32,
 

@@ -123,7 +123,7 @@ forward! {
     /// Sets the priority of the job.
     priority(priority: Priority);
 
-    /// Sets the number of jobs that this job counts as under a rate limit. The default is 1.
+    /// Sets the cost of the job for rate limiting. The default is 1.
     cost(cost: u32);
 
     /// Declares whether the job can safely run twice.

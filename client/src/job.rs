@@ -149,7 +149,7 @@ impl Job {
         self
     }
 
-    /// Sets the number of jobs that this job counts as under a rate limit. The default is 1.
+    /// Sets the cost of the job for rate limiting. The default is 1.
     pub fn cost(mut self, cost: u32) -> Self {
         self.request.options.cost = cost;
         self

@@ -113,7 +113,7 @@ pub struct Submit<'a> {
     pub priority: u8,
     /// 1 if the job can safely run twice, otherwise 0.
     pub idempotent: u8,
-    /// Number of jobs that this job counts as under a rate limit; 0 means 1.
+    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
     pub cost: u32,
 }
 

@@ -76,7 +76,7 @@ pub struct JobOptions<T> {
     pub run_limit: Option<Duration>,
     /// Priority of the job in the queue.
     pub priority: Priority,
-    /// Number of jobs that this job counts as under a rate limit; 0 means 1.
+    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,

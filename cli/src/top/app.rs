@@ -348,7 +348,7 @@ fn step(rows: usize) -> isize {
     isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
 }
 
-/// Returns the first row to display, so that the selected row is visible and the display moves as little as
+/// Returns the index of the first row to display. Keeps the selected row visible and scrolls as little as
 /// possible.
 pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
     let first = (selected + 1).saturating_sub(page);

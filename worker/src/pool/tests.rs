@@ -29,7 +29,8 @@ struct Fixture {
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
-    /// With a journal, kind and number of each result, returned job and heartbeat. `answered` is then unused.
+    /// Kind and number of each result, returned job and heartbeat. Used instead of `answered` if there is a
+    /// journal.
     frames: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }
