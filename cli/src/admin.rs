@@ -117,7 +117,7 @@ pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failur
     Ok(body.to_bytes().to_vec())
 }
 
-/// Requests a document.
+/// Requests a JSON document from the supervisor.
 pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
     document(&read(request(args, Method::GET, path).await?).await?)
 }
@@ -180,7 +180,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     Ok(exit::OK)
 }
 
-/// Prints a document with all fields, including unknown ones.
+/// Requests a JSON document and prints all fields, including unknown ones.
 pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
@@ -220,7 +220,7 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// Formats a value from outside this program: one line, escaped.
+/// Formats a value from outside this program as a single, escaped line.
 pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }
@@ -234,14 +234,14 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-/// Returns the rejections by reason, in one line.
+/// Formats the number of rejections for each reason, in one line.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns facts without a column in the table of bulkheads, one per line.
+/// Returns facts about a bulkhead for which the table of bulkheads has no column, one per line.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -265,7 +265,7 @@ fn terminal_columns() -> Option<usize> {
     size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
 }
 
-/// Returns the state of a bulkhead's breaker, or a dash without a breaker.
+/// Returns the state of a bulkhead's circuit breaker, or a dash if the bulkhead has none.
 pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
     let is_absent = !bulkhead.has_breaker && bulkhead.breaker == BreakerState::Closed;
     if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }
@@ -332,7 +332,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     [
         known(&worker.pid),
         if worker.spare && worker.state == "ready" { "spare".to_owned() } else { shown(&worker.state) },
-        // Without spaces, so that programs can split the columns.
+        // Spaces are removed, so that programs can split the columns.
         humantime::format_duration(uptime).to_string().replace(' ', ""),
         worker.in_flight.to_string(),
         worker.served.to_string(),
@@ -342,7 +342,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the user id of confined workers that share the supervisor's user.
+/// Returns the supervisor's user id if confined workers run as the same user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid
@@ -415,14 +415,14 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     .await
 }
 
-/// Passes each line of a body on as it arrives, until the body ends or the user presses ^C.
+/// Passes each line of a response to `handle` as it arrives, until the response ends or the user presses ^C.
 async fn lines(
     response: Response<Incoming>,
     mut handle: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
-    // A single future for all iterations, because a signal between two futures would be missed.
+    // All iterations use a single future, because a signal between two futures would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let frame = tokio::select! {

@@ -63,7 +63,7 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
 
 /// Formats a duration without spaces, so that programs can split the columns.
 fn duration(ms: u64) -> String {
-    // Milliseconds matter only for short lifetimes.
+    // Milliseconds are shown only for durations below one second.
     let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
@@ -176,7 +176,7 @@ fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The limit has cut off the last character.
+        // The preview ends in the middle of a character, which is left out.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };

@@ -1,5 +1,5 @@
-//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over its admin
-//! socket. Every kind of failure has an exit code. Only results and tables go to standard output.
+//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over the admin
+//! socket. Each kind of failure has a specific exit code. Only results and tables go to standard output.
 
 mod admin;
 mod advise;
@@ -35,9 +35,9 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            // `submit` prints a line for each job, including this one.
+            // `submit` has already printed a line for each job, including the failed one.
             if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
-                // On an error, the message still goes to standard error.
+                // Errors are ignored, because the message is also written to standard error.
                 let _ = output::json(failure.json());
             }
             failure.report()
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the error or the help text that clap returned.
+/// Prints the error or help text that clap has returned.
 fn print_clap_message(error: &clap::Error) -> ExitCode {
     if error.use_stderr() {
         error.exit();

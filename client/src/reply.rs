@@ -19,7 +19,7 @@ pub struct Progress {
     pub text: String,
 }
 
-/// A result, with the outcome `ok`.
+/// The result and outcome of a job that ended `ok`.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -53,18 +53,20 @@ impl PartialEq for Reply {
 impl Eq for Reply {}
 
 impl Reply {
-    /// Returns the result. Empty if the result is [mapped](Self::mapped).
+    /// Returns the result of the job, or an empty slice if the result is [mapped](Self::mapped).
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Returns the result as an owned buffer.
+    /// Returns the result of the job as an owned buffer, which is empty if the result is
+    /// [mapped](Self::mapped).
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
     }
 
-    /// Returns the result in its memory file, if [`Job::map_result`](crate::Job::map_result) requested that
-    /// and the worker used a memory file. [`Reply::payload`] is then empty.
+    /// Returns a result that is still in the memory file. Returns `None` unless
+    /// [`Job::map_result`](crate::Job::map_result) was called and the worker wrote the result to a memory
+    /// file. If the result is mapped, [`Reply::payload`] is empty.
     pub fn mapped(&self) -> Option<&MappedResult> {
         self.mapped.as_deref()
     }
@@ -90,25 +92,25 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// The error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
+/// The reason why a job has no result. All variants except `Disconnected` carry the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler reported an error.
     Failed(Box<Failure>),
     /// The job was rejected and did not run.
     Rejected(Box<Outcome>),
-    /// The deadline passed.
+    /// The deadline passed before the job ended.
     DeadlineExceeded(Box<Outcome>),
-    /// The worker died while it had the job.
+    /// The worker died after the job had been dispatched to it.
     Crashed(Box<Outcome>),
     /// The job was cancelled.
     Cancelled(Box<Outcome>),
-    /// There is no connection to the supervisor, or the connection was lost, or this client could not read
-    /// the outcome or result.
+    /// There is no connection to the supervisor, the connection was lost, or this client could not read the
+    /// outcome or the result.
     Disconnected {
-        /// Certainty about whether the job ran.
+        /// Whether the handler began the job.
         executed: Executed,
-        /// Description for people.
+        /// Human-readable description of the problem.
         message: String,
     },
 }
@@ -142,7 +144,7 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
-    /// Converts an outcome to a result.
+    /// Converts an outcome to a reply or an error.
     pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
             Verdict::Ok => Ok(Reply { payload, success: outcome.into(), mapped: None }),
@@ -154,7 +156,7 @@ impl JobError {
         }
     }
 
-    /// Returns the outcome, if the job has one.
+    /// Returns the outcome of the job. Returns `None` if the client did not receive an outcome.
     pub fn outcome(&self) -> Option<&Outcome> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -166,8 +168,8 @@ impl JobError {
         }
     }
 
-    /// Returns the payload of a failed job: data from the handler, or the standard output of a program. At
-    /// most the first 64 KiB arrive. Empty for all other errors.
+    /// Returns the error payload of a failed job: data from the handler, or the first 64 KiB of a program's
+    /// standard output. Empty for all other errors.
     pub fn payload(&self) -> &[u8] {
         if let Self::Failed(failure) = self { &failure.payload } else { &[] }
     }
@@ -180,7 +182,7 @@ impl JobError {
         }
     }
 
-    /// Returns true if the same job may succeed when sent again.
+    /// Returns true if sending the job again is safe and can succeed.
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Disconnected { executed, .. } => *executed == Executed::No,
@@ -188,7 +190,7 @@ impl JobError {
         }
     }
 
-    /// Returns the minimum time to wait before a retry, if the supervisor gave one.
+    /// Returns the minimum time to wait before a retry, if the supervisor has specified one.
     pub fn retry_after(&self) -> Option<Duration> {
         self.outcome().and_then(|outcome| outcome.retry_after)
     }
@@ -200,7 +202,7 @@ impl JobError {
 }
 
 impl fmt::Display for JobError {
-    /// Writes one line for people, with the problem and the suggested action.
+    /// Writes a human-readable line that describes the problem and suggests an action.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),

@@ -1,4 +1,5 @@
-//! Compact record of a successful outcome. Most callers never read it, so the [`Outcome`] is built on demand.
+//! Compact record of a successful outcome. Most callers never read the outcome, so the [`Outcome`] is built
+//! only on demand.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -20,7 +21,8 @@ pub(crate) struct SuccessRecord {
 }
 
 impl SuccessRecord {
-    /// Returns `None` if the message contains more than a plain success.
+    /// Creates a record from the message about an outcome. Returns `None` unless the message is a plain
+    /// success, without a retry time or an exit status.
     pub(crate) fn from_message(
         message: &OutcomeMessage<'_>,
         bulkhead: &mut String,

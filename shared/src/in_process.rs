@@ -1,5 +1,5 @@
-//! A connection between two parts of one process: a bounded, ordered stream of bytes and files in both
-//! directions. Each endpoint wakes the other with a waker, without system calls.
+//! In-process connections: a bounded, ordered stream of bytes and files in each direction. The endpoints wake
+//! each other with wakers, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -8,16 +8,17 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-/// Maximum number of unread bytes per direction, as in a socket for large payloads.
+/// Maximum number of unread bytes per direction. Equals the send buffer size of a socket that carries large
+/// payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of unread writes with files per direction.
+/// Maximum number of writes with files that the reader has not read yet, per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
 /// Maximum capacity that an empty buffer keeps, in bytes.
 const SPARE_BYTES_MAX: usize = 32 * 1024;
 
-/// An end of a connection. Dropping it closes the connection.
+/// An endpoint of an in-process connection. Dropping an endpoint closes the connection.
 ///
 /// ```
 /// use bulkhead_shared::in_process;
@@ -46,9 +47,9 @@ impl std::fmt::Debug for Endpoint {
 #[derive(Default)]
 struct Pipe {
     bytes: VecDeque<u8>,
-    /// Total number of bytes read.
+    /// Total number of bytes that the reader has read.
     read: u64,
-    /// Files, with the position of the byte that they accompany.
+    /// Unread files. Each entry contains the stream position of the byte that the files accompany.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
     reader: Side,
     writer: Side,
@@ -69,8 +70,9 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker. Returns the previous waker, which must be dropped after releasing the lock, because
-    /// it can hold the last reference to a task that owns other endpoints.
+    /// Registers a waker and returns the previous one. The caller must drop the previous waker after
+    /// releasing the lock, because that waker can hold the last reference to a task that owns other
+    /// endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -80,7 +82,7 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if this endpoint waits. The waker must be called after releasing the lock.
+    /// Returns the waker if this side is waiting. The caller must release the lock before calling the waker.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -108,8 +110,8 @@ impl Endpoint {
     }
 
     /// Reads without blocking. Returns `Ok(0)` at the end of the stream, and `AGAIN` if there is nothing to
-    /// read. Files that accompany the bytes replace the contents of `files`. A read never goes past the next
-    /// write with files.
+    /// read. Files that accompany the bytes replace the contents of `files`. A single read returns the files
+    /// of at most one write.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
         let mut pipe = self.incoming();
         if pipe.bytes.is_empty() {
@@ -134,12 +136,13 @@ impl Endpoint {
         if count == pipe.bytes.len() {
             pipe.bytes.clear();
             pipe.bytes.shrink_to(SPARE_BYTES_MAX);
-            // A reader that has read all bytes does not need another read to be woken.
+            // The next write must wake the reader even if the reader does not read again, because all bytes
+            // were read.
             pipe.reader.is_waiting = true;
         } else {
             pipe.bytes.drain(..count);
         }
-        // Wakes the writer only when half the buffer is free, instead of for each read.
+        // Wakes the writer only when at least half of the buffer is free, not after every read.
         let writer =
             if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
         drop(pipe);
@@ -147,8 +150,8 @@ impl Endpoint {
         Ok(count)
     }
 
-    /// Writes as much as there is room for. Returns `AGAIN` if there is no room, and `PIPE` if the connection
-    /// is closed.
+    /// Writes as many bytes as the buffer has room for. Returns `AGAIN` if the buffer is full, and `PIPE` if
+    /// the connection is closed.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -166,9 +169,9 @@ impl Endpoint {
         Ok(count)
     }
 
-    /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
-    /// room, or if too many writes with files are unread. In this case, the endpoint is not woken when there
-    /// is room.
+    /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little
+    /// room, or if the reader has too many unread writes with files. After this `AGAIN`, the endpoint is not
+    /// woken when the buffer has room again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -186,7 +189,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns the number of bytes that can be read.
+    /// Returns the number of bytes that have arrived but have not been read.
     pub fn readable_bytes(&self) -> usize {
         self.incoming().bytes.len()
     }
@@ -196,9 +199,9 @@ impl Endpoint {
         self.incoming().is_closed
     }
 
-    /// Registers a waker for both directions. After a read that left nothing, the waker is called when there
-    /// is something to read, or at the end of the stream. After a write that found no room, the waker is
-    /// called when there is room again.
+    /// Registers a waker for both directions, and calls the waker immediately if unread bytes are available.
+    /// After a read that emptied the buffer, the waker is called when more bytes arrive or the stream ends.
+    /// After a write that found the buffer full, the waker is called when the buffer has room again.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
         let _replaced_reader = incoming.reader.set_waker(waker);
@@ -234,7 +237,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Closes both directions. The other endpoint can still read the remaining bytes.
+    /// Closes both directions. The other endpoint can still read the bytes that were written before.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, pipe) in self.pipes.iter().enumerate() {
@@ -244,7 +247,8 @@ impl Endpoint {
                 pipe.files.clear();
             }
             if !std::mem::replace(&mut pipe.is_closed, true) {
-                // Wakes all registered wakers, because a data plane does not mark itself as waiting.
+                // Calls every registered waker, because `watch` registers a writer without marking it as
+                // waiting.
                 wakers.extend(pipe.reader.waker.take());
                 wakers.extend(pipe.writer.waker.take());
             }

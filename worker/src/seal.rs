@@ -1,5 +1,6 @@
-//! The seal: a second seccomp filter of a strictly confined worker, which removes system calls that only the
-//! start needs. The supervisor builds the filter and sends it; the worker installs it before the first job.
+//! The seal: a second seccomp filter for strictly confined workers. The filter forbids system calls that a
+//! worker needs only while it starts. The supervisor builds and sends the filter, and the worker installs it
+//! before the first job.
 
 use std::io;
 
@@ -7,7 +8,7 @@ use std::io;
 pub(crate) struct Seal(Vec<libc::sock_filter>);
 
 impl Seal {
-    /// Reads the filter from the welcome: instructions in the kernel's memory layout.
+    /// Decodes the filter from the welcome, which contains the instructions in the kernel's memory layout.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
         let (instructions, rest) = bytes.as_chunks::<8>();
         let fits = !instructions.is_empty() && instructions.len() <= usize::from(u16::MAX) && rest.is_empty();
@@ -27,8 +28,8 @@ impl Seal {
     pub(crate) fn install(&self) -> io::Result<()> {
         let program = libc::sock_fprog { len: self.0.len() as u16, filter: self.0.as_ptr().cast_mut() };
         let flags = libc::SECCOMP_FILTER_FLAG_TSYNC;
-        // SAFETY: `program` points to a local value whose length matches the filter behind its pointer. The
-        // kernel checks the program, copies it and writes to neither.
+        // SAFETY: `program` is a local value, and its length matches the filter that it points to. The kernel
+        // checks and copies the filter, and writes to neither `program` nor the filter.
         #[expect(unsafe_code, reason = "seccomp(2) has no safe form")]
         let result =
             unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &program) };

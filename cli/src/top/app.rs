@@ -1,5 +1,5 @@
-//! State of the screen: latest sample, selection, and handling of keys. Independent of the terminal, sockets
-//! and the clock.
+//! State of the screen: latest sample, selection, and handling of keys. This module does not access the
+//! terminal, sockets or the clock.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -15,14 +15,14 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Grace time after a missed sample before the supervisor counts as silent.
+/// Time after a missed sample from which the supervisor is shown as not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// Next step after a key.
+/// Action that follows a key press.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Stay,
-    /// Exits with this status.
+    /// Exits with the given status.
     Leave(u8),
     /// Suspends the program, as ^Z does.
     Suspend,
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// A single bulkhead, with the number of workers scrolled past.
+    /// The page of a single bulkhead. `scroll` is the number of workers above the first displayed one.
     Bulkhead {
         name: String,
         scroll: usize,
@@ -43,7 +43,7 @@ pub(super) enum Page {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Browse,
-    /// The user is typing a filter; `before` is the previous one.
+    /// The user is typing a filter. `before` is the previous filter.
     Filter {
         before: String,
     },
@@ -53,7 +53,7 @@ pub(super) enum Mode {
 /// Sort order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// Worst state and service first.
+    /// Bulkheads with the worst state and service come first.
     Worst,
     Name,
     Utilisation,
@@ -83,7 +83,7 @@ impl Sort {
     }
 
     fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
-        // Current rates come before totals.
+        // Compares current rates first, then totals.
         let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
             let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
@@ -99,14 +99,14 @@ impl Sort {
     }
 }
 
-/// State of the contact with the supervisor.
+/// State of the connection to the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionState {
     Live,
     Paused,
-    /// The supervisor has not responded for this time.
+    /// The supervisor has not responded for the given time.
     Silent(Duration),
-    /// The supervisor has been unreachable for this time.
+    /// The supervisor has been unreachable for the given time.
     Lost(Duration),
 }
 
@@ -120,7 +120,7 @@ pub(super) struct App {
     pub(super) events: Events,
     /// Index of the first displayed row. Drawing adjusts the index to keep the selected row visible.
     pub(super) top: usize,
-    /// Number of rows per page, from the last drawing.
+    /// Number of rows per page when the screen was last drawn.
     pub(super) page_rows: usize,
     pub(super) interval: Duration,
     pub(super) socket: String,
@@ -128,7 +128,7 @@ pub(super) struct App {
     selected: Selection,
     /// Time of the last sample, or of the end of a pause.
     last_contact: Instant,
-    /// Error of the last sample.
+    /// Error of the last attempt to take a sample.
     error: Option<String>,
     is_paused: bool,
     sampled_at: Instant,
@@ -167,7 +167,7 @@ impl App {
 
     // Samples.
 
-    /// Stores a sample, or the error of a failed sample.
+    /// Stores a sample, or the error if taking the sample failed.
     pub(super) fn store(&mut self, result: Result<Sample, Failure>) -> Step {
         match result {
             Ok(sample) => self.store_sample(sample),
@@ -333,7 +333,7 @@ impl App {
 
     fn move_by(&mut self, by: isize) {
         if let Page::Bulkhead { scroll, .. } = &mut self.page {
-            // Drawing limits the value to the last row.
+            // `draw` limits the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
@@ -348,7 +348,7 @@ fn step(rows: usize) -> isize {
     isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
 }
 
-/// Returns the first row to display, so that the selected row is visible and the display moves as little as
+/// Returns the index of the first row to display. Keeps the selected row visible and scrolls as little as
 /// possible.
 pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
     let first = (selected + 1).saturating_sub(page);

@@ -15,10 +15,10 @@ use super::events::Event;
 use super::text::fit;
 use super::widgets::{bold, draw_line, table_head, table_row, take_bottom, take_top};
 
-/// Minimum screen height for the event pane.
+/// Minimum height of the screen, in rows, at which the event pane is drawn.
 const EVENT_PANE_HEIGHT_MIN: u16 = 10;
 
-/// Minimum screen height for the footer.
+/// Minimum height of the screen, in rows, at which the footer is drawn.
 const FOOTER_HEIGHT_MIN: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[
@@ -132,7 +132,7 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 
 // Table.
 
-/// Draws the rows that fit. Returns the number of rows per page.
+/// Draws the rows of the table that fit on the screen. Returns the number of rows per page.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);

@@ -1,4 +1,5 @@
-//! Recent events as lines. Events of a restarted supervisor are appended to the earlier ones.
+//! Recent events, formatted as lines. If the supervisor is restarted, its events are appended to the earlier
+//! events.
 
 use std::collections::VecDeque;
 
@@ -9,7 +10,7 @@ use serde_json::Value;
 use super::text::clean;
 use crate::admin::event_words;
 
-/// Maximum number of stored events, as in the supervisor.
+/// Maximum number of stored events, which equals that of the supervisor.
 pub(super) const EVENTS_MAX: usize = 4096;
 
 /// An event, formatted for display.
@@ -21,10 +22,10 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// Returns `None` if the event is malformed.
+    /// Formats an event for display. Returns `None` if the event is malformed.
     pub(super) fn new(event: &Value) -> Option<Self> {
         let event = bulkhead_api::Event::deserialize(event).ok()?;
-        // Shows only the time of day, in seconds.
+        // Shows only the time of day, to the second.
         let at = event.at.get(11..19).unwrap_or(&event.at);
         let line = clean(&format!("{at} {}", event_words(&event)));
         Some(Self { bulkhead: event.bulkhead.as_deref().map(clean), severity: event.severity, line })

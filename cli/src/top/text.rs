@@ -5,7 +5,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::escape;
 
-/// Maximum number of characters of a text.
+/// Maximum number of characters of a text that are displayed.
 const TEXT_CHARS_MAX: usize = 2000;
 
 /// Maximum number of characters in one grapheme cluster.

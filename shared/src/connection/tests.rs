@@ -48,7 +48,7 @@ fn frames_of_all_sizes_arrive_in_order() {
     }
     assert!(outbox.is_empty() && !inbox.is_mid_frame());
     drop(here);
-    // Another test that starts a process can hold a copy briefly.
+    // A process that another test starts can briefly hold a copy of the socket.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
         assert!(began.elapsed().as_secs() < 30, "the end of the stream was not received");
@@ -76,7 +76,7 @@ fn kept_frames_arrive_with_next_receive() {
     }
     assert_eq!(numbers, [2, 3, 4]);
 
-    // Nothing more arrives on the socket, but the kept frame is available.
+    // No further bytes arrive on the socket, but the next receive returns the kept frame.
     outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
     outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
     assert!(outbox.flush(&here, &mut pool).unwrap());
@@ -121,7 +121,8 @@ fn held_memory_is_proportional_to_received_bytes() {
     bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
-    // Two bytes must not hold memory for earlier payloads or for the announced size.
+    // After two bytes of the payload, the inbox must not hold a buffer of the announced size, not even one
+    // from the pool.
     pool.put(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {

@@ -66,7 +66,7 @@ struct Call<'c> {
 /// A loaded library, which is never unloaded.
 pub(super) struct Loaded {
     handle: Handle,
-    /// Never closed, because its code may be running.
+    /// Never closed, because threads may still be running code of the library.
     _library: std::mem::ManuallyDrop<Library>,
 }
 
