@@ -1,4 +1,4 @@
-//! Outcomes of jobs with flattened fields, and problem documents of jobs and other requests.
+//! Outcomes of jobs as flat documents, and problem documents for failed jobs and failed requests.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ pub struct JobOutcome {
 }
 
 impl JobOutcome {
-    /// Converts an outcome. Leaves out the signal name.
+    /// Creates the document for an outcome. The name of the signal is left empty.
     pub fn new(outcome: &Outcome) -> Self {
         let verdict = &outcome.verdict;
         let failure = match verdict {
@@ -100,31 +100,31 @@ impl JobOutcome {
     }
 }
 
-/// Milliseconds with three digits behind the point.
+/// Returns the duration in milliseconds, rounded to three decimal places.
 pub fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// A problem document (RFC 9457). A problem of a job includes the fields of its outcome.
+/// A problem document (RFC 9457). The document for a failed job includes the fields of the job's outcome.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Problem {
-    /// Explanation for people, which continues the title.
+    /// Human-readable explanation. Read after the title.
     pub detail: String,
-    /// HTTP status.
+    /// HTTP status code.
     pub status: u16,
-    /// The status in words.
+    /// Name of the HTTP status.
     pub title: Text,
     /// Always `about:blank`, because no page describes the problem.
     #[serde(rename = "type")]
     pub kind: Text,
-    /// Further fields of the problem.
+    /// Additional fields.
     #[serde(flatten)]
     #[schemars(with = "ProblemFields")]
     pub fields: Map<String, Value>,
 }
 
-/// Fields that a problem can have: those of a job's outcome, and of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and the id of a trace.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]
