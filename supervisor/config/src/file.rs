@@ -1,6 +1,6 @@
-//! The content of a file, key by key, with positions. Each value is in range by itself. Relations between
-//! values are not checked yet, and nothing is looked up on disk. `[defaults]` and a bulkhead have the same
-//! keys.
+//! The content of a configuration file, key by key, with positions. Each value is within the range of its
+//! key. Rules that span several keys are checked later, as are files on disk. `[defaults]` and bulkheads have
+//! the same keys.
 
 use std::ops::{Deref, Range};
 
@@ -16,7 +16,7 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// A complete file.
+/// Content of a complete configuration file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
     /// Entries of `[[access]]`, in the order of the file.
@@ -27,11 +27,12 @@ pub(crate) struct RawFile {
     pub(crate) names: Vec<String>,
 }
 
-/// The keys of a table.
+/// Keys of a table, with its name and position.
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
-    /// Position of the table's heading; the start of the file if there is no `[supervisor]`.
+    /// Position of the table's heading. If the file has no `[supervisor]`, the heading of that table is at
+    /// the start of the file.
     pub(crate) heading: Range<usize>,
     keys: K,
 }
@@ -51,18 +52,19 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys that select the program. They cannot be shared by all bulkheads.
+/// Keys that select the program of a bulkhead. They are not allowed in `[defaults]`, because all bulkheads
+/// would run the same program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Tables of tenants, which are not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
-/// Returns true if a bulkhead's key is not allowed in `[defaults]`.
+/// Returns true if a key of bulkheads is not allowed in `[defaults]`.
 pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
     PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
 }
 
-/// Reads a complete document.
+/// Reads a complete configuration file.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top =
         TableReader::open(schema::keys(), key::TOP_LEVEL, String::new(), Origin::Own, root, problems);
@@ -143,7 +145,8 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a value directly below `[bulkhead]`. Such keys are most likely meant for all bulkheads.
+/// Reports a key in `[bulkhead]` that is not the name of a bulkhead. The author most likely meant the key for
+/// all bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,
