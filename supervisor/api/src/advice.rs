@@ -1,4 +1,4 @@
-//! Advice on the limits of a bulkhead, with the observations behind it.
+//! Advice on the limits of a bulkhead, with the observations that the advice is based on.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -18,7 +18,8 @@ pub struct Change {
     #[serde(default, deserialize_with = "nullable")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
-    /// `forced_open`, or `auto` to let the breaker follow its own measurements.
+    /// Operating mode of the circuit breaker: `forced_open` keeps it open, and `auto` lets it follow its own
+    /// measurements.
     pub breaker: Option<BreakerMode>,
 }
 
@@ -51,7 +52,7 @@ pub enum ChangedPer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerMode {
-    /// The breaker stays open until further notice.
+    /// The breaker stays open until an operator sets the mode to `auto`.
     ForcedOpen,
     /// The breaker follows its own measurements.
     Auto,

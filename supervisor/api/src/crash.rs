@@ -244,7 +244,7 @@ pub struct CrashJob {
     pub tenant: String,
     #[serde(default)]
     pub trace_id: Option<String>,
-    /// Number of dispatches to a worker, including the last.
+    /// Number of attempts to run the job, including the one that ended with the crash.
     pub attempts: u32,
     /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,

@@ -23,7 +23,8 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<f64>,
     pub executed: Word<Executed>,
-    /// Exit status of the worker that crashed, or of the program that ran the job (`exec`), if it exited.
+    /// Exit status of the worker that crashed or, with `exec`, of the program that ran the job. Absent if the
+    /// process did not exit by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
     /// The party responsible for a failure: `caller` or `dependency`.
@@ -38,12 +39,12 @@ pub struct JobOutcome {
     pub queued_ms: f64,
     pub ran_ms: f64,
     pub reason: Option<Text>,
-    /// Payload of a failure in base64: data from the handler, or the first 64 KiB of a program's standard
-    /// output.
+    /// Payload of a failed job in base64. It is data from the handler, or the first 64 KiB of a program's
+    /// standard output.
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// Id of the report about a crashed job: `GET /v1/crashes/{id}`.
+    /// Id of the crash report about this job, for `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,7 +52,7 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
     pub retryable: bool,
-    /// Maximum run time of each attempt, if limited.
+    /// Maximum run time of each attempt in milliseconds. Absent if there is no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -52,6 +52,6 @@ pub struct LogLine {
     pub line: String,
     /// Process id of the worker that wrote the line.
     pub pid: u32,
-    /// `stdout` or `stderr`.
+    /// Stream to which the line was written: `stdout` or `stderr`.
     pub stream: Text,
 }

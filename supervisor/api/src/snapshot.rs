@@ -1,5 +1,5 @@
-//! The state of a bulkhead at one moment. The data plane fills in the values, which is cheap, and another
-//! thread serializes them.
+//! Documents that describe the state of a bulkhead at one moment. The data plane only fills in the values,
+//! and another thread serializes them.
 
 use std::collections::BTreeMap;
 
@@ -123,7 +123,7 @@ pub struct Adaptive {
 pub struct Rate {
     pub per_second: f64,
     pub burst: u32,
-    /// `bulkhead` or `tenant`.
+    /// Scope of the rate limit: `bulkhead` or `tenant`.
     pub per: Text,
 }
 
@@ -207,7 +207,7 @@ pub struct Worker {
 pub struct Confinement {
     /// Name of the configured sandbox profile.
     pub profile: Text,
-    /// True if the worker cannot gain privileges by executing a program.
+    /// True if executing a program cannot give the worker additional privileges.
     pub no_new_privs: bool,
     /// Seccomp mode of the worker: `filter` or `none`.
     pub seccomp: Text,

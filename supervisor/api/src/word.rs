@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Text;
 
-/// A word of a vocabulary, or an unknown word of a newer supervisor.
+/// A word of a vocabulary, or a word that only another version of the supervisor knows.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Word<V> {
     /// A word of the vocabulary.

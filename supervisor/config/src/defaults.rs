@@ -33,7 +33,8 @@ pub const SANDBOX_PROFILE: &str = "default";
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Default maximum size of a file that a confined worker writes, in bytes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
-/// Default user ids of workers. systemd reserves this range for the same purpose.
+/// Default range of user ids for workers. systemd reserves this range for users that are allocated
+/// dynamically.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 
 /// Maximum duration in a configuration file. It is small enough that adding a few durations to a clock time
@@ -67,7 +68,7 @@ pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
 pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
 /// Maximum number of jobs that a half-open breaker admits as probes.
 pub const BREAKER_PROBES_CEILING: u64 = 1000;
-/// Maximum number of attempts of a job.
+/// Maximum value of the key `retry.attempts`.
 pub const RETRY_CEILING: u64 = 100;
 /// Maximum value of the key `poison.crashes`.
 pub const POISON_CEILING: u64 = 1000;

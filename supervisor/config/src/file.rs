@@ -19,7 +19,7 @@ use crate::{defaults, key, schema, values};
 /// Content of a complete configuration file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
-    /// Entries of `[[access]]`, in the order of the file.
+    /// Keys of each `[[access]]` rule, in the order of the file.
     pub(crate) access: Vec<RawAccess>,
     /// Bulkheads in the order of the file, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
@@ -37,11 +37,11 @@ pub(crate) struct Raw<K> {
     keys: K,
 }
 
-/// `[supervisor]`.
+/// Keys of `[supervisor]`, with their positions.
 pub(crate) type RawSupervisor = Raw<SupervisorKeys>;
-/// An entry of `[[access]]`.
+/// Keys of an `[[access]]` rule, with their positions.
 pub(crate) type RawAccess = Raw<AccessKeys>;
-/// `[bulkhead.NAME]`.
+/// Keys of `[bulkhead.NAME]`, with their positions.
 pub(crate) type RawBulkhead = Raw<BulkheadKeys>;
 
 impl<K> Deref for Raw<K> {
@@ -56,7 +56,7 @@ impl<K> Deref for Raw<K> {
 /// would run the same program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Tables of tenants, which are not allowed in `[defaults]`.
+/// Names of the tables with settings of individual tenants, which are not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
 /// Returns true if a key of bulkheads is not allowed in `[defaults]`.
@@ -86,7 +86,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
     shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // These keys were rejected in `[defaults]` and must not be inherited.
+    // Keys that select the program have been rejected in `[defaults]`, so bulkheads must not inherit them.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);

@@ -68,7 +68,9 @@ pub use units::{format_duration, format_size};
 /// Also checks that the programs, libraries and folders that the file names exist. Creates and changes
 /// nothing on disk.
 ///
-/// # Errors Returns all problems of the file, or the reason why the file cannot be read.
+/// # Errors
+///
+/// Returns all problems of the file, or the reason why the file cannot be read.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -83,7 +85,8 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
 /// rejected, because an embedded supervisor has none.
 ///
 /// # Errors
-/// The errors of [`load`].
+///
+/// Returns all problems of the file, or the reason why the file cannot be read.
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
     parse_embedded(&read(path)?, path)
 }
@@ -133,11 +136,12 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
     problems.into_errors(path, &String::from_utf8_lossy(error.as_bytes()))
 }
 
-/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths start at the
-/// folder of `path`.
+/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths in the text are
+/// resolved against the folder of `path`.
 ///
 /// # Errors
-/// All problems of the text.
+///
+/// Returns all problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -162,7 +166,8 @@ pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
 /// rejected, because an embedded supervisor has none.
 ///
 /// # Errors
-/// All problems of the text.
+///
+/// Returns all problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;

@@ -113,7 +113,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             .with_unknown_keys_reported()
     }
 
-    /// Opens a table inside this one.
+    /// Opens the given inner table.
     fn open_inside<'q>(
         &'q mut self,
         schema: &'static str,
@@ -260,7 +260,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         found.map_err(|error| self.report_error(span, error)).ok()
     }
 
-    /// Opens a table inside this one.
+    /// Opens the inner table `name`. Returns `None` if it is absent or not a table.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
         // The label of a top-level table's key does not include the name of the table.

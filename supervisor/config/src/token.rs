@@ -4,7 +4,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
-/// Length of a token in bytes.
+/// Allowed lengths of a token in bytes.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
 /// Mode bits that the token file must not have. The group can have read permission, and other users must have

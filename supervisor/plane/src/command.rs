@@ -61,7 +61,7 @@ pub enum Command {
         tenant: String,
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// Return a consistent copy of all numbers behind the metrics.
+    /// Return a consistent copy of all numbers that the metrics show.
     Scrape {
         reply: oneshot::Sender<Scrape>,
     },
@@ -86,7 +86,7 @@ pub enum Command {
         /// Receives all limits that are set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the recent demand of a bulkhead, for advice.
+    /// Return the observed demand of a bulkhead, from which advice is computed.
     Observe {
         bulkhead: String,
         /// Receives the observation, or `None` if there is no such bulkhead.
@@ -308,7 +308,7 @@ pub struct ReplayResult {
 /// Reason why a command could not be sent to the data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandSendError {
-    /// The queue already holds [`COMMANDS_MAX`] commands.
+    /// The queue already contains [`COMMANDS_MAX`] commands.
     #[error("the supervisor accepts no commands at the moment")]
     Busy,
     /// The data plane has stopped.
@@ -366,7 +366,7 @@ impl CommandSender {
 /// [`crate::notices`].
 #[derive(Debug)]
 pub enum DroppableNotice {
-    /// An event of interest to operators.
+    /// An operator event.
     Event(Box<Event>),
     /// A worker or program has crashed. The control plane adds the last output of the process to the report.
     Crash {

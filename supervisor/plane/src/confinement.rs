@@ -164,11 +164,11 @@ fn text(path: &Path) -> String {
 /// The user that a bulkhead's workers run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerIdentity {
-    /// The supervisor's own user.
+    /// All workers run as the supervisor's user.
     Own,
-    /// A single user for all workers.
+    /// All workers run as this user.
     One(Identity),
-    /// A separate user id for each worker.
+    /// Each worker has a separate user id.
     Each,
 }
 

@@ -179,7 +179,7 @@ impl Demand {
     }
 }
 
-/// Returns the limits that determine the number of jobs.
+/// Returns the values of `processes`, `max_in_flight` and `max_queue`.
 pub fn sizes_of(limits: &Limits) -> Sizes {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }

@@ -137,8 +137,8 @@ vocabulary! {
     Layer {
         /// Landlock rules that restrict access to files.
         Landlock = "landlock",
-        /// Landlock scopes that prevent signals to processes outside the sandbox. Used if neither a user nor
-        /// a pid namespace prevents such signals.
+        /// Landlock scopes that prevent signals to processes outside the sandbox. Used if neither a separate
+        /// user id nor a pid namespace already prevents such signals.
         LandlockScopes = "landlock_scopes",
         /// Seccomp filter that restricts system calls.
         Seccomp = "seccomp",

@@ -41,8 +41,8 @@ section! {
     /// Way in which worker processes are created: each as a new process (`"spawn"`), or forked from a
     /// template that is initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
-    /// Number of additional workers that are kept ready to take over from a dead worker immediately; see
-    /// [below](#spares).
+    /// Number of additional workers that are kept ready, so that one can take over a worker slot immediately;
+    /// see [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;
 }
 
@@ -60,8 +60,9 @@ section! {
     /// `recycle`: limits after which a worker that still works is replaced.
     RecycleKeys => Recycle, "bulkhead.NAME.recycle", by rows;
 
-    /// Number of jobs after which a worker is replaced. With 1, each job gets a fresh process. The
-    /// replacement is started early enough to be ready in time.
+    /// Maximum number of jobs that a worker runs before it is replaced. With 1, each job gets a fresh
+    /// process. The replacement is started early enough to be ready in time, and then waits until it is
+    /// needed.
     jobs: u64 as count(1, NUMBER_MAX), without "off", such as "1000";
     /// Resident memory above which a worker is replaced.
     rss: u64 as size(1, NUMBER_MAX), without "off", such as "\"8MiB\"";

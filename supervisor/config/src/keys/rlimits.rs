@@ -1,4 +1,4 @@
-//! `rlimits`: one row for each [`Resource`].
+//! Keys of the table `rlimits`, one for each [`Resource`].
 
 use std::time::Duration;
 

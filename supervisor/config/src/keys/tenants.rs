@@ -48,7 +48,7 @@ section! {
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for every tenant", such as "2";
     /// Maximum number of queued jobs of this tenant.
     max_queue: u32 as count(0, QUEUE_CEILING), without "as for every tenant", such as "20";
-    /// Number of worker processes of this tenant. Needs `tenants.isolate`.
+    /// Number of worker processes that this tenant has. Needs `tenants.isolate`.
     processes: u32 as count(1, PROCESSES_CEILING), without "the bulkhead's `processes`", such as "2";
 
     tables { rate_limit: TenantRateKeys, }

@@ -1,4 +1,4 @@
-//! Valid files and the resulting configurations.
+//! Tests of valid files and the resulting configurations.
 
 use std::time::Duration;
 

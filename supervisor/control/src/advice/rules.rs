@@ -101,7 +101,7 @@ impl RecordVerdict for Verdicts {
     }
 }
 
-// Permits (processes × max_in_flight).
+// Rules for the number of permits (`processes` × `max_in_flight`).
 
 /// The key to change in order to get another number of permits.
 struct SizingKey {
@@ -434,7 +434,7 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
 
 // Formatting of numbers and units.
 
-/// Adds 25 %.
+/// Returns `count` plus 25 %.
 fn with_headroom(count: u64) -> u64 {
     count.saturating_mul(5).div_ceil(4)
 }

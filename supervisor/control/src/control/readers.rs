@@ -17,7 +17,7 @@ use super::{CLOSE_TIMEOUT, http, tcp, watch};
 /// increase the latency of jobs.
 const NICE: i32 = 19;
 
-/// Queues of connections that this thread serves.
+/// Queues of connections from which the thread of the low-priority readers takes its work.
 pub(super) struct ReaderQueues {
     pub(super) local: Queue<UnixStream>,
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,

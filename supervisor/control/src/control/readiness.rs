@@ -92,7 +92,7 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     };
     states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    // The value equals that of the `Retry-After` header.
+    // One second, which is also the default value of the `Retry-After` header.
     let retry_after_ms = (!is_ready).then_some(1000.0);
     (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
         .into_response()

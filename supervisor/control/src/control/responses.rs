@@ -19,7 +19,7 @@ pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
 
 /// Returns a problem document (RFC 9457) with additional fields.
 pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> Response {
-    // The default value equals that of the `Retry-After` header in `http::complete`.
+    // One second, which is also the default value of the `Retry-After` header in `http::complete`.
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         fields.entry("retry_after_ms").or_insert(json!(1000.0));
     }
