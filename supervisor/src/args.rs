@@ -65,7 +65,7 @@ pub enum Command {
     },
 }
 
-/// Whether the log includes the output of workers. See [`Args::log_output`].
+/// Whether the log includes the output of workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[expect(missing_docs, reason = "self-explanatory names")]
 pub enum LogOutput {

@@ -157,7 +157,7 @@ vocabulary! {
     Victim {
         /// A worker.
         Worker = "worker",
-        /// The program of one job in an `exec` bulkhead. Its worker survives.
+        /// The `exec` program that ran one job. The worker that started the program survives.
         Program = "program",
     }
 }
@@ -359,9 +359,9 @@ vocabulary! {
         NotRun = "not_run",
         /// The job ended without a crash.
         NoCrash = "no_crash",
-        /// The job crashed with another cause.
+        /// The job crashed again, but with a different cause.
         Different = "different",
-        /// The job crashed with the same cause.
+        /// The job crashed again with the cause of the original crash.
         Same = "same",
     }
 }

@@ -51,7 +51,7 @@ impl Written {
 
 /// A type of checked values that can be written as TOML or JSON.
 pub(crate) trait Write {
-    /// Returns the formatted value. Returns `None` if the key is not written, because the value is absent.
+    /// Returns the formatted value, or `None` if the key is not written.
     fn written(&self, kind: Kind) -> Option<Written>;
 }
 

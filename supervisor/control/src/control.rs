@@ -437,8 +437,8 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the last output on standard error to a report about a worker. Reports about programs are left
-    /// unchanged.
+    /// Adds the last output on standard error to a report about a worker. Reports about `exec` programs
+    /// already contain the output of the program.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;

@@ -22,7 +22,8 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        // The process is not to blame for any other kill reason.
+        // For all other kill reasons, the supervisor killed the process although the process was not at
+        // fault.
         (Some(_), _) => return None,
     };
     let (exit_code, signal, system_call) = match ending.death {

@@ -146,7 +146,7 @@ mod tests {
         for pid in 0..OUTPUTS_MAX as u32 {
             assert!(sender.send_output(output(pid)).is_ok());
         }
-        // The channel is full, so that `send_output` returns the output.
+        // The channel is full, so `send_output` returns the output.
         assert_eq!(sender.send_output(output(7)).unwrap_err().pid, 7);
         sender.send_milestone(Milestone::Started);
         sender.send_milestone(Milestone::Stopping);

@@ -179,8 +179,8 @@ fn names_of<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str>
     wanted.map(|change| change.bulkhead.as_str()).collect()
 }
 
-/// Prepares the reload from the configuration `before` to `after`. Looks up files and users that the
-/// configuration names.
+/// Prepares the reload from the configuration `before` to `after`. Reads files, so it must not run on the
+/// data plane.
 pub fn prepare(
     changes: &Changes,
     before: &Config,

@@ -95,7 +95,8 @@ vocabulary! {
         None = "none",
         /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
         Default = "default",
-        /// All layers, and only the system calls that computation needs.
+        /// All layers of confinement, with a seccomp filter that allows only the system calls that
+        /// computation needs.
         Strict = "strict",
     }
 }

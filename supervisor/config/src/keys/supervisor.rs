@@ -36,7 +36,8 @@ section! {
     drain_timeout: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
     /// Maximum number of connected clients. A single user can use all connections. To make room for a client
     /// of another user, the supervisor closes the longest-idle connection of the user with the most
-    /// connections. If that user has no idle connection, the new client is rejected as `overloaded`.
+    /// connections. If that user has no idle connection, or no more connections than the new client's user,
+    /// the new client is rejected as `overloaded`.
     max_clients: usize as count(1, CLIENTS_CEILING), default 1024;
     /// Maximum size of any job's payload, and upper bound for `max_payload` and `max_result` of each
     /// bulkhead.

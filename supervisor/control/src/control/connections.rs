@@ -284,8 +284,8 @@ impl<S: Socket> Connected<IncomingStream<'_, Queue<S>>> for Admission {
     }
 }
 
-/// Serves connections until the control plane ends and all connections that were admitted before have been
-/// served.
+/// Serves connections. Returns when the control plane has ended and all connections that were admitted before
+/// have been served.
 pub(super) async fn serve<S: Socket>(connections: Queue<S>, router: Router) {
     let mut is_empty = connections.is_empty.subscribe();
     let mut active = connections.active.subscribe();

@@ -50,7 +50,7 @@ const LAST_READS_MAX: usize = 16;
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
-/// Reader of the output of all workers, with the output that is kept.
+/// Reads the output of all workers, and stores the output that is kept.
 #[derive(Debug, Default)]
 pub struct Output {
     state: Mutex<State>,
