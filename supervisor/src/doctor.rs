@@ -1,5 +1,5 @@
-//! `bulkhead-supervisor doctor`: reports which layers of confinement are available on this machine, and the
-//! reasons for missing ones.
+//! Implements `bulkhead-supervisor doctor`, which reports the layers of confinement that are available on
+//! this machine, and the reasons why others are not.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use bulkhead_keeper::{LayerSupport, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// Probes all layers and writes the results as a table or as one JSON array.
+/// Probes all layers, and writes the results as a table or as a JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     let mut abilities = probe();
     abilities.push(worker_ids(&abilities));
@@ -20,7 +20,8 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Reports whether each worker gets a separate user id if the configuration does not set `user`.
+/// Returns a result that says whether each worker gets a separate user id if the configuration does not set
+/// `user`.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();

@@ -1,16 +1,17 @@
-//! Crash reports on the data plane. The data plane creates a report, the control plane adds the tail of the
-//! output, and `observe::crashes` stores it.
+//! Causes of crashes for crash reports. The data plane creates a crash report, and the control plane adds the
+//! last output of the process and stores the report.
 
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{Cause, CauseKind, CrashId, CrashJob, CrashReport, Stage, Usage, Victim};
 use bulkhead_policy::{Death, Ending, KillReason};
 
-/// Maximum number of reports that wait to be stored. The excess is counted and dropped.
+/// Maximum number of crash reports that are waiting to be stored. Further reports are dropped and counted.
 pub const REPORTS_WAITING_MAX: usize = 64;
 
-/// Returns the cause of a death, or `None` if the supervisor ended the process for its own reasons. Exit
-/// status 0 is a cause too: the caller knows whether the process was supposed to exit.
+/// Returns the cause of a death, or `None` if the supervisor killed the process for reasons such as a resize
+/// or shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was
+/// supposed to exit.
 pub fn cause_of(ending: &Ending) -> Option<Cause> {
     let kind = match (&ending.killed, ending.death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
@@ -21,7 +22,8 @@ pub fn cause_of(ending: &Ending) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        // The supervisor ended the process for its own reasons.
+        // For all other kill reasons, the supervisor killed the process although the process was not at
+        // fault.
         (Some(_), _) => return None,
     };
     let (exit_code, signal, system_call) = match ending.death {
@@ -42,7 +44,7 @@ pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
     }
 }
 
-/// Returns a report with one job, for tests.
+/// Returns a crash report with one job. Used by tests.
 #[doc(hidden)]
 pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
     let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);

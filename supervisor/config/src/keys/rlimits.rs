@@ -1,4 +1,4 @@
-//! `rlimits`: one row for each [`Resource`].
+//! Keys of the table `rlimits`, one for each [`Resource`].
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn row(resource: Resource) -> Key {
     }
 }
 
-/// `rlimits`, in the order of [`Resource::ALL`].
+/// Keys of the table `rlimits`, in the order of [`Resource::ALL`].
 pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
 
 impl NestedTable for RawRlimits {
@@ -63,7 +63,7 @@ impl NestedTable for RawRlimits {
 }
 
 impl RawRlimits {
-    /// Returns the limits from the file, and `core`.
+    /// Returns the limits that the file sets. Always includes `core`.
     pub(crate) fn checked(&self) -> Vec<Rlimit> {
         let written = Resource::ALL.into_iter().zip(&self.0);
         written

@@ -1,4 +1,5 @@
-//! Rules for keys of confinement: keys without effect under a profile, and names that do not exist.
+//! Checks of keys for confinement: keys that have no effect with the configured profile, and names that do
+//! not exist.
 
 use std::path::PathBuf;
 
@@ -42,7 +43,7 @@ impl Checker<'_> {
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        // The shared user is also the user without a sandbox.
+        // `user = "shared"` is allowed, because workers without a sandbox also run as the supervisor's user.
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
@@ -50,7 +51,8 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// Rejects a key without effect. `profile = "none"` of a bulkhead can override a sandbox of `[defaults]`.
+    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the
+    /// bulkhead itself sets this profile.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,

@@ -1,4 +1,4 @@
-//! Checks the keys about `exec` programs against other keys.
+//! Checks of keys that apply to `exec` programs.
 
 use super::Checker;
 use crate::Profile;
@@ -8,7 +8,7 @@ use crate::keys::bulkhead::{BulkheadConfig, Program};
 use crate::keys::exec::{ExitStatus, ExitStatusKeys};
 use crate::reader::{Field, Origin};
 
-/// Exit statuses of `sysexits.h`: EX_USAGE, EX_DATAERR and EX_TEMPFAIL.
+/// Default lists of exit statuses, from `sysexits.h`: EX_USAGE and EX_DATAERR, and EX_TEMPFAIL.
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 
@@ -33,7 +33,8 @@ impl Checker<'_> {
             let message = "`exit_status.ok` is empty, so no job could end ok";
             self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
         }
-        // An absent list has its default, without the statuses that another list names.
+        // A list that the file does not set has its default, without the statuses that are in another list of
+        // the file.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {
                 let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);
@@ -100,7 +101,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key about `exec` that the bulkhead itself sets.
+    /// Reports a key that only applies to `exec`, if the bulkhead's own table sets it.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(

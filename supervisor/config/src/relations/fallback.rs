@@ -1,4 +1,4 @@
-//! Rules for `fallback`: each name is another bulkhead of the file, without duplicates.
+//! Checks of `fallback`: each name must be another bulkhead in the file, and no name can occur twice.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -7,7 +7,8 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Checks the fallbacks of a bulkhead. `names` contains all bulkhead names in the file.
+    /// Checks the fallbacks of a bulkhead and returns the valid ones. `names` contains the names of all
+    /// bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
@@ -21,7 +22,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the problem with `name` in the `fallback` of bulkhead `own`, after the names in `before`.
+/// Returns the error, if any, for `name` in the key `fallback` of bulkhead `own`. `before` contains the names
+/// that precede it.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(

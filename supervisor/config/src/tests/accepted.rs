@@ -1,4 +1,4 @@
-//! Valid files and the resulting configurations.
+//! Tests of valid files and the resulting configurations.
 
 use std::time::Duration;
 
@@ -230,7 +230,7 @@ fn configuration_summary_parses_to_same_configuration() {
 fn configuration_summary_contains_all_keys() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
-    // The summary contains the ids in place of the names.
+    // The summary contains ids instead of the names of users and groups.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
     for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());

@@ -1,4 +1,4 @@
-//! `[[access]]`: the access rules, and the resulting modes of sockets and folders.
+//! Tests of `[[access]]`: rules, and the resulting modes of sockets and folders.
 
 use super::*;
 
@@ -137,7 +137,7 @@ fn access_rule_names_only_existing_bulkheads() {
         "`access.bulkheads` is empty: the entry would allow nothing",
         "remove `bulkheads` for all",
     );
-    // A bulkhead that could not be read still counts as existing.
+    // A rule can name a bulkhead whose table is invalid.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
     folder.reject_one(text, (1, 14), "bulkhead `b` must be a table", "");
 }
@@ -184,7 +184,7 @@ fn access_is_array_of_at_most_1024_tables() {
 fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // A table cannot be meant for a key that holds a single value.
+    // The help suggests only keys whose value can be a table.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

@@ -1,4 +1,4 @@
-//! Confinement of workers: accepted values, rejected values, and violated rules.
+//! Tests of the keys for confinement: valid values, invalid values, and rules that span several keys.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column after `sandbox = { profile = "default", ` and `more`.
+/// Returns the column that follows the text `sandbox = { profile = "default", ` and `more`.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
@@ -90,7 +90,8 @@ fn profile_none_rejects_other_sandbox_keys() {
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
         folder.reject_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
-        // A bulkhead's own profile does not override its own keys.
+        // Unlike keys in `[defaults]`, keys in the bulkhead's own table are rejected if that table sets the
+        // profile `none`.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
     }

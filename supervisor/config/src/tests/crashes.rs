@@ -1,4 +1,4 @@
-//! Keys about crash reports.
+//! Tests of the keys for crash reports.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Compares `docs/configuration.md` with the reader. `UPDATE_DOCS=1 cargo test -p bulkhead-config` writes the
-//! tables. Also parses the examples of the page as files.
+//! Compares the tables in `docs/configuration.md` with the declared keys. `UPDATE_DOCS=1 cargo test -p
+//! bulkhead-config` writes the tables. Also checks that the examples on the page are valid.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ fn docs() -> String {
     fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))
 }
 
-/// Returns the table between `<!-- keys: TABLE -->` and `<!-- end -->`.
+/// Returns the generated text between `<!-- keys: TABLE -->` and `<!-- end -->`.
 fn table(name: &str) -> String {
     let mut table = String::from("| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in reference().into_iter().filter(|key| key.table == name) {
@@ -20,7 +20,7 @@ fn table(name: &str) -> String {
     table
 }
 
-/// Returns the document with up-to-date generated parts.
+/// Returns the page with all generated parts replaced with their current text.
 fn current(docs: &str) -> String {
     let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();

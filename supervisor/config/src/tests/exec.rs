@@ -1,4 +1,4 @@
-//! Keys about `exec` programs.
+//! Tests of the keys for `exec` programs.
 
 use std::time::Duration;
 

@@ -1,15 +1,15 @@
-//! `fallback`: an ordered list of other bulkheads of the file.
+//! Tests of `fallback`, an ordered list of other bulkheads in the file.
 
 use super::*;
 
-/// Returns bulkhead `a`, with `fallback` on line 3, and other bulkheads.
+/// Returns a file with bulkhead `a`, whose key `fallback` is on line 3, and with the bulkheads `others`.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();
     format!("{}{others}", bulkhead(&format!("fallback = {fallback}")))
 }
 
-/// A bulkhead's array replaces the array of the defaults instead of extending it.
+/// An array in a bulkhead's table replaces the array in `[defaults]` instead of extending it.
 #[test]
 fn fallback_list_replaces_list_of_defaults() {
     let folder = Folder::new();

@@ -1,4 +1,4 @@
-//! The admin API over TCP: address and token file.
+//! Tests of the keys for the admin API over TCP: address and token file.
 
 use super::*;
 

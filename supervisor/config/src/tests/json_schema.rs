@@ -1,6 +1,6 @@
-//! Compares the JSON schema with the reader, using an independent validator. All texts that any test of the
-//! configuration reads are compared here. The schema must accept each text that the reader accepts, and must
-//! refuse each text that the reader refuses for its shape.
+//! Compares the JSON schema with the parser, using an independent validator. The comparison runs for every
+//! text that any test in this crate parses. The schema must accept each text that the parser accepts, and
+//! must reject each text that the parser rejects because of its shape.
 
 use std::sync::LazyLock;
 
@@ -16,8 +16,8 @@ const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.sche
 static VALIDATOR: LazyLock<Validator> =
     LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is invalid"));
 
-/// Converts a document to JSON. Dates and non-finite numbers have no JSON form and become null, which no key
-/// accepts.
+/// Converts a TOML value to JSON. Dates and non-finite numbers, which JSON cannot express, become null. No
+/// key accepts null.
 fn as_json(value: toml::Value) -> Value {
     match value {
         toml::Value::Datetime(_) => Value::Null,
@@ -39,9 +39,9 @@ fn complaints(text: &str) -> Option<Vec<String>> {
     )
 }
 
-/// Returns true if the reader refuses a value for its kind, regardless of the rest of the file. Excludes
-/// decimal numbers, because JSON treats 2.0 as 2, and texts of the right shape whose numbers are too large or
-/// too fine.
+/// Returns true if the parser rejected a value because of its shape, so that the schema must reject it as
+/// well. This excludes decimal numbers, because JSON treats 2.0 as 2. It also excludes texts whose numbers
+/// are too large or have too many decimal places, because a pattern cannot check these.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
     let uncounted = ["the longest duration is", "must be in whole nanoseconds", "must fit in 64 bits"];
@@ -69,7 +69,7 @@ fn is_of_shape(problem: &Problem) -> bool {
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares the results of the reader and the schema for a text.
+/// Compares the result of the parser with the result of the schema for a text.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
@@ -103,7 +103,7 @@ fn json_schema_file_is_up_to_date() {
     );
 }
 
-/// Returns the properties of a table of the schema, following a reference to a definition.
+/// Returns the names of the keys that the schema allows in a table.
 fn properties(table: &str) -> Vec<String> {
     let schema = json_schema();
     let place = if table.is_empty() { &schema } else { &schema["definitions"][table] };
@@ -134,7 +134,7 @@ fn json_schema_has_same_keys_as_reader() {
     let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
     let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
     assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
-    // The reader decides which keys can be in `[defaults]`.
+    // The parser is the reference for the keys that `[defaults]` can contain.
     let folder = Folder::new();
     let shared = properties("defaults");
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
@@ -148,7 +148,7 @@ fn json_schema_has_same_keys_as_reader() {
 }
 
 impl Key {
-    /// Returns an example value. The example of a table is an empty table.
+    /// Returns a valid example value as TOML. For a table, this is an empty table.
     fn example_of_table(&self) -> String {
         if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
     }
@@ -210,7 +210,7 @@ fn json_schema_rejects_invalid_values() {
 proptest! {
     #![proptest_config(cases(2000))]
 
-    /// The patterns accept exactly the texts that the reader accepts.
+    /// Checks that the patterns accept exactly the texts that the parser accepts.
     #[test]
     fn schema_patterns_match_values_accepted_by_reader(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
@@ -225,13 +225,15 @@ proptest! {
     }
 }
 
-/// Pieces of durations and sizes. They are so short that a number from seven pieces does not overflow.
+/// Pieces from which random durations and sizes are built. They are short, so that a number of seven pieces
+/// does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
 ];
 
-/// Returns the TOML parts of a document: fenced code, and here-documents of shell commands.
+/// Returns the TOML examples on a page, which are in fenced code blocks or in here-documents of shell
+/// commands.
 fn examples(text: &str) -> Vec<&str> {
     let fenced = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
     let written = text.split("<<'TOML'\n").skip(1).filter_map(|rest| rest.split("\nTOML\n").next());
@@ -264,7 +266,7 @@ fn json_schema_accepts_all_documented_examples() {
             false => continue,
         };
         for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
-            // A fragment is valid if it is valid together with a bulkhead.
+            // An example without a bulkhead must be valid together with a minimal bulkhead.
             let whole = if example.contains("[bulkhead") {
                 example.to_owned()
             } else {

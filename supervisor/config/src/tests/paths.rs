@@ -1,4 +1,4 @@
-//! Paths of files and programs, and the location of the configuration file.
+//! Tests of paths to files and programs, and of the location of the configuration file.
 
 use std::ffi::OsString;
 
@@ -14,7 +14,7 @@ fn relative_paths_start_at_folder_of_configuration_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
-/// Folders, files that are not executable, and devices are rejected as well.
+/// Also checks that folders, devices and files that are not executable are rejected.
 #[test]
 fn missing_program_error_shows_searched_path() {
     let folder = Folder::new();

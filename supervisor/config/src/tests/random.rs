@@ -1,4 +1,5 @@
-//! Property tests: any text is accepted or rejected without a panic, and each result can be displayed.
+//! Property tests. The parser must accept or reject any text without a panic, and every result can be
+//! displayed.
 
 use std::sync::LazyLock;
 
@@ -18,7 +19,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Pieces that let a random file pass the TOML parser more often.
+/// Generates pieces of TOML, so that a random file is more often valid TOML.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()

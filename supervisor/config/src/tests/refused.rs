@@ -1,4 +1,4 @@
-//! Unknown and misplaced keys, and the messages about them.
+//! Tests of the messages for unknown and misplaced keys.
 
 use super::*;
 
@@ -302,7 +302,7 @@ fn invalid_default_is_reported_once() {
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
 }
 
-/// Puts `key = value` into a table of an otherwise valid file. The key is on line 1.
+/// Returns an otherwise valid file with `line` added to the table `table`. The added key is on line 1.
 fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
@@ -320,7 +320,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// Returns the name of a key in messages.
+/// Returns the name that messages use for a key.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),

@@ -1,4 +1,4 @@
-//! Values that are valid alone but not together.
+//! Tests of values that are valid alone but contradict each other.
 
 use std::time::Duration;
 
@@ -55,7 +55,7 @@ fn run_limit_cannot_exceed_longest_deadline() {
     // A client can request a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
+    // A `run_limit` in `[defaults]` is ignored for bulkheads whose deadline is shorter.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);

@@ -1,4 +1,4 @@
-//! Isolated tenants, and the tables of single tenants.
+//! Tests of isolated tenants, and of the tables of individual tenants.
 
 use std::time::Duration;
 
@@ -376,7 +376,8 @@ fn configuration_summary_has_section_per_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// A file with all kinds of tables, with isolated tenants and with tenants that share workers.
+/// Parses a file that contains every kind of table, a bulkhead with isolated tenants, and a bulkhead whose
+/// tenants share workers.
 #[test]
 fn configuration_with_every_table_is_accepted() {
     let text = r#"

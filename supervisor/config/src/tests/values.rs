@@ -1,4 +1,4 @@
-//! Invalid values of each kind.
+//! Tests of invalid values for each kind of key.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Rules for the recommended limits. Each rule examines one key. It proposes a new value, or explains why the
-//! current value is right.
+//! Rules from which the recommended limits are computed. Each rule examines one key, and either proposes a
+//! new value or explains why the current value should stay.
 
 use std::time::Duration;
 
@@ -12,40 +12,41 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// Share of time without a free permit above which the observed concurrency only reflects the limit.
+/// Share of time without a free permit above which the observed concurrency shows the limit instead of the
+/// demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// Share of time with missing workers above which no number of workers can be recommended.
+/// Share of time with missing workers above which the rules recommend no number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Share of jobs above which rejected or late jobs count as significant.
+/// Share of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
-/// Share of time with jobs in flight below which a bulkhead counts as idle.
+/// A bulkhead counts as idle if it has jobs in flight for less than this share of the time.
 const IDLE_MAX: f64 = 0.01;
 
-/// Processor use per job, as a fraction of one processor, from which jobs count as CPU-bound. More CPU-bound
-/// jobs at once would only compete for the processors.
+/// Processor usage per job, as a fraction of one processor, from which jobs count as CPU-bound. Running more
+/// CPU-bound jobs at once than there are processors does not increase the throughput.
 const CPU_BOUND: f64 = 0.7;
 
-/// Share of the machine's memory that the workers of one bulkhead can use.
+/// Maximum share of the machine's memory that the workers of one bulkhead should use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// Share of the deadline from which the p99 run time counts as too close to the deadline.
+/// If the p99 run time is at least this share of the deadline, the deadline is too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest job above which the deadline is too long, and the ratio to propose
-/// instead.
+/// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
+/// proposed instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 
-/// Granularity of proposed sizes, in bytes.
+/// Proposed sizes are multiples of this number of bytes.
 const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Proposal>, Vec<Kept>);
 
-/// Judges all keys of a bulkhead.
+/// Applies all rules to the observations of a bulkhead.
 pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
     if settings.permits() == 0 {
@@ -100,19 +101,20 @@ impl RecordVerdict for Verdicts {
     }
 }
 
-// Permits (processes × max_in_flight).
+// Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The key that determines the number of permits.
+/// The key to change in order to get another number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
-    /// Number of permits that each unit of the key adds.
+    /// Number of permits that are added when the value of the key increases by 1.
     permits_each: u64,
     most: u64,
 }
 
 impl SizingKey {
-    /// Selects `processes`, except for a single process that runs several jobs at once: then `max_in_flight`.
+    /// Selects `processes`. If there is a single process that runs several jobs at once, selects
+    /// `max_in_flight` instead.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -125,7 +127,8 @@ impl SizingKey {
     }
 }
 
-/// Judges the number of permits. Returns the number of permits after the proposed change.
+/// Applies the rule for the number of permits. Returns the number of permits after the proposed change, if
+/// any.
 fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
     let (sizing, limit) = (SizingKey::of(settings), settings.permits());
     let now = Setting::Count(sizing.now);
@@ -158,7 +161,7 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
     permits
 }
 
-/// Computes the permits that are needed when the limit was not reached.
+/// Returns the required number of permits, with an explanation. Used if jobs did not reach the limit.
 fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
@@ -170,8 +173,8 @@ fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     (wanted, why)
 }
 
-/// Computes the permits that are needed when the limit was reached. Uses waiting and rejected jobs, because
-/// the concurrency only reflects the limit.
+/// Returns the required number of permits, with an explanation. Used if jobs reached the limit. Then the
+/// number is computed from waiting and rejected jobs, because the observed concurrency only shows the limit.
 fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let in_all: u64 = not_served(seen).map(|(_, count)| count).sum();
     let served = seen.jobs.saturating_sub(in_all).max(1);
@@ -195,23 +198,25 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     (wanted, why)
 }
 
-/// Returns the number of permits that keeps all processors busy; `None` if jobs are not CPU-bound.
+/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound.
 fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
     let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
-/// Returns the number of permits that the memory suffices for.
+/// Returns the maximum number of permits for which the machine's memory is sufficient, or `None` if it cannot
+/// be determined.
 fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(settings.worker_sets.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
-    // A single process may not need more memory for more jobs at once.
+    // With `max_in_flight` as the key, memory sets no maximum, because a process does not necessarily need
+    // more memory for more concurrent jobs.
     (SizingKey::of(settings).key == "processes")
         .then(|| (processes * u64::from(settings.max_in_flight)).max(1))
 }
 
-/// Explains which resource bounds the number of permits.
+/// Returns a sentence that says which resource of the machine limits the number of permits.
 fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
@@ -231,8 +236,8 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     }
 }
 
-/// Returns a higher value for the key, up to the maximum that this machine supports; `None` if the value
-/// cannot be raised.
+/// Returns a higher value for the key, at most the value that this machine supports. Returns `None` if the
+/// value cannot be raised.
 fn raised(
     sizing: &SizingKey,
     wanted: u64,
@@ -246,7 +251,8 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value was far above the need for a long time.
+/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long
+/// time.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,
@@ -270,7 +276,7 @@ fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> Strin
     format!("; at {} each, the workers hold up to {} of {}", size(each), size(total), size(all))
 }
 
-// The queue.
+// Rules for the queue.
 
 fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
     let (key, now) = ("max_queue", u64::from(settings.max_queue));
@@ -309,14 +315,15 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
-/// Returns the number of jobs that can wait and still run in time, by Little's law; `None` if no job has run.
+/// Returns the number of jobs that can wait and still run in time, computed with Little's law. Returns `None`
+/// if no job has run.
 fn useful_length(seen: &Observations, settings: &Settings, permits: u64) -> Option<u64> {
     let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
     let places = wait_limit_ms(seen, settings) * permits as f64 / each;
     Some((places as u64).clamp(1, QUEUE_CEILING))
 }
 
-/// Returns the time that a job can wait, in milliseconds.
+/// Returns the maximum time, in milliseconds, that a job can wait and still meet the deadline.
 fn wait_limit_ms(seen: &Observations, settings: &Settings) -> f64 {
     let until_late = (millis(settings.deadline) - seen.run_ms.p99).max(0.0);
     settings.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
@@ -332,8 +339,8 @@ fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     }
 }
 
-/// Proposes a `queue_timeout` if jobs waited until their deadline, so that clients learn earlier that a job
-/// will not run.
+/// Proposes a `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
+/// earlier that a job will not run.
 fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
@@ -355,7 +362,7 @@ fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut
     verdicts.propose("queue_timeout", Setting::Unset, Setting::Time(proposed), reason);
 }
 
-// The deadline.
+// Rule for the deadline.
 
 fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     if seen.ran == 0 {
@@ -398,7 +405,7 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     verdicts.keep(key, now, used);
 }
 
-// Memory.
+// Rule for the memory of workers.
 
 fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let Some(peak) = seen.rss_max_bytes.filter(|_| missing(seen).is_none()) else { return };
@@ -425,9 +432,9 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
     }
 }
 
-// Numbers and units.
+// Formatting of numbers and units.
 
-/// Adds 25 %.
+/// Returns `count` plus 25 %.
 fn with_headroom(count: u64) -> u64 {
     count.saturating_mul(5).div_ceil(4)
 }
@@ -440,7 +447,7 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Returns the rounding step, in milliseconds, that keeps two significant digits.
+/// Returns the step, in milliseconds, to which a duration is rounded so that two significant digits remain.
 fn step_of(ms: u64) -> u64 {
     10_u64.pow(ms.max(1).ilog10().saturating_sub(1))
 }
@@ -473,7 +480,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// Formats a size for people, such as `13.4MiB`.
+/// Formats a size in human-readable form, such as `13.4MiB`.
 fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale) {
@@ -483,7 +490,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// Lists the reasons of rejected jobs with their counts.
+/// Formats reject reasons with the number of jobs for each.
 fn reasons<'r>(counted: impl Iterator<Item = (&'r str, u64)>) -> String {
     counted.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
 }

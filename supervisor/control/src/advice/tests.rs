@@ -1,4 +1,4 @@
-//! Tests of each rule, and properties of all advice.
+//! Tests of each rule, and property tests of the complete advice.
 
 use bulkhead_api::{DeadlineMisses, Marks};
 use bulkhead_policy::AdaptiveMode;
@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Two hours of observations in which the limits of [`settings`] fit.
+/// Returns observations of two hours in which the limits of [`settings`] were right.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Observations {
     }
 }
 
-/// Observations with more load than [`settings`] can serve.
+/// Returns observations with more load than the limits of [`settings`] can serve.
 fn overloaded() -> Observations {
     Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
@@ -85,7 +85,8 @@ fn advice_keeps_suitable_values_with_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// In monitor mode the limit holds no jobs back, so more processes are proposed.
+/// Also checks that more processes are proposed in monitor mode, in which the adaptive limit does not hold
+/// jobs back.
 #[test]
 fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {
@@ -173,7 +174,7 @@ fn demand_at_limit_includes_waiting_and_rejected_jobs() {
     {
         assert!(reason.contains(part), "{reason}");
     }
-    // Without a queue, only rejections show the additional demand: half of it.
+    // Without a queue, half of the demand is only visible as rejections.
     let lost = Observations {
         demand: Marks { p50: 4, p99: 4, max: 4 },
         rejected: [("queue_full".into(), 50_000)].into(),
@@ -262,7 +263,7 @@ fn advice_lowers_values_unused_for_an_hour() {
     let actual: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(actual, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
-    // Each job of a burst needs a permit or a place in the queue.
+    // A bulkhead without a queue needs a permit for each job of a burst.
     let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let settings = Settings { processes: 64, max_queue: 0, ..settings() };
     assert_eq!(proposed(bursts, &settings, "processes"), None);
@@ -270,7 +271,8 @@ fn advice_lowers_values_unused_for_an_hour() {
 
 #[test]
 fn proposed_queue_holds_jobs_that_finish_in_time() {
-    // More processes cannot help, so more jobs must wait: 4 at once, 350 ms each, 4.1 s until it is too late.
+    // More processes cannot help, so a longer queue is proposed. With 4 jobs at once and 350 ms per job, 46
+    // jobs can run in the 4.1 s that the deadline leaves.
     let bound = Observations { processors_per_job: Some(1.0), ..overloaded() };
     let (places, reason) = proposed(bound.clone(), &settings(), "max_queue").unwrap();
     assert_eq!(places, Setting::Count(40));
@@ -284,12 +286,12 @@ fn proposed_queue_holds_jobs_that_finish_in_time() {
     let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
-    // Too many jobs wait and then do not run.
+    // A shorter queue is proposed if too many jobs wait but never run.
     let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
     assert!(reason.contains("3000 of 100000 jobs waited and then did not run"), "{reason}");
-    // A queue of 0 is the default, not a decision.
+    // `max_queue = 0` is the default value, so a queue is proposed nevertheless.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
@@ -322,7 +324,7 @@ fn proposed_deadline_leaves_headroom() {
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Deadlines set by clients are not a reason for a longer default.
+    // Misses of deadlines that clients set are no reason to propose a longer default deadline.
     let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }
@@ -335,7 +337,7 @@ fn proposed_memory_limit_is_twice_the_peak() {
     assert_eq!(proposed(seen(), &of(Some(110 << 20), false), "cgroup.memory").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(1 << 30), true), "cgroup.memory").unwrap().0, twice);
     assert!(kept(seen(), &of(Some(256 << 20), false), "cgroup.memory").contains("held 100MiB of 256MiB"));
-    // Memory is not bounded before enough is known.
+    // No memory limit is proposed while there are too few observations.
     let early = Observations { jobs: 500, ..seen() };
     assert_eq!(proposed(early, &of(None, false), "recycle.rss"), None);
 }
@@ -351,9 +353,9 @@ fn proposed_values_use_configuration_syntax() {
     assert_eq!(serde_json::to_value(actual).unwrap(), json!([null, 8, "1s 500ms", "200MiB"]));
 }
 
-// Properties of all advice.
+// Property tests of the complete advice.
 
-/// A load that does not depend on the limits.
+/// A simulated load that does not depend on the limits.
 #[derive(Clone, Debug)]
 struct Load {
     demand: Marks<u64>,
@@ -363,7 +365,7 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations of this load under the limits of `settings`.
+    /// Returns the observations that a bulkhead with the limits in `settings` would make under this load.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {
@@ -475,7 +477,7 @@ proptest! {
     #[test]
     fn repeatedly_applied_advice_converges(load in loads(), settings in setups()) {
         let mut settings = settings;
-        // Doubling at each step reaches the maximum value within these iterations.
+        // Each proposal at most doubles a value, so 40 iterations are enough to reach any maximum.
         for _ in 0..40 {
             let advice = advice(load.seen(&settings), &settings);
             if advice.advice.is_empty() {

@@ -1,4 +1,4 @@
-//! The table of all HTTP routes. Both the router and `GET /openapi.json` are built from this table, so they
+//! Table of all HTTP routes. The router and the OpenAPI document are built from this table, so that they
 //! always agree.
 
 use std::future::{Ready, ready};
@@ -22,7 +22,7 @@ use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
 
-/// Maximum number of bytes of a rejected query in the error message.
+/// Maximum number of bytes of a rejected query that the error message quotes.
 const QUERY_BYTES_SHOWN: usize = 200;
 
 const NDJSON: &str = "application/x-ndjson";
@@ -137,7 +137,8 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "W3C trace context, also for the worker."),
 ];
 
-/// Not `async`, because the type of the future would depend on the table that contains this function.
+/// Not an `async` function, because the type of its future would depend on the table that contains the
+/// function.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -147,13 +148,14 @@ pub(super) fn router() -> Router<Shared> {
         let handler = (route.handler)();
         router.route(
             route.path,
-            // For a route with query parameters, the extractor rejects unknown keys.
+            // If the route has query parameters, the extractor in the handler rejects unknown keys.
             if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler },
         )
     })
 }
 
-/// Rejects requests with a query on routes without query parameters, because the client may expect an effect.
+/// Rejects requests with a query. Used for routes without query parameters, because the client may expect
+/// that the query has an effect.
 async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,

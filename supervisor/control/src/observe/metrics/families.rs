@@ -1,5 +1,5 @@
-//! Table of all metrics: name, kind, labels, help text and source. The renderer and the documentation use
-//! this table.
+//! Table of all metrics, with name, kind, labels, help text and source. The metrics page and the
+//! documentation are generated from this table.
 
 use bulkhead_plane::scrape::BulkheadNumbers;
 
@@ -7,7 +7,7 @@ use super::own_process::OwnProcess;
 use super::text::{FamilyInfo, Kind, Page};
 use super::{MetricInputs, write_histogram};
 
-/// A metric with all its label values.
+/// A metric family: a metric with all combinations of label values.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) info: FamilyInfo,
@@ -17,22 +17,23 @@ pub(super) struct Family {
 /// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum SampleSource {
-    /// A sample for each bulkhead.
+    /// One sample for each bulkhead.
     Single(fn(&BulkheadNumbers) -> u64),
-    /// A sample for some of the bulkheads.
+    /// One sample for each bulkhead for which the function returns a value.
     Optional(fn(&BulkheadNumbers) -> Option<u64>),
     /// Several samples for each bulkhead.
     Several(fn(&mut Page, &BulkheadNumbers)),
-    /// Samples of the supervisor.
+    /// Samples that do not belong to a bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
-    /// A sample from `/proc` about the supervisor's process, if available.
+    /// One sample about the supervisor's process, read from `/proc`. Omitted if it is not available.
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 
-/// Declares the families, one row each: kind, name, labels, source and help text.
+/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one
+/// family.
 macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $source:ident $from:expr, $help:literal;)*) => {
-        /// All families, in the order of the output.
+        /// All metric families, in the order in which they are written.
         pub(super) static ALL: &[Family] = &[$(Family {
             info: FamilyInfo { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
             source: SampleSource::$source($from),
