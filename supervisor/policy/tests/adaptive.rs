@@ -1,5 +1,5 @@
 //! The adaptive limit with jobs whose run time depends on the number of running jobs. Checks that the limit
-//! falls, rises, settles where it should, and lets all jobs through.
+//! falls and rises, settles at the expected value, and lets all jobs through.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,17 +16,17 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// Workers that run jobs of `waiting` clients, each of which submits its jobs one after the other, and a
-/// record of the limit.
+/// A bulkhead under load from `waiting` clients, each of which submits one job after the other, and a record
+/// of the limit.
 struct Load {
     fixture: Fixture,
-    /// Running jobs, by the time of their end.
+    /// Running jobs, ordered by the time at which they will end.
     ends: BTreeMap<(Time, u64), JobId>,
     seen: usize,
     waiting: usize,
     random: u64,
     done: u64,
-    /// The limit in force at the end of each millisecond.
+    /// The limit at the end of each millisecond.
     limits: Vec<u32>,
 }
 
@@ -46,7 +46,8 @@ impl Load {
         self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
     }
 
-    /// Runs for `time` with jobs that take `service(running)`.
+    /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running
+    /// jobs.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.fixture.now + time;
         while self.fixture.now < end {
@@ -78,7 +79,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit in the last `last`.
+    /// Returns the lowest and the highest limit during the period `last` before now.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -102,8 +103,8 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time on shared cores: 5 ms while there is a core for each job, and proportionally more
-/// beyond.
+/// Returns the run time of a job on `count` cores: 5 ms if each running job has a core, and proportionally
+/// longer if there are more jobs than cores.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
@@ -117,11 +118,11 @@ fn limit_settles_at_target_and_follows_service_time() {
     let (low, high) = load.range(30 * SECOND);
     assert!(low >= 10 && high <= 18, "{low} to {high}");
     assert!(load.changes(30 * SECOND) <= 60, "{} changes in 30 s", load.changes(30 * SECOND));
-    // Four times as slow, so four concurrent jobs take 20 ms.
+    // Jobs are now four times as slow, so four concurrent jobs take 20 ms.
     load.run(30 * SECOND, cores(1));
     let (low, high) = load.range(20 * SECOND);
     assert!(low >= 2 && high <= 5, "{low} to {high}");
-    // Fast enough for any number of jobs.
+    // The machine is now fast enough for any number of jobs.
     load.run(15 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
     assert_eq!(load.range(5 * SECOND), (64, 64));
@@ -142,7 +143,7 @@ fn limit_falls_within_a_second_and_recovers_within_seconds() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs count although quick jobs end first.
+/// Slow jobs count even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_jobs_is_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -176,8 +177,8 @@ fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
     assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
 }
 
-/// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for
-/// each tenant. Returns the lowest limit in that time.
+/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and run
+/// time. Returns the lowest limit during that period.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -210,14 +211,14 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert_eq!(least_limit(&[("a", 2, slow), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 2, SECOND), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 1, quick), ("d", 1, quick)]), Some(8));
-    // Not even while the fast tenant has hardly any jobs.
+    // The limit does not fall even if the fast tenant has hardly any jobs.
     assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
     assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
     assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
     assert!(least_limit(&[("a", 8, slow)]) < Some(8), "one tenant alone has the only vote");
 }
 
-/// A hung job counts at its deadline.
+/// A job that hangs is counted at its deadline.
 #[test]
 fn quick_failures_do_not_count_but_deadline_misses_do() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
@@ -237,7 +238,7 @@ fn quick_failures_do_not_count_but_deadline_misses_do() {
     assert!(view.is_some_and(|view| view.limit == 8 && view.latency.is_none()), "of 800 failures");
     for _ in 0..2 {
         let jobs: Vec<JobId> = (0..8).map(|_| fixture.job()).collect();
-        // The clients are answered at the deadline, and the worker replies just after.
+        // The clients get their outcomes at the deadline, and the workers reply just after that.
         fixture.wait(200 * MS);
         let given: Vec<JobId> = jobs.into_iter().filter(|job| fixture.was_dispatched(*job)).collect();
         given.into_iter().for_each(|job| fixture.reply(job));
@@ -257,7 +258,8 @@ fn monitor_mode_reports_without_limiting() {
     assert_eq!(load.limit(), 64);
 }
 
-/// Ordinary jobs cannot use permits reserved for critical jobs. The limit must rise without them.
+/// Ordinary jobs cannot use the permits reserved for critical jobs. The limit must rise even if the reserved
+/// permits are free.
 #[test]
 fn limit_grows_with_reserved_permits() {
     for reserved_permits in [0.1, 0.25, 0.5] {
@@ -271,7 +273,7 @@ fn limit_grows_with_reserved_permits() {
     }
 }
 
-/// While jobs take too long, the reported limit falls, however many jobs run.
+/// While jobs take too long, the reported limit falls, whatever the number of running jobs.
 #[test]
 fn monitored_limit_does_not_rise_while_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
@@ -284,7 +286,7 @@ fn monitored_limit_does_not_rise_while_jobs_are_slow() {
     }
 }
 
-/// The last report names the final limit.
+/// The last report contains the final limit.
 #[test]
 fn reports_limit_changes_at_most_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -304,7 +306,7 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// A change that was held back is reported when it is due, not with the next job.
+/// A delayed report of a change is sent when it is due, without waiting for the next job.
 #[test]
 fn final_limit_is_reported_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -348,7 +350,7 @@ fn reload_clamps_the_current_limit() {
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.available()), (4, 0));
 }
 
-/// The reserve is a share of the current limit, not of the maximum.
+/// The number of reserved permits is a share of the current limit, not of the maximum.
 #[test]
 fn critical_reserve_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));

@@ -1,4 +1,4 @@
-//! Prefetched jobs, and jobs that a worker has not begun.
+//! Prefetched jobs, and dispatched jobs that a worker has not begun.
 
 mod fixture;
 
@@ -14,7 +14,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 
-/// Returns workers that have each run a job of 10 ms and may prefetch jobs for 100 ms.
+/// Returns a bulkhead with a `lookahead` of 100 ms, in which each worker has completed a job of 10 ms.
 fn fixture(limits: Limits) -> Fixture {
     let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in fixture.spawned.clone() {
@@ -41,7 +41,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns two workers, of which the first begins no further jobs.
+/// Returns a bulkhead with two workers, and the id of the first, which begins no further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -73,7 +73,7 @@ fn reply_for_an_unbegun_job_kills_the_worker() {
     let jobs = jobs(&mut fixture, 3);
     fixture.reply(jobs[2]);
     assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]));
-    // The job has run, so no other worker gets it.
+    // The job has run, so no other worker gets the job.
     fixture.expect(jobs[2], "crashed", Some("protocol"));
 }
 
@@ -156,7 +156,7 @@ fn critical_job_overtakes_prefetched_jobs() {
     assert_eq!(fixture.recalled_jobs, [normal[2], normal[1], normal[0]]);
     fixture.reply(first);
     assert!(fixture.bulkhead.holds(fixture.holder(first), critical));
-    // Recalled jobs are first in their class.
+    // Recalled jobs are the first ones in their class.
     fixture.reply(critical);
     assert!(fixture.bulkhead.holds(fixture.holder(first), normal[0]));
 }
@@ -197,7 +197,7 @@ fn prefetched_job_begun_early_counts_as_executed() {
     let first = fixture.job();
     let (cancelled, late) = (fixture.job(), fixture.job_with(Some(SECOND)));
     let worker = fixture.holder(first);
-    // The worker has begun both jobs, and its answers are in transit.
+    // The worker has begun both jobs, and its replies are in transit.
     fixture.journal.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
     assert!(fixture.verdicts(cancelled).is_empty(), "it has begun");
@@ -249,7 +249,7 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
 fn prefetch_respects_recycle_jobs() {
     let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
     let mut fixture = fixture(Limits { recycle, ..limits(1, 1, 10) });
-    // Twenty jobs are done.
+    // Twenty jobs have been completed.
     jobs(&mut fixture, 8);
     assert_eq!(fixture.prefetched.len(), 3);
 }
@@ -271,7 +271,7 @@ fn prefetched_jobs_count_towards_max_queue() {
     let first = fixture.job();
     let normal = jobs(&mut fixture, 3);
     assert_eq!((fixture.submit(), fixture.last_reason()), (None, Some("queue_full")));
-    // A normal job is shed for a job of a higher class.
+    // A normal job is rejected to make room for a job of a higher class.
     let critical = fixture.submit_as(Priority::Critical, "").unwrap();
     fixture.expect(normal[2], "rejected", Some("shed"));
     for job in [first, critical, normal[0], normal[1]] {
@@ -330,7 +330,7 @@ fn journal_alone_does_not_quarantine_a_payload() {
     assert!(fixture.verdicts(other).is_empty(), "it waits for the next worker");
 }
 
-// Jobs with a permit that do not begin.
+// Jobs that were dispatched with a permit but do not begin.
 
 #[test]
 fn unbegun_job_moves_to_an_idle_worker() {
@@ -343,7 +343,7 @@ fn unbegun_job_moves_to_an_idle_worker() {
     fixture.reply(job);
     fixture.expect(job, "ok", None);
     assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "what never began is no attempt");
-    // The stuck worker gets no jobs before its next sign of life.
+    // The stuck worker gets no jobs until its next sign of life.
     let next = jobs(&mut fixture, 2);
     assert!(next.iter().all(|&job| fixture.sent.last().unwrap().0 != stuck && fixture.holder(job) != stuck));
     fixture.set_stuck(stuck, false);
@@ -395,7 +395,7 @@ fn job_waits_for_a_stalled_worker_without_a_queue() {
 #[test]
 fn used_permits_of_a_stalled_worker_give_no_room_in_the_queue() {
     let (mut fixture, _stuck) = beside_a_stuck_one(limits(2, 2, 1));
-    // Both workers are full, and the first has not begun its second job.
+    // All permits of both workers are in use, and the first worker has not begun its second job.
     let jobs = jobs(&mut fixture, 4);
     fixture.wait(102 * MS);
     let queued = fixture.job();
@@ -470,7 +470,8 @@ fn reply_for_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// The job was recalled and is prefetched by the new worker. The worker that replies for it is killed.
+/// The job was recalled and is now prefetched by the other worker. The first worker is killed when it sends a
+/// result for the job.
 #[test]
 fn stale_reply_for_moved_job_leaves_the_new_worker_intact() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
@@ -513,7 +514,7 @@ fn job_begun_during_recall_returns_once() {
     let first = fixture.journal[&stuck].count - 1;
     fixture.journal[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: all[1], unless_begun: false });
-    // The worker was about to begin the first job, and finds it recalled.
+    // The worker was about to begin the first job when the job was recalled.
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
     assert_eq!(fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });

@@ -1,4 +1,5 @@
-//! Limits and programs that change while jobs run: what takes effect at once, what later, and what is kept.
+//! Limits and programs that change while jobs run. Checks which changes take effect at once, which ones
+//! later, and what is kept.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -29,7 +30,7 @@ fn jobs_keep_the_deadlines_of_their_submission() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// Queued jobs start only after the excess jobs have ended.
+/// Queued jobs start only after the jobs in excess of the new limit have ended.
 #[test]
 fn lower_limits_drop_neither_running_nor_queued_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));
@@ -82,7 +83,7 @@ fn tenant_quotas_change_at_once() {
         jobs.iter().filter(|&&job| fixture.was_dispatched(job)).count()
     };
     assert_eq!((given(&fixture, &acme), given(&fixture, &globex)), (2, 1));
-    // This tenant now has the general share. Its surplus jobs continue.
+    // The general quota now applies to this tenant. Its surplus jobs continue.
     reconfigure(&mut fixture, share(Some(1), &[]));
     fixture.reply(acme[0]);
     assert_eq!((given(&fixture, &acme), given(&fixture, &globex)), (2, 1));
@@ -114,12 +115,12 @@ fn breaker_keeps_evidence_unless_its_keys_change() {
     reconfigure(&mut fixture, with(breaker(0.6), 7));
     crash(&mut fixture);
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open, "three calls since its own change");
-    // A new limit does not close the breaker.
+    // A new limit does not close an open breaker.
     reconfigure(&mut fixture, with(breaker(0.9), 7));
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
     fixture.wait(5 * SECOND);
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::HalfOpen);
-    // A probe under the previous limits has no effect.
+    // The result of a probe that was claimed under the previous limits has no effect.
     let probe = fixture.job();
     reconfigure(&mut fixture, with(breaker(0.8), 7));
     fixture.reply(probe);
@@ -157,7 +158,7 @@ fn new_restart_policy_fills_stopped_slots() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-// Another program.
+// Replacement of the program.
 
 #[test]
 fn replaces_workers_one_at_a_time() {
@@ -194,7 +195,7 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
         assert_eq!(fixture.spawned.len(), 2 + attempt, "not at once");
         fixture.wait(30 * SECOND);
     }
-    // The replacement finally starts, and the other one follows without a further pause.
+    // After the first replacement has started, the second one starts without another delay.
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.spawned.len(), 7);
     fixture.bring_up(fixture.newest_worker());

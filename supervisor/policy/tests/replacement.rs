@@ -1,4 +1,5 @@
-//! Replaced workers: the number of jobs that run meanwhile, exits that hang, and `recycle.jobs`.
+//! Replaced workers: the number of jobs that run during a replacement, workers that hang at exit, and
+//! `recycle.jobs`.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -13,9 +14,10 @@ use bulkhead_policy::{
 use bulkhead_shared::JobId;
 use fixture::{Fixture, MS, SECOND, limits};
 
-// Exits that hang.
+// Workers that hang at exit.
 
-/// Runs one job in each worker, while no worker exits. Returns the stage when all jobs are answered.
+/// Runs one job in each worker, while no worker exits. Returns the bulkhead after all jobs have their
+/// outcomes.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -42,7 +44,7 @@ fn oldest_of_many_hung_exits_are_killed() {
     let mut fixture = served_by_workers_that_hang_at_exit(20);
     let all = fixture.spawned.clone();
     let killed: Vec<_> = fixture.killed.iter().map(|(worker, _)| *worker).collect();
-    // The last of twenty workers holds the slot, and sixteen more may still be exiting.
+    // The last of twenty workers fills the slot, and sixteen other workers may still be exiting.
     assert_eq!(killed, all[..3]);
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.killed.len(), 4);
@@ -51,8 +53,8 @@ fn oldest_of_many_hung_exits_are_killed() {
 
 // The limit across generations.
 
-/// Returns a stage in which every worker has a job, workers are replaced one after the other, and as many
-/// jobs wait.
+/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and as
+/// many jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
     let running: Vec<_> = (0..2).map(|_| fixture.job()).collect();
@@ -69,8 +71,8 @@ fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId
     (fixture, running, waiting)
 }
 
-/// Semantics 7: at every moment at most `processes` x `max_in_flight` jobs run, also while workers are
-/// recycled, restarted and replaced by another program.
+/// `docs/semantics.md`: at any time at most `processes` x `max_in_flight` jobs are running, even while
+/// workers are recycled, restarted or replaced because of a new program.
 #[test]
 fn limit_holds_while_workers_are_replaced() {
     let age = |limits: Limits| {
@@ -101,8 +103,8 @@ fn limit_holds_while_workers_are_replaced() {
     }
 }
 
-/// Architecture, 2: a worker that was sent SIGKILL before another worker took its slot does not delay its
-/// permits. A worker that is killed later holds them until it has exited.
+/// A worker that was sent SIGKILL before another worker took over its slot does not delay the permits of that
+/// worker. A worker that is killed later holds its permits until it has exited.
 #[test]
 fn worker_killed_before_replacement_adds_no_overcommit() {
     for is_killed_first in [true, false] {
@@ -129,8 +131,8 @@ fn worker_killed_before_replacement_adds_no_overcommit() {
     }
 }
 
-/// If the new worker of a slot has exited again, the jobs of the replaced worker count against the share of
-/// this slot, not against that of others.
+/// If the new worker of a slot has also exited, the jobs of the replaced worker count against the share of
+/// this slot, not against the share of other slots.
 #[test]
 fn jobs_of_a_replaced_worker_count_against_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
@@ -164,8 +166,8 @@ fn recycled(fixture: &Fixture) -> usize {
     fixture.events.iter().filter(is_one).count()
 }
 
-/// `recycle.jobs` = 1 gives each job a fresh process. Jobs that arrive without a ready worker wait as they do
-/// at the start, even without a queue.
+/// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as
+/// they do at the start, even without a queue.
 #[test]
 fn one_job_per_worker_uses_one_worker_per_job() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
@@ -174,7 +176,7 @@ fn one_job_per_worker_uses_one_worker_per_job() {
         let mut fixture = Fixture::ready(limits);
         for _ in 0..100 {
             let jobs = [fixture.job(), fixture.job()];
-            // Both jobs have begun, or wait for two workers that are starting.
+            // Both jobs have begun or are waiting for one of two workers that are starting.
             for _ in 0..2 {
                 let gone = fixture.drained.clone();
                 fixture.bulkhead.workers(fixture.now).iter().filter(|view| view.in_flight == 0).for_each(
@@ -196,8 +198,8 @@ fn one_job_per_worker_uses_one_worker_per_job() {
     }
 }
 
-/// The successor is ready before the last job is dispatched, and takes over exactly then. No job waits, and
-/// each worker begins exactly the allowed number of jobs.
+/// The successor is ready before the worker is given its last job, and takes over at that moment. No job has
+/// to wait, and each worker begins exactly the allowed number of jobs.
 #[test]
 fn successor_is_ready_at_the_last_job() {
     let mut fixture = Fixture::starting(counted(10, limits(1, 1, 0)));
@@ -222,13 +224,13 @@ fn successor_is_ready_at_the_last_job() {
         }
         assert_eq!((fixture.drained[turn], recycled(&fixture)), (worker, turn + 1));
         fixture.exit_worker(worker, Death::Exit(0));
-        // The next start takes a second as well.
+        // The next start also takes a second.
         fixture.wait(SECOND);
     }
     assert_eq!(fixture.killed, []);
 }
 
-/// Neither a larger `max_in_flight` nor a smaller `recycle.jobs` lets a worker begin more jobs than allowed.
+/// Neither a higher `max_in_flight` nor a lower `recycle.jobs` lets a worker begin more jobs than allowed.
 #[test]
 fn recycle_jobs_is_never_exceeded() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 2, 8)));
@@ -249,7 +251,7 @@ fn recycle_jobs_is_never_exceeded() {
     assert!(!fixture.was_dispatched(three));
 }
 
-/// A successor that fails to start is tried again while the worker runs its last job.
+/// If a successor fails to start, another attempt is made while the worker runs its last job.
 #[test]
 fn failed_successor_is_retried() {
     let mut limits = counted(1, limits(1, 1, 1));
@@ -268,7 +270,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A successor on standby may be outdated, so a restart replaces it as well.
+/// A successor on standby may be outdated, so a restart also replaces it.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -285,7 +287,7 @@ fn restart_kills_standbys() {
     fixture.reply(job);
 }
 
-/// A slot does not have two workers for long. If no more jobs arrive, the successor on standby takes over.
+/// A slot must not have two workers for long. If no more jobs arrive, the successor on standby takes over.
 #[test]
 fn standby_takes_over_an_idle_slot() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -302,7 +304,7 @@ fn standby_takes_over_an_idle_slot() {
     assert_eq!(fixture.holder(next), standby);
 }
 
-/// The successor of a worker that was given its last job starts at once, unless a successor has just failed.
+/// A successor starts as soon as the worker is given its last job, unless another successor has just failed.
 #[test]
 fn worker_at_its_job_limit_gets_a_successor_at_once() {
     let mut limits = counted(2, limits(1, 1, 0));
@@ -310,7 +312,8 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     let mut fixture = Fixture::ready(limits.clone());
     let old = fixture.newest_worker();
     fixture.reply_to_next();
-    // The age was reached while a replaced worker was still exiting, so no successor could start yet.
+    // The worker reached `recycle.age` while a replaced worker was still exiting, so no successor could be
+    // started yet.
     fixture.apply(Event::Restart);
     let current = fixture.newest_worker();
     fixture.bring_up(current);
@@ -326,8 +329,8 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     assert_ne!(successor, current, "nothing follows");
 }
 
-/// When the slot's worker dies, the successor on standby takes over before the descendants are gone, and
-/// later gets a successor like any other worker.
+/// When the slot's worker dies, the successor on standby takes over before the descendants of the worker are
+/// gone. Like any other worker, it later gets a successor.
 #[test]
 fn standby_takes_over_when_the_worker_dies() {
     let mut fixture = Fixture::starting(counted(3, limits(1, 1, 1)));
@@ -352,7 +355,7 @@ fn standby_takes_over_when_the_worker_dies() {
     assert_ne!(fixture.newest_worker(), standby, "nothing follows");
 }
 
-/// A worker that was given its last job and already has a successor leaves no timer that is due.
+/// If a worker was given its last job and already has a successor, none of its timers is due.
 #[test]
 fn no_timer_remains_after_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
@@ -368,7 +371,8 @@ fn no_timer_remains_after_the_successor_starts() {
     assert!(fixture.bulkhead.next_deadline() > Some(fixture.now), "due in the past");
 }
 
-/// A resize does not clear the pause after a failed successor of a worker that was given its last job.
+/// After a successor of a worker that was given its last job has failed, a resize does not shorten the delay
+/// before the next attempt.
 #[test]
 fn resize_does_not_hasten_a_successor() {
     let mut limits = counted(1, limits(1, 1, 0));

@@ -1,4 +1,4 @@
-//! Spares: which slots they take over, when, and the effect on the limit.
+//! Spares: which slots they take over, when they do so, and how they affect the limit.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -30,8 +30,8 @@ fn spare_has_no_permits_before_takeover() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// Semantics 4: with a spare, the slot is free as soon as the kill is sent. The jobs of the killed worker do
-/// not count against the slot.
+/// `docs/semantics.md`: if a spare is ready, it takes over as soon as the SIGKILL is sent. The jobs of the
+/// killed worker do not count against the slot.
 #[test]
 fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -49,8 +49,8 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// Semantics 7: jobs that still run in a worker that was given its last job count against the spare that
-/// follows.
+/// `docs/semantics.md`: after a worker was given its last job, its running jobs count against the spare that
+/// took over.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
@@ -61,14 +61,14 @@ fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     fixture.reply(first);
     assert!(fixture.was_dispatched(second), "at once, without a start");
     assert_ne!(fixture.holder(first), fixture.holder(second));
-    // The next spare does not wait for the exit of a worker that has answered its jobs.
+    // The next spare starts without waiting for the exit of a worker that has completed its jobs.
     assert_eq!((fixture.spawned.len(), fixture.causes[3]), (4, Some(RestartCause::Jobs)));
     fixture.exit_worker(fixture.holder(first), Death::Exit(0));
     assert_eq!(fixture.spawned.len(), 4);
 }
 
-/// A worker that dies without having done a job counts against the slot that it filled, even if a spare has
-/// this slot now.
+/// If a worker dies without having completed a job, the failure counts against the slot that the worker
+/// filled, even if a spare now fills this slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);

@@ -1,4 +1,4 @@
-//! Places withheld from a tenant's share after its job has ended a worker.
+//! Places that are withheld from a tenant's quota after one of its jobs has ended a worker.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -12,7 +12,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Limits of shared workers, with a `share` of jobs in flight for each tenant.
+/// Returns limits for workers that all tenants share. Each tenant can have `share` jobs in flight.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };
@@ -27,7 +27,7 @@ fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
         .unwrap_or_else(|| panic!("refused: {:?}", fixture.outcomes.last()))
 }
 
-/// Cancels a job whose worker does not obey, until the worker is killed.
+/// Cancels a job that its worker does not stop, and waits until the worker is killed.
 fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     let worker = fixture.holder(job);
     fixture.apply(Event::Cancel { job, unless_begun: false });
@@ -36,7 +36,7 @@ fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     fixture.exit_worker(worker, Death::Signal(9));
 }
 
-/// Returns true if the tenant's next job is dispatched at once.
+/// Returns true if the next job of the tenant is dispatched at once.
 fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
     let job = submit(fixture, tenant);
     let is_given = fixture.was_dispatched(job);
@@ -120,7 +120,7 @@ fn withheld_permit_returns_when_the_slot_stops() {
     assert!(!may_go(&mut fixture, "greedy"));
     fixture.apply(Event::Reaped { worker });
     assert!(may_go(&mut fixture, "greedy"), "no worker follows");
-    // A smaller bulkhead has fewer slots.
+    // A slot also stops existing if the bulkhead gets fewer slots.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
     let worker = fixture.holder(job);
@@ -152,7 +152,7 @@ fn only_the_late_job_costs_a_withheld_permit() {
         let job = submit(&mut fixture, tenant);
         fixture.was_dispatched(job)
     });
-    // The remaining worker has room for two jobs.
+    // The remaining worker has two free permits.
     assert_eq!(given, [true, false, true, false]);
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -239,7 +239,7 @@ fn no_permit_is_withheld_without_quota_or_culprit() {
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
     assert!(may_go(&mut fixture, "a"));
-    // A worker's exit without a job, or together with the keeper, was caused by no job.
+    // No job is to blame if a worker exits without a job or is killed because the keeper died.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);

@@ -1,4 +1,4 @@
-//! Checks that each action is allowed, and applies its effect.
+//! Checks that each action is allowed, and applies its effect to the model.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// Maximum time for an idle worker to exit.
+/// Maximum time that an idle worker may take to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that may still be exiting. One more causes the oldest to
-/// be killed.
+/// Maximum number of replaced workers without jobs that may still be exiting. If the number is exceeded, the
+/// oldest one is killed.
 const LEAVING_MAX: usize = 16;
 
-/// Maximum time until an ordered process runs.
+/// Maximum time between the order to start a process and the report that it is running.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Worker {
@@ -120,7 +120,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job recalled together with others is sent to the same worker again.
+    /// Checks that a job that was recalled along with others is sent to the same worker again.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -152,8 +152,8 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // Leaving slots may cause a kill of the oldest exiting worker. A worker that is late itself is killed
-        // before others leave.
+        // Workers that leave their slots can cause the oldest exiting worker to be killed. A worker that has
+        // exceeded its own time limit is killed before others leave their slots.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }
@@ -228,7 +228,7 @@ impl Model {
         }
     }
 
-    /// Checks that every worker that had to be killed or drained by now has been.
+    /// Checks that every worker that should have been killed or drained by now was killed or drained.
     pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -239,7 +239,8 @@ impl Model {
             && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
-            // A worker that got a job meanwhile need not send heartbeats.
+            // A worker without a dispatch thread that was given a job in the meantime need not send
+            // heartbeats.
             let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
             assert!(!is_due || worker.killed.is_some(), "{id:?} hangs and lives");
         }
@@ -280,7 +281,7 @@ impl Model {
         }
     }
 
-    // Answers.
+    // Outcomes.
 
     fn answer(&mut self, answer: &JobOutcome<Tag>) {
         self.count(&answer.verdict);
@@ -309,7 +310,7 @@ impl Model {
             Some(required) => {
                 assert!(is_same(&required, &answer.verdict), "{id:?} got {answer:?}, not {required:?}")
             }
-            // A job with an earlier attempt gets the outcome of that attempt.
+            // If an earlier attempt of the job crashed, the outcome is that of the earlier attempt.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
             None if is_next && self.is_breaking && is_broken => {}
@@ -317,7 +318,7 @@ impl Model {
             None if is_evicted => panic!("{id:?} is evicted, and others come first"),
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
-        // An answered job that is still prefetched has begun, which counts as an attempt.
+        // A job that gets its outcome while it is prefetched has begun, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
@@ -326,8 +327,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes an answered job from the queue. If a worker has the job, the worker keeps it and must be asked
-    /// to cancel.
+    /// Removes a job that has its outcome from the queue. If a worker has the job, the worker keeps it and
+    /// must be asked to cancel it.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
@@ -387,7 +388,7 @@ impl Model {
         }
     }
 
-    // Notes.
+    // Operator events.
 
     fn operator_event(&mut self, note: &OperatorEvent) {
         match note {

@@ -1,4 +1,5 @@
-//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not begun.
+//! Prefetched jobs. Checks which jobs may be prefetched, and what happens to jobs that a worker has not
+//! begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
@@ -15,7 +16,7 @@ impl Job {
 }
 
 impl Model {
-    /// Returns the number of places in use in the queue.
+    /// Returns the number of places in the queue that are in use.
     pub(super) fn queue_places(&self) -> usize {
         self.queue.len() + self.prefetched_waiting()
     }
@@ -53,7 +54,7 @@ impl Model {
         self.sent(id, job);
     }
 
-    /// Records a job as the next in its worker's order of jobs.
+    /// Records that a job was sent to a worker after all its previous jobs.
     pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
         let worker = self.live_mut(id).expect("only what lives is sent something");
         worker.sent += 1;
@@ -61,7 +62,7 @@ impl Model {
         self.jobs.get_mut(&job).expect("it is known").send_number = sent;
     }
 
-    /// Records an answer of a worker: its oldest prefetched job begins.
+    /// Handles a reply from a worker, after which the worker's oldest prefetched job begins.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -83,9 +84,10 @@ impl Model {
         self.begin(id);
     }
 
-    // Jobs that were sent but have not begun.
+    // Jobs that were sent to a worker but have not begun.
 
-    /// Returns the jobs that a worker has not begun, in the order of their recall, newest first.
+    /// Returns the jobs that a worker has not begun, newest first. This is the order in which they are
+    /// recalled.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -95,14 +97,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has an unbegun job, other than `other`, whose payload is kept nowhere else.
+    /// Returns true if the worker has a job, other than `other`, that has not begun and whose payload is
+    /// stored nowhere else.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it still waited, because its worker has not begun it. The second
-    /// value is true if this depends on the order in which several such jobs are handled.
+    /// Returns true if a job can end as if it were still waiting, because its worker has not begun it. The
+    /// second value is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -114,7 +117,7 @@ impl Model {
 
     pub(super) fn recalled(&mut self, id: WorkerId, job: JobId) {
         let seen = self.registry.begun_at_recall(id);
-        // The prefetched jobs of a dead worker were handled before.
+        // The prefetched jobs of a dead worker have already been handled.
         let Some(worker) = self.live(id) else { return };
         let returns_job = self.step.returned == Some((id, job));
         assert!(returns_job || self.jobs[&job].send_number > seen, "{job:?} has begun, and is taken back");
@@ -193,7 +196,7 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls the prefetched jobs of a dead worker, because it has not begun them.
+    /// Recalls the prefetched jobs of a dead worker. None of them has begun.
     pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
@@ -204,7 +207,7 @@ impl Model {
         }
     }
 
-    /// Returns the prefetched job that is recalled and shed when the queue is full and a job of this class
+    /// Returns the prefetched job that is recalled and rejected if the queue is full and a job of this class
     /// arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
@@ -216,7 +219,7 @@ impl Model {
         leaves.min_by_key(|id| self.jobs[id].priority)
     }
 
-    /// Checks that prefetched jobs are recalled as soon as prefetching is not allowed.
+    /// Checks that prefetched jobs are recalled as soon as prefetching is no longer allowed.
     pub(super) fn check_prefetched(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
         for worker in self.workers.values().filter(|worker| worker.is_alive()) {
@@ -238,7 +241,7 @@ impl Model {
         }
     }
 
-    /// Handles an answer for a prefetched or recalled job, which is a protocol violation.
+    /// Handles the result of a job that was prefetched or recalled, which is a protocol violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);
@@ -249,7 +252,7 @@ impl Model {
         }
         self.coverage.see(if is_too_soon { "reply before the job began" } else { "reply after a recall" });
         self.step.sent_invalid_reply = lives.then_some(id);
-        // The job has run, and must not run again unless it already does.
+        // The job has run, and must not run again unless another worker already runs it.
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {

@@ -1,4 +1,4 @@
-//! Slots: their workers, their successors, and the times of starts.
+//! Slots: their workers, their successors, and the times at which workers start.
 
 use std::time::Duration;
 
@@ -7,27 +7,30 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// A worker that was ready for this long and has answered a job clears the failure history of its slot.
+/// Time that a worker must have been ready, and have completed a job, before it clears the failure history of
+/// its slot.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum time between two starts in a bulkhead after more than ten consecutive workers answered no job.
+/// Minimum time between two starts in a bulkhead after more than ten consecutive workers died during their
+/// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Minimum time between probes of a failed slot.
+/// Minimum time between two attempts to start a worker in a slot that has failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// Minimum time between a failed successor and the next.
+/// Minimum time between the failure of a successor and the start of the next one.
 const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
-    /// True if the slot belongs to the reserve, for spares.
+    /// True if the slot is a spare slot.
     pub(super) is_spare_slot: bool,
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State before the bulkhead rested, if the next worker was not due then.
+    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
+    /// worker at that time.
     saved_state: Option<SlotState>,
 }
 
@@ -35,9 +38,9 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
-    /// The slot gets a worker later.
+    /// The slot will get a worker later.
     Awaiting,
-    /// The slot exceeds the configured number.
+    /// The slot is not needed for the configured number of workers.
     Closed,
     Occupied {
         current: u32,
@@ -49,14 +52,14 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The worker has gone in the current step, and `NextStart` must follow.
+    /// The worker has gone in the current step, and must be followed by `NextStart`.
     Vacant(NextStart),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NextStart {
     Now,
-    /// At this time, after many workers that answered no job.
+    /// At this time, because many workers died during their first jobs.
     At(Time),
     /// After a delay of at most this duration.
     AfterAtMost(Duration),
@@ -83,18 +86,19 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have a worker or will get one without a probe.
+    /// Returns the number of slots that have a worker or will get one without having to recover from too many
+    /// failures.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
-    /// Returns true if a worker occupies a slot, so that other workers of the slot must wait.
+    /// Returns true if a worker occupies the slot, so that other workers must wait for it.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Lets replaced workers leave their slots once all their jobs are answered, however long their exit
-    /// takes.
+    /// Lets replaced workers leave their slots once all their jobs have ended, however long the workers take
+    /// to exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -130,7 +134,8 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that waited for a spare can reach a slot whose worker has gone meanwhile.
+            // A rolling restart that was waiting for a spare can reach a slot whose worker has gone in the
+            // meantime.
             SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
             SlotState::Vacant(_) => panic!("slot {slot} is to have no worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
@@ -148,7 +153,7 @@ impl Model {
         let worker = Worker::new(id, slot, self.now, &self.limits);
         let stands_by = successor_to.is_some() && restart_cause == Some(RestartCause::Jobs);
         self.workers.insert(id.place, Worker { stands_by, ..worker });
-        // A slot has its worker, and at most one successor or one replaced worker.
+        // A slot has one worker, and at most one successor or one replaced worker.
         let of_slot = self.workers.values().filter(|worker| Self::is_in(worker, slot)).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
     }
@@ -195,12 +200,12 @@ impl Model {
         }
     }
 
-    /// Removes a worker and decides how its slot continues.
+    /// Removes a worker and decides what happens to its slot.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
         let Dead { is_failure, is_clean, is_early_death } = dead;
         let worker = self.workers.remove(&id.place).expect("it is there");
         let slot = worker.slot as usize;
-        // The worker was killed while starting, because new workers run another program.
+        // The worker was killed while it was starting, because new workers run another program.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
@@ -243,8 +248,8 @@ impl Model {
         }
     }
 
-    /// Returns the next start after a fit worker: now, unless more than ten consecutive workers of any slots
-    /// answered no job. Starts are then spaced.
+    /// Returns the next start after the end of a healthy worker. The start is immediate, unless more than ten
+    /// consecutive workers of the bulkhead died during their first jobs. Starts are then delayed.
     fn next_fit(&mut self, is_early_death: bool) -> NextStart {
         self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
         if self.early_deaths <= 10 {
@@ -259,14 +264,16 @@ impl Model {
         NextStart::At(at)
     }
 
-    /// Applies the restart rules after an unfit worker: the first restart at once, later ones after a random
-    /// delay with a doubling maximum, and a stop after more than `max` failures within `within`.
+    /// Applies the restart rules after the failure of a worker. The first restart is immediate. Later
+    /// restarts are delayed by a random time whose maximum doubles. After more than `max` failures within
+    /// `within`, the slot stops.
     fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures beyond the previous maximum were dropped, and do not count under a larger maximum either.
+        // Failures in excess of the previous `max` were dropped, and do not count under a higher `max`
+        // either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
@@ -294,7 +301,7 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Allows due replacements of outdated workers.
+    /// Allows the replacements of outdated workers that are due.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -318,7 +325,7 @@ impl Model {
             SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
-    /// Allows workers in slots that the previous restart policy has stopped.
+    /// Allows workers in slots that were stopped by the previous restart policy.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -330,7 +337,7 @@ impl Model {
         }
     }
 
-    /// Adjusts the number of slots to the limits.
+    /// Opens and closes slots until their number matches the limits.
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
@@ -353,7 +360,7 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Lets a slot get its worker now, or later if another worker still occupies the slot.
+    /// Allows a worker in a slot. If another worker still occupies the slot, the new worker starts later.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;
@@ -366,7 +373,7 @@ impl Model {
         };
     }
 
-    /// Restores the backoff or stop that the slot had before the bulkhead rested.
+    /// Restores the backoff or stop that the slot had before the bulkhead was scaled to zero.
     fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
         let waits = |state: &SlotState| match state {

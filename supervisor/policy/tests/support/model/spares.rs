@@ -1,4 +1,4 @@
-//! Spares: workers in the reserve, and the slots that they may take over.
+//! Spares: workers in spare slots, and the slots that they can take over.
 
 use bulkhead_policy::{KillReason, RestartPolicy, WorkerId};
 
@@ -11,7 +11,7 @@ impl Model {
         is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.is_alive()
     }
 
-    /// Returns true if the worker could take over a slot now. A silent worker may hang.
+    /// Returns true if the worker can take over a slot now. A silent worker cannot, because it may be hung.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
         self.is_ready_spare(worker) && others <= 1 && worker.observed_since.is_none()
@@ -26,8 +26,8 @@ impl Model {
             && !self.is_silent(worker)
     }
 
-    /// Checks and records that a spare took over a slot, and that the slot's previous worker moved to the
-    /// reserve.
+    /// Checks that a spare was allowed to take over a slot, and moves the slot's previous worker to the spare
+    /// slot.
     pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
         let spare = self.live(id).expect("only what lives takes over");
         assert!(self.can_take_over(spare), "{id:?} is no spare that is ready");
@@ -77,13 +77,13 @@ impl Model {
         }
     }
 
-    /// Returns true if a slot should have a working worker and has none.
+    /// Returns true if a slot should have a working worker but has none.
     fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
             SlotState::Occupied { current, successor: None } => &self.workers[&current],
             SlotState::Waiting { .. } | SlotState::Stopped { probe_at: Some(_) } => return true,
-            // The slot would have to wait. With the spare it does not.
+            // Without a spare, the slot would have to wait.
             SlotState::Vacant(next) => return !matches!(next, super::slots::NextStart::Never),
             _ => return false,
         };
@@ -103,7 +103,7 @@ impl Model {
         }
     }
 
-    /// Checks that no successor is started while a spare is ready or starting, so that there are never more
+    /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more
     /// workers than slots plus spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
@@ -111,7 +111,7 @@ impl Model {
         assert!(!comes, "slot {slot} gets a successor, and there are spares");
     }
 
-    /// Checks that no ready spare is idle while a slot has no working worker.
+    /// Checks that no spare is ready while a slot has no working worker.
     pub(super) fn check_spares(&self) {
         if self.is_stopping() {
             return;
