@@ -525,7 +525,7 @@ mod tests {
     /// From resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the decision even if
     /// it succeeds.
     #[test]
-    fn opens_when_the_failure_rate_is_reached() {
+    fn breaker_opens_at_the_failure_rate() {
         let mut breaker = breaker();
         for result in [Failure, Failure, Failure, Success] {
             assert_eq!(call(&mut breaker, at(0), result, FAST), None);
@@ -545,7 +545,7 @@ mod tests {
 
     /// From resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
     #[test]
-    fn opens_when_the_slow_call_rate_is_reached() {
+    fn breaker_opens_at_the_slow_call_rate() {
         let mut breaker = breaker();
         for (result, took) in [(Failure, SLOW), (Success, SLOW), (Success, FAST), (Success, 4 * SECOND)] {
             assert_eq!(call(&mut breaker, at(0), result, took), None);
@@ -584,7 +584,7 @@ mod tests {
     /// From Semian, `request_allowed?`. Returns true for an open circuit whose open time has expired, without changing
     /// the state.
     #[test]
-    fn peek_changes_nothing() {
+    fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
         for now in [at(0), at(4), at(5), at(60)] {
             let before = format!("{breaker:?}");
@@ -610,7 +610,7 @@ mod tests {
 
     /// From resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission`.
     #[test]
-    fn limits_probes_and_replaces_a_returned_probe() {
+    fn half_open_breaker_limits_the_number_of_probes() {
         let mut breaker = opened(at(0));
         let mut claims: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
         for _ in 0..2 {
@@ -638,7 +638,7 @@ mod tests {
 
     /// From resilience4j, #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe is ignored.
     #[test]
-    fn ignored_probe_can_be_repeated() {
+    fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
         for _ in 0..3 {
             assert_eq!(call(&mut breaker, at(5), Success, FAST), None);
@@ -668,7 +668,7 @@ mod tests {
     /// calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j, this breaker
     /// opens as soon as the remaining probes cannot prevent the opening.
     #[test]
-    fn failure_and_slow_rates_decide_about_probes() {
+    fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
             let mut breaker = opened(at(0));
             assert_eq!(call(&mut breaker, at(5), bad.0, bad.1), None);
@@ -687,7 +687,7 @@ mod tests {
     /// Calls that were claimed before the breaker opened and end while it is half-open are not counted, and do not
     /// return claims to the current epoch.
     #[test]
-    fn calls_of_an_earlier_epoch_are_ignored() {
+    fn calls_claimed_before_the_opening_are_ignored() {
         let mut breaker = breaker();
         let old: Vec<_> = (0..50).map(|_| claim(&mut breaker, at(0))).collect();
         trip(&mut breaker, at(0));
@@ -708,7 +708,7 @@ mod tests {
     /// resets the interval at each closing, so that it never slows down a flapping breaker. Here the interval is reset
     /// only after the breaker was closed for a whole window.
     #[test]
-    fn open_for_doubles_up_to_eightfold() {
+    fn open_time_doubles_up_to_eight_times_open_for() {
         let mut breaker = opened(at(0));
         let mut now = at(0);
         for expected in [5, 10, 20, 40, 40, 40] {
@@ -736,7 +736,7 @@ mod tests {
     }
 
     #[test]
-    fn half_open_needs_a_ready_worker() {
+    fn breaker_stays_open_without_a_ready_worker() {
         let mut breaker = opened(at(0));
         let not_ready = Admission::Open { retry_after: Duration::ZERO };
         assert_eq!(breaker.next_deadline(true), Some(at(5)));
@@ -754,7 +754,7 @@ mod tests {
 
     /// From resilience4j, `shouldForceOpenCircuitBreaker`.
     #[test]
-    fn forced_open_stays_until_released_or_reset() {
+    fn forced_open_breaker_closes_only_on_release_or_reset() {
         for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
             let before = breaker.state();
             assert!(breaker.force_open(at(1)).is_some_and(|t| t.from == before));
@@ -773,7 +773,7 @@ mod tests {
 
     /// From resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
     #[test]
-    fn reset_closes_and_drops_evidence() {
+    fn reset_closes_the_breaker_and_drops_all_counts() {
         let mut breaker = opened(at(0));
         trip(&mut breaker, at(5));
         assert!(breaker.reset(at(6)).is_some_and(|t| t.from == BreakerState::Open));
@@ -975,7 +975,7 @@ mod tests {
     }
 
     #[test]
-    fn random_histories_match_a_naive_model() {
+    fn random_call_histories_match_a_simple_model() {
         let mut entered = [0; 4];
         for seed in 0..200 {
             let mut world = World::new(seed);

@@ -111,7 +111,7 @@ mod tests {
 
     /// From failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even without any call.
     #[test]
-    fn allows_minimum_retries_at_low_volume() {
+    fn low_volume_allows_the_minimum_number_of_retries() {
         let mut budget = budget(2, 0.2);
         assert_eq!(spend(&mut budget, Time::ZERO), RETRIES_FLOOR);
         for _ in 0..5 * RETRIES_FLOOR {
@@ -122,7 +122,7 @@ mod tests {
 
     /// From Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
     #[test]
-    fn allows_budget_share_at_high_volume() {
+    fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
             let mut budget = budget(2, share);
             for _ in 0..1000 {
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn attempts_include_the_first() {
+    fn number_of_attempts_includes_the_first_one() {
         let mut budget = budget(3, 1.0);
         assert!(budget.try_retry(Time::ZERO, 1));
         assert!(budget.try_retry(Time::ZERO, 2));
@@ -155,7 +155,7 @@ mod tests {
 
     /// From Finagle, `RetryBudget.Empty`.
     #[test]
-    fn no_retries_without_limits_or_with_empty_budget() {
+    fn missing_limits_or_zero_budget_forbid_retries() {
         assert_eq!(spend(&mut RetryBudget::new(None), Time::ZERO), 0);
         assert_eq!(spend(&mut budget(5, 0.0), Time::ZERO), 0);
     }

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefers_least_load_then_lowest_number() {
+    fn least_loaded_worker_with_lowest_number_is_chosen() {
         let mut load = WorkersByLoad::default();
         assert_eq!(load.least_loaded(), None);
         load.insert(70, 0);

@@ -175,7 +175,7 @@ mod tests {
 
     /// The job was dispatched before another job with the same payload caused the quarantine.
     #[test]
-    fn crash_during_quarantine_extends_it() {
+    fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();
         for minute in [0, 1, 2, 50] {
             poison.record_crash(at(minute), d(7));
@@ -187,7 +187,7 @@ mod tests {
 
     /// The number of recorded payloads stays bounded.
     #[test]
-    fn flood_of_new_payloads_evicts_no_quarantined_payload() {
+    fn flood_of_payloads_leaves_the_quarantine_unchanged() {
         let mut poison = poison();
         for _ in 0..3 {
             poison.record_crash(at(0), d(7));
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_oldest_quarantined_payload() {
+    fn full_quarantine_releases_the_oldest_payload() {
         let mut poison = Poison::new(Some(PoisonLimits { crashes: 1, within: HOUR }));
         for i in 0..=REMEMBERED_MAX as u64 {
             assert!(poison.record_crash(Time(i), d(u128::from(u64::MAX - i))));

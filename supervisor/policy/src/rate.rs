@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn allows_a_burst_and_then_the_rate() {
+    fn burst_passes_before_the_rate_applies() {
         let mut bucket = Bucket::default();
         let passed = (0..1000).filter(|_| bucket.take(ms(5), &LIMIT, 1).is_ok()).count();
         assert_eq!(passed, 200);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn reported_wait_is_exact() {
+    fn job_passes_exactly_after_the_reported_wait() {
         let mut bucket = Bucket::default();
         let mut now = ms(0);
         let mut state = 1_u64;
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn rescaling_keeps_the_cost_of_earlier_charges() {
+    fn new_rate_limit_keeps_the_cost_of_earlier_charges() {
         let slow = RateLimit { per_second: 1.0, burst: 120, per: RatePer::Bulkhead };
         let fast = RateLimit { per_second: 1000.0, burst: 1000, per: RatePer::Bulkhead };
         let mut bucket = Bucket::default();

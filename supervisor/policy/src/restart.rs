@@ -110,7 +110,7 @@ mod tests {
     /// A death is early if it happens during a worker's first jobs. After the first few consecutive early
     /// deaths, restarts are no longer immediate.
     #[test]
-    fn spaces_restarts_only_after_many_early_deaths() {
+    fn restarts_are_delayed_after_many_early_deaths() {
         let mut spacing = RestartSpacing::default();
         let now = Time(5_000_000_000);
         for _ in 0..=UNSPACED_DEATHS_MAX {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn old_failures_do_not_count_towards_the_limit() {
+    fn old_failures_do_not_stop_the_slot() {
         let limits = Limits::default().restart;
         let mut history = FailureHistory::default();
         for i in 0..100 {

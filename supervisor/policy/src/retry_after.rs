@@ -63,7 +63,7 @@ mod tests {
     /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of
     /// rejections, and the expected value.
     #[test]
-    fn matches_the_kubernetes_test_table() {
+    fn retry_after_matches_kubernetes_test_table() {
         let table = [
             (0, 5, 1),
             (1, 11, 2),
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn rises_to_32_seconds_and_falls_again() {
+    fn retry_after_rises_to_32_seconds_and_falls_again() {
         let mut retry_after_values = RetryAfter::default();
         let at = |second| Time::ZERO + Duration::from_secs(second);
         for second in 0..200 {

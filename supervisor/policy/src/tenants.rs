@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn forgets_longest_idle_tenant_but_none_with_jobs() {
+    fn longest_idle_tenant_is_forgotten_first() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_add("busy");
         tenants.add_job(busy);
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_tenants_are_bounded() {
+    fn number_of_idle_tenants_is_bounded() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 100);
         for number in 0..10_000 {
             let id = tenants.find_or_add(&format!("tenant {number}"));

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_an_ordered_set_under_random_use() {
+    fn timers_match_ordered_set_under_random_use() {
         let mut timers = Timers::default();
         let mut model: Vec<Option<Time>> = vec![None; 50];
         let mut state = 7_u64;

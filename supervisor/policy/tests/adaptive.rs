@@ -110,7 +110,7 @@ fn cores(count: usize) -> impl Fn(usize) -> Duration {
 }
 
 #[test]
-fn limit_settles_at_target_and_follows_service_time() {
+fn limit_follows_the_run_time_of_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
     assert_eq!(load.limit(), 64, "it begins with all");
     // Sixteen concurrent jobs take 20 ms on four cores.
@@ -129,7 +129,7 @@ fn limit_settles_at_target_and_follows_service_time() {
 }
 
 #[test]
-fn limit_falls_within_a_second_and_recovers_within_seconds() {
+fn limit_recovers_within_seconds_after_an_overload() {
     let mut load = Load::new(crowded(1, 64, adaptive(2, 64, 50 * MS)), 200);
     load.run(5 * SECOND, |_| 10 * MS);
     assert_eq!(load.range(4 * SECOND), (64, 64));
@@ -157,7 +157,7 @@ fn limit_stays_low_if_a_third_of_jobs_is_slow() {
 }
 
 #[test]
-fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
+fn limit_grows_only_under_full_use() {
     let mut load = Load::new(crowded(1, 32, adaptive(2, 32, 50 * MS)), 100);
     load.run(5 * SECOND, |_| 500 * MS);
     assert_eq!(load.limit(), 2);
@@ -220,7 +220,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
 
 /// A job that hangs is counted at its deadline.
 #[test]
-fn quick_failures_do_not_count_but_deadline_misses_do() {
+fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
     (limits.deadline, limits.grace) = (200 * MS, 3600 * SECOND);
     limits.deadline_max = limits.deadline;
@@ -275,7 +275,7 @@ fn limit_grows_with_reserved_permits() {
 
 /// While jobs take too long, the reported limit falls, whatever the number of running jobs.
 #[test]
-fn monitored_limit_does_not_rise_while_jobs_are_slow() {
+fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
     let mut load = Load::new(crowded(4, 16, numbers), 100);
     let mut before = load.limit();

@@ -22,7 +22,7 @@ fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
 /// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit is
 /// raised.
 #[test]
-fn growth_dispatches_a_waiting_job_at_once() {
+fn raised_limit_dispatches_a_waiting_job_at_once() {
     let mut fixture = Fixture::ready(limits(1, 1, 4));
     let first = fixture.job();
     let waiting: Vec<_> = (0..3).map(|_| fixture.job()).collect();
@@ -38,7 +38,7 @@ fn growth_dispatches_a_waiting_job_at_once() {
 /// blocked, and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the
 /// number of running jobs reaches the lower limit.
 #[test]
-fn shrinking_reaches_its_target_under_load() {
+fn lowered_limit_is_reached_under_load() {
     let mut fixture = Fixture::ready(limits(2, 4, 100));
     let running: Vec<_> = (0..8).map(|_| fixture.job()).collect();
     let waiting: Vec<_> = (0..8).map(|_| fixture.job()).collect();
@@ -109,7 +109,7 @@ fn worker_count_follows_processes() {
 /// always use its share. Here some permits are reserved, and the number of running jobs never exceeds the
 /// limit.
 #[test]
-fn in_flight_never_exceeds_the_limit() {
+fn jobs_in_flight_never_exceed_the_limit() {
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
     let batch = (0..20).filter_map(|_| fixture.submit_as(Priority::BestEffort, "")).count();
     assert_eq!(batch, 3);
@@ -147,7 +147,7 @@ fn queue_wait_is_bounded_by_queue_timeout_or_deadline() {
 /// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: while another tenant has waiting
 /// jobs, a tenant with ten times the demand gets no more than its share.
 #[test]
-fn unequal_flows_get_equal_shares() {
+fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
     fixture.job();
     for turn in 0..110 {
@@ -238,7 +238,7 @@ fn ignored_probe_returns_its_claim() {
 /// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open
 /// forever. Here, the deadline of the probe limits this state.
 #[test]
-fn half_open_ends_at_the_deadline_of_a_probe() {
+fn half_open_state_ends_at_the_deadline_of_a_probe() {
     let mut fixture = tripped(8);
     fixture.wait(5 * SECOND);
     let probe = fixture.job_with(Some(3 * SECOND));
@@ -264,7 +264,7 @@ fn slow_calls_open_the_breaker() {
 /// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker,
 /// however long that takes.
 #[test]
-fn forced_open_lasts_until_released() {
+fn forced_open_breaker_stays_open_until_release() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
     let running = fixture.job();
     fixture.apply(Event::ForceBreaker { open: true });
@@ -348,7 +348,7 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
 
 /// A job is not retried after its deadline. Its outcome is that of the first attempt.
 #[test]
-fn no_retry_after_the_deadline() {
+fn job_is_not_retried_after_its_deadline() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
     let job = fixture.idempotent_job();
     fixture.exit_worker(fixture.holder(job), Death::Signal(11));
@@ -401,7 +401,7 @@ fn repeatedly_crashing_payload_is_quarantined() {
 /// Six bad payloads must not stop the slot for all other jobs, because deaths during jobs are not failed
 /// starts.
 #[test]
-fn quarantined_payload_does_not_fail_the_slot() {
+fn quarantined_payload_does_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 1, 10) });
     for payload in 0..50 {

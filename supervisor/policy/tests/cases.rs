@@ -120,7 +120,7 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
 /// result has arrived. The end of the result does not count as a late reply. Until then, the worker gets no
 /// new job.
 #[test]
-fn oversized_result_keeps_its_permit_until_its_end() {
+fn oversized_result_uses_its_permit_until_it_has_arrived() {
     let mut fixture =
         Fixture::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
     let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -143,7 +143,7 @@ fn oversized_result_keeps_its_permit_until_its_end() {
 /// A worker is killed if it stops sending a result that is too large, or if it is still sending the result
 /// after the job's deadline.
 #[test]
-fn oversized_result_must_end() {
+fn worker_with_endless_oversized_result_is_killed() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
         let mut fixture =
             Fixture::ready(Limits { deadline: 10 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 0) });
@@ -198,7 +198,7 @@ fn memory_exhaustion_rejects_only_waiting_jobs() {
 
 /// `docs/architecture.md`: a reply from an earlier generation is dropped and counted.
 #[test]
-fn reply_of_an_earlier_generation_is_dropped() {
+fn reply_from_an_earlier_generation_is_dropped() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
     let (old, first, second) = (fixture.newest_worker(), fixture.job(), fixture.job());
     fixture.exit_worker(old, Death::Signal(11));
@@ -289,7 +289,7 @@ fn unread_job_is_dispatched_first() {
 
 /// If no other worker will start, the client gets its outcome at once.
 #[test]
-fn unread_job_does_not_wait_without_workers() {
+fn unread_job_ends_if_no_worker_will_start() {
     let mut limits = limits(1, 1, 5);
     limits.restart.policy = RestartPolicy::Never;
     let mut fixture = Fixture::ready(limits);
@@ -307,7 +307,7 @@ fn unread_job_does_not_wait_without_workers() {
 /// `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the other jobs of
 /// the worker.
 #[test]
-fn short_deadline_spares_other_jobs() {
+fn short_deadline_leaves_other_jobs_running() {
     let mut fixture = Fixture::ready(limits(1, 2, 0));
     let (hasty, patient) = (fixture.job_with(Some(SECOND)), fixture.job());
     fixture.wait(2 * SECOND);
@@ -393,7 +393,7 @@ fn only_bulkhead_run_limit_kills_a_shared_worker() {
 /// doubles each time. After more than `max` failures the slot has failed, and another worker is started after
 /// `backoff_max`. A reset clears the history.
 #[test]
-fn failing_starts_back_off() {
+fn failed_starts_are_retried_with_backoff() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
     for ceiling_ms in [0, 100, 200, 400, 800] {
         let died_at = fixture.now;
@@ -423,7 +423,7 @@ fn failing_starts_back_off() {
 /// `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so that
 /// bad payloads cannot stop a bulkhead for everyone.
 #[test]
-fn deaths_under_jobs_do_not_count_as_failed_starts() {
+fn deaths_during_jobs_are_not_failed_starts() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
     for round in 0..40 {
         let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -567,7 +567,7 @@ fn stop_waits_for_jobs_until_its_time_limit() {
 /// If the machine gives a worker no processor time, silence does not prove that the worker is hung, and a
 /// kill would only add to the load. The number of times that silence is excused is limited.
 #[test]
-fn starved_worker_is_excused_and_hung_worker_is_killed() {
+fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
         let mut fixture = Fixture::ready(limits(1, 1, 0));
         let worker = fixture.newest_worker();
@@ -587,7 +587,7 @@ fn starved_worker_is_excused_and_hung_worker_is_killed() {
 
 /// A worker that ends each job itself has time to do this while clients wait for its other jobs.
 #[test]
-fn slowly_ending_job_spares_other_jobs() {
+fn slowly_ending_job_leaves_other_jobs_running() {
     for is_answered in [true, false] {
         let numbers = Limits { deadline: SECOND, grace: MS, worker_ends_jobs: true, ..limits(1, 2, 0) };
         let mut fixture = Fixture::ready(numbers);
@@ -612,7 +612,7 @@ fn slowly_ending_job_spares_other_jobs() {
 
 /// Each restart is reported with its cause: how the previous worker ended, or why it was replaced.
 #[test]
-fn restarts_have_their_causes() {
+fn restarts_report_their_causes() {
     let mut fixture = Fixture::ready(Limits { grace: MS, ..limits(1, 1, 0) });
     let deaths = [
         (Death::Exit(3), RestartCause::Exit),

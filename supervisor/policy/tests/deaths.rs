@@ -11,7 +11,7 @@ use fixture::{Fixture, SECOND, limits};
 
 /// The client need not wait until the worker's descendants are gone, but the slot must wait.
 #[test]
-fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
+fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
     let worker = fixture.newest_worker();
     let (first, second, waits) = (fixture.job(), fixture.job(), fixture.job());
@@ -42,7 +42,7 @@ fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
 
 /// The remaining descendants of a worker delay only the slot of that worker.
 #[test]
-fn jobs_continue_during_reaping() {
+fn other_workers_run_jobs_during_reaping() {
     let mut fixture = Fixture::ready(limits(2, 1, 5));
     let (dies, lives) = (fixture.spawned[0], fixture.spawned[1]);
     let jobs = [fixture.job(), fixture.job(), fixture.job()];
@@ -69,7 +69,7 @@ fn stop_waits_for_reaping() {
 /// The keeper died before all descendants were gone. No further event about the worker follows, so nothing
 /// must wait for one.
 #[test]
-fn lost_keeper_ends_reaping() {
+fn keeper_death_ends_the_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     let worker = fixture.newest_worker();
     fixture.apply(Event::Exited { worker, death: Death::Exit(1) });
@@ -111,7 +111,7 @@ fn forked_worker_waits_for_its_template() {
 
 /// The time between the order to start a process and the report that it is running is limited.
 #[test]
-fn unfulfilled_spawn_order_times_out() {
+fn spawn_order_without_report_times_out() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
     fixture.wait(SECOND * 61);
     assert_eq!(fixture.killed.len(), 1);

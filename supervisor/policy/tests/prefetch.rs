@@ -78,7 +78,7 @@ fn reply_for_an_unbegun_job_kills_the_worker() {
 }
 
 #[test]
-fn no_prefetch_above_the_limit() {
+fn prefetching_stops_above_the_limit() {
     let mut fixture = fixture(limits(2, 1, 20));
     let first = fixture.spawned[0];
     let jobs = jobs(&mut fixture, 8);
@@ -96,7 +96,7 @@ fn no_prefetch_above_the_limit() {
 }
 
 #[test]
-fn no_prefetch_with_evict_oldest() {
+fn evict_oldest_disables_prefetching() {
     let mut fixture = fixture(Limits { overflow: Overflow::EvictOldest, ..limits(1, 1, 3) });
     let jobs = jobs(&mut fixture, 4);
     assert!(prefetched(&fixture).is_empty());
@@ -162,7 +162,7 @@ fn critical_job_overtakes_prefetched_jobs() {
 }
 
 #[test]
-fn no_prefetch_while_another_tenant_waits() {
+fn prefetching_stops_if_another_tenant_waits() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.submit_as(Priority::Normal, "a").unwrap();
     let second = fixture.submit_as(Priority::Normal, "a").unwrap();
@@ -175,7 +175,7 @@ fn no_prefetch_while_another_tenant_waits() {
 }
 
 #[test]
-fn ended_prefetched_job_was_not_executed() {
+fn prefetched_job_ends_as_not_executed() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.job();
     let cancelled = fixture.job();
@@ -318,7 +318,7 @@ fn changes_of_limits_recall_prefetched_jobs() {
 }
 
 #[test]
-fn journal_alone_does_not_quarantine_a_payload() {
+fn worker_journal_alone_cannot_quarantine_a_payload() {
     let poison = bulkhead_policy::PoisonLimits { crashes: 1, within: 60 * SECOND };
     let mut fixture = fixture(Limits { poison: Some(poison), ..limits(1, 2, 10) });
     let (one, other) = (fixture.submit_payload(1).unwrap(), fixture.submit_payload(2).unwrap());
@@ -353,7 +353,7 @@ fn unbegun_job_moves_to_an_idle_worker() {
 }
 
 #[test]
-fn unbegun_job_stays_without_another_worker() {
+fn unbegun_job_stays_if_no_other_worker_is_free() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let (first, second) = (fixture.job(), fixture.job());
     fixture.wait(300 * MS);
@@ -363,7 +363,7 @@ fn unbegun_job_stays_without_another_worker() {
 }
 
 #[test]
-fn ending_an_unbegun_job_kills_no_worker() {
+fn unbegun_job_ends_without_killing_its_worker() {
     for in_flight in [1, 3] {
         let (mut fixture, _) = beside_a_stuck_one(limits(1, in_flight, 10));
         let late = fixture.job_with(Some(SECOND));
@@ -380,7 +380,7 @@ fn ending_an_unbegun_job_kills_no_worker() {
 }
 
 #[test]
-fn job_waits_for_a_stalled_worker_without_a_queue() {
+fn job_waits_for_a_stalled_worker_even_without_queue() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 0));
     let moved = fixture.job();
     fixture.wait(102 * MS);
@@ -393,7 +393,7 @@ fn job_waits_for_a_stalled_worker_without_a_queue() {
 }
 
 #[test]
-fn used_permits_of_a_stalled_worker_give_no_room_in_the_queue() {
+fn used_permits_of_a_stalled_worker_do_not_extend_the_queue() {
     let (mut fixture, _stuck) = beside_a_stuck_one(limits(2, 2, 1));
     // All permits of both workers are in use, and the first worker has not begun its second job.
     let jobs = jobs(&mut fixture, 4);
@@ -434,7 +434,7 @@ fn immediate_cancellation_leaves_the_worker_available() {
 }
 
 #[test]
-fn drain_keeps_unbegun_jobs_with_a_permit() {
+fn drain_keeps_dispatched_jobs_that_have_not_begun() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut fixture, 4);
     fixture.apply(Event::Drain);
@@ -473,7 +473,7 @@ fn reply_for_a_recalled_job_kills_the_worker() {
 /// The job was recalled and is now prefetched by the other worker. The first worker is killed when it sends a
 /// result for the job.
 #[test]
-fn stale_reply_for_moved_job_leaves_the_new_worker_intact() {
+fn stale_reply_for_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let all = jobs(&mut fixture, 6);
     let other = fixture.spawned[1];

@@ -17,7 +17,7 @@ fn reconfigure(fixture: &mut Fixture, limits: Limits) {
 }
 
 #[test]
-fn jobs_keep_the_deadlines_of_their_submission() {
+fn reload_keeps_the_deadlines_of_existing_jobs() {
     let patient = Limits { queue_timeout: Some(5 * SECOND), deadline: 60 * SECOND, ..limits(1, 1, 5) };
     let mut fixture = Fixture::ready(Limits { deadline_max: 60 * SECOND, ..patient.clone() });
     let (_, before) = (fixture.job(), fixture.job());
@@ -32,7 +32,7 @@ fn jobs_keep_the_deadlines_of_their_submission() {
 
 /// Queued jobs start only after the jobs in excess of the new limit have ended.
 #[test]
-fn lower_limits_drop_neither_running_nor_queued_jobs() {
+fn lower_limits_drop_no_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));
     let jobs: Vec<_> = (0..10).map(|_| fixture.job()).collect();
     reconfigure(&mut fixture, limits(1, 1, 2));
@@ -48,7 +48,7 @@ fn lower_limits_drop_neither_running_nor_queued_jobs() {
 }
 
 #[test]
-fn charges_survive_a_reload() {
+fn reload_keeps_rate_limit_charges() {
     let rate = |per_second, burst| Some(RateLimit { per_second, burst, per: RatePer::Bulkhead });
     let mut fixture = Fixture::ready(Limits { rate_limit: rate(1.0, 4), ..limits(8, 8, 0) });
     for _ in 0..4 {
@@ -105,7 +105,7 @@ fn crash(fixture: &mut Fixture) {
 }
 
 #[test]
-fn breaker_keeps_evidence_unless_its_keys_change() {
+fn reload_of_other_keys_keeps_the_breaker_state() {
     let with = |breaker, queue| Limits { breaker, ..limits(1, 1, queue) };
     let mut fixture = Fixture::ready(with(breaker(0.5), 0));
     (0..2).for_each(|_| crash(&mut fixture));
@@ -136,7 +136,7 @@ fn breaker_keeps_evidence_unless_its_keys_change() {
 }
 
 #[test]
-fn worker_keeps_its_heartbeat_interval() {
+fn running_worker_keeps_its_heartbeat_interval() {
     let health = |heartbeat| Limits { health: Health { heartbeat, missed: 2 }, ..limits(1, 1, 0) };
     let mut fixture = Fixture::ready(health(10 * SECOND));
     reconfigure(&mut fixture, health(SECOND));
@@ -161,7 +161,7 @@ fn new_restart_policy_fills_stopped_slots() {
 // Replacement of the program.
 
 #[test]
-fn replaces_workers_one_at_a_time() {
+fn new_program_replaces_workers_one_at_a_time() {
     let mut fixture = Fixture::ready(limits(3, 1, 5));
     let (old, job) = (fixture.spawned.clone(), fixture.job());
     fixture.apply(Event::ReplaceWorkers);
@@ -203,7 +203,7 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
 }
 
 #[test]
-fn starting_workers_are_killed_by_a_replacement() {
+fn new_program_kills_starting_workers() {
     let base = limits(1, 1, 5);
     let never = Limits { restart: Restart { policy: RestartPolicy::Never, ..base.restart.clone() }, ..base };
     let mut fixture = Fixture::starting(never);
@@ -219,7 +219,7 @@ fn starting_workers_are_killed_by_a_replacement() {
 }
 
 #[test]
-fn new_replacement_restarts_a_running_one() {
+fn newer_program_restarts_a_running_replacement() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     fixture.apply(Event::ReplaceWorkers);
     let first = fixture.newest_worker();

@@ -34,13 +34,13 @@ fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
 }
 
 #[test]
-fn hung_exit_delays_no_job() {
+fn worker_hanging_at_exit_does_not_delay_jobs() {
     let fixture = served_by_workers_that_hang_at_exit(10);
     assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
 }
 
 #[test]
-fn oldest_of_many_hung_exits_are_killed() {
+fn oldest_workers_hanging_at_exit_are_killed() {
     let mut fixture = served_by_workers_that_hang_at_exit(20);
     let all = fixture.spawned.clone();
     let killed: Vec<_> = fixture.killed.iter().map(|(worker, _)| *worker).collect();
@@ -169,7 +169,7 @@ fn recycled(fixture: &Fixture) -> usize {
 /// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as
 /// they do at the start, even without a queue.
 #[test]
-fn one_job_per_worker_uses_one_worker_per_job() {
+fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
         let mut limits = counted(1, limits(2, 1, 0));
         limits.restart.policy = policy;
@@ -357,7 +357,7 @@ fn standby_takes_over_when_the_worker_dies() {
 
 /// If a worker was given its last job and already has a successor, none of its timers is due.
 #[test]
-fn no_timer_remains_after_the_successor_starts() {
+fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
     let old = fixture.newest_worker();
     fixture.apply(Event::Restart);
@@ -374,7 +374,7 @@ fn no_timer_remains_after_the_successor_starts() {
 /// After a successor of a worker that was given its last job has failed, a resize does not shorten the delay
 /// before the next attempt.
 #[test]
-fn resize_does_not_hasten_a_successor() {
+fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));
     limits.restart.backoff_max = SECOND;
     let mut fixture = Fixture::starting(limits);

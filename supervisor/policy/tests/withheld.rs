@@ -80,7 +80,7 @@ fn quota_of_two_kills_at_most_two_workers() {
 }
 
 #[test]
-fn spare_returns_the_withheld_permit_at_once() {
+fn takeover_by_a_spare_releases_the_withheld_permit() {
     let mut limits = shared(2, 1, 1);
     limits.start.spares = 1;
     let mut fixture = Fixture::ready(limits);
@@ -95,7 +95,7 @@ fn spare_returns_the_withheld_permit_at_once() {
 }
 
 #[test]
-fn withheld_permit_returns_after_start_ready() {
+fn withheld_permit_is_released_after_start_ready() {
     let mut limits = shared(2, 1, 1);
     limits.start.ready = SECOND;
     let mut fixture = Fixture::ready(limits);
@@ -110,7 +110,7 @@ fn withheld_permit_returns_after_start_ready() {
 }
 
 #[test]
-fn withheld_permit_returns_when_the_slot_stops() {
+fn withheld_permit_is_released_when_the_slot_stops() {
     let mut limits = shared(2, 1, 1);
     limits.restart.policy = RestartPolicy::Never;
     let mut fixture = Fixture::ready(limits);
@@ -133,7 +133,7 @@ fn withheld_permit_returns_when_the_slot_stops() {
 }
 
 #[test]
-fn only_the_late_job_costs_a_withheld_permit() {
+fn permit_is_withheld_only_for_the_overdue_job() {
     let mut limits = shared(2, 2, 2);
     (limits.deadline, limits.deadline_max) = (SECOND, SECOND);
     let mut fixture = Fixture::ready(limits);
@@ -160,7 +160,7 @@ fn only_the_late_job_costs_a_withheld_permit() {
 }
 
 #[test]
-fn shared_crash_withholds_a_permit_of_each_tenant() {
+fn crash_with_several_jobs_withholds_a_permit_of_each_tenant() {
     let mut fixture = Fixture::ready(shared(2, 4, 1));
     let jobs = ["a", "x", "b"].map(|tenant| submit(&mut fixture, tenant));
     let worker = fixture.holder(jobs[0]);
@@ -174,7 +174,7 @@ fn shared_crash_withholds_a_permit_of_each_tenant() {
 }
 
 #[test]
-fn unread_job_withholds_no_permit() {
+fn unread_job_does_not_withhold_a_permit() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);
@@ -184,7 +184,7 @@ fn unread_job_withholds_no_permit() {
 }
 
 #[test]
-fn withheld_permit_survives_other_tenants_and_quotas() {
+fn withheld_permit_remains_after_a_change_of_quotas() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
@@ -233,7 +233,7 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
 }
 
 #[test]
-fn no_permit_is_withheld_without_quota_or_culprit() {
+fn missing_quota_or_culprit_withholds_no_permit() {
     let mut fixture = Fixture::ready(limits(2, 1, 100));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);

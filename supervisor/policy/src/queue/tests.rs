@@ -96,7 +96,7 @@ fn new_tenant_waits_for_at_most_one_round() {
 }
 
 #[test]
-fn returned_job_leads_its_class_without_a_second_charge() {
+fn returned_job_comes_first_without_a_second_charge() {
     let mut queue = Queue::default();
     (0..3).for_each(|job| queue.push(job, Normal, 0, 4));
     (10..22).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -110,7 +110,7 @@ fn returned_job_leads_its_class_without_a_second_charge() {
 
 /// The tenant also keeps its place in the round.
 #[test]
-fn blocked_tenant_is_skipped_and_keeps_its_credit() {
+fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -145,7 +145,7 @@ fn tenant_stays_blocked_without_jobs() {
 }
 
 #[test]
-fn cancelled_job_does_not_save_up_turns() {
+fn cancelled_jobs_earn_no_extra_turns() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 1000);
     (1..50).for_each(|job| queue.push(job, Normal, 0, 1));
@@ -190,7 +190,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
 }
 
 #[test]
-fn backlogged_flows_get_equal_service_at_any_length() {
+fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
     // A flow of small jobs ends after as many rounds as it has jobs, whatever the length of the large flow.
@@ -200,13 +200,13 @@ fn backlogged_flows_get_equal_service_at_any_length() {
 }
 
 #[test]
-fn flows_of_unequal_cost_get_equal_service_by_cost() {
+fn flows_of_unequal_job_cost_get_equal_total_cost() {
     assert_equal_while_backlogged(&[(1000, 1), (100, 10), (10, 100), (1, 1000)]);
     assert_equal_while_backlogged(&[(3, COST_MAX), (2000, 3), (5000, 2), (100, 64), (100, 65)]);
 }
 
 #[test]
-fn blocking_every_turn_does_not_change_a_tenants_share() {
+fn repeated_blocking_does_not_change_tenant_share() {
     let (mut queue, mut served) = (Queue::default(), [0_u32; 3]);
     (0..3000).for_each(|job| queue.push(job, Normal, job % 3, 1 + job % 7));
     for _ in 0..2000 {
@@ -243,7 +243,7 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 }
 
 #[test]
-fn different_flows_expect_equal() {
+fn unequal_numbers_of_clients_get_equal_shares() {
     // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get equal shares within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
@@ -253,14 +253,14 @@ fn different_flows_expect_equal() {
 }
 
 #[test]
-fn different_flows_expect_unequal() {
+fn unused_share_goes_to_the_other_tenant() {
     // A tenant that demands less than its share gets everything that it demands. The other tenant gets the
     // rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
 #[test]
-fn different_widths() {
+fn tenants_with_different_job_costs_get_equal_shares() {
     let got = closed_loop(&[(13, 1), (7, 2)], 6, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
@@ -581,7 +581,7 @@ fn history(seed: u64, steps: usize) -> usize {
 }
 
 #[test]
-fn matches_the_model_under_random_use() {
+fn queue_matches_model_under_random_use() {
     let mut steps = 0;
     for seed in 0..60 {
         steps += history(seed, 4000);
@@ -620,7 +620,7 @@ fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
 }
 
 #[test]
-fn operations_take_constant_steps() {
+fn operations_take_a_constant_number_of_steps() {
     let few = steps_with(2, 10, 10);
     for (tenants, jobs, cost_max) in [(10_000, 20_000, 1), (10_000, 20_000, u32::MAX), (3, 20_000, 5000)] {
         let many = steps_with(tenants, jobs, cost_max);
@@ -697,7 +697,7 @@ fn cancelled_jobs_release_memory() {
 
 /// A single high number that is added and removed repeatedly does not grow and shrink a table each time.
 #[test]
-fn keeps_small_tables_and_delays_shrinking_large_ones() {
+fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();
     for job in 0..RETAINED_LEN_MAX as u32 {
         queue.push(job, Normal, 0, 1);
