@@ -9,24 +9,25 @@ use bulkhead_policy::Time;
 /// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
-/// Minimum interval between events about pauses.
+/// Minimum time between two events about pauses.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of the pause detection.
 #[derive(Default)]
 pub(super) struct PauseDetector {
-    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the data plane's clock, in
-    /// nanoseconds.
+    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of the data plane,
+    /// in nanoseconds.
     suspended_ns: Option<u64>,
     reported_at: Option<Time>,
-    /// True if the previous iteration came too late.
+    /// True if a pause was detected in the previous iteration.
     was_late: bool,
 }
 
 impl PauseDetector {
-    /// Checks for a pause at the beginning of an iteration that was due at `due`. `boot_ns` is the time since the boot
-    /// of the machine, including suspended time. The data plane's clock, and with it every deadline, stands still while
-    /// the machine is suspended. Returns the delay of the iteration, and an event unless there was one a short time ago.
+    /// Checks at the beginning of an iteration whether the supervisor was paused. The iteration was due at
+    /// `due`. `boot_ns` is the time since the machine was booted, including suspended time. While the machine
+    /// is suspended, the clock of the data plane and so all deadlines stand still. If there was a pause,
+    /// returns the delay of the iteration, and an event unless a pause was reported a short time ago.
     pub(super) fn detect(
         &mut self,
         now: Time,
@@ -59,7 +60,7 @@ mod tests {
         Time::ZERO + Duration::from_millis(ms)
     }
 
-    /// Detects a pause of a machine that was suspended for `suspended_ms` in total.
+    /// Checks for a pause on a machine that has been suspended for `suspended_ms` in total.
     fn detect(
         detector: &mut PauseDetector,
         now_ms: u64,

@@ -6,7 +6,7 @@ fn place(number: usize) -> BulkheadIndex {
     BulkheadIndex::from_number(number)
 }
 
-/// A deterministic sequence of numbers (SplitMix64).
+/// Deterministic random number generator (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// A simple reference model: the bytes that each user, connection and bulkhead holds.
+/// Simple reference model, which stores the number of bytes that each user, connection and bulkhead holds.
 #[derive(Default)]
 struct Plain {
     held: BTreeMap<(u32, u64, usize), (usize, usize)>,
@@ -151,8 +151,8 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder as the data plane does: checks the share, counts the bytes, and frees
-/// memory of other holders if necessary.
+/// Requests `wanted` bytes for a holder in the same way as the data plane. Checks the share, counts the
+/// bytes, and frees memory of other holders if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
     if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
@@ -174,21 +174,21 @@ fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
     assert_eq!(shares.held(), most, "one user alone may use all");
-    // Another user gets half and no more, for any number of connections.
+    // Another user gets half of the memory and no more, whatever its number of connections.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2, most));
-    // Another connection of the first user gets an equal part of that user's memory.
+    // Another connection of the first user gets an equal share of that user's memory.
     let seventh = shares.open(Owner::User(1), 7);
     let mut got = 0;
     while take(&mut shares, (seventh, 0), 10, most) {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2 / 7 / 10 * 10, most));
-    // Another bulkhead of the connection gets an equal part too.
+    // Another bulkhead of the connection also gets an equal share.
     let mut got = 0;
     while take(&mut shares, (other, 1), 10, most) {
         got += 10;
