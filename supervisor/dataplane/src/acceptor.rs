@@ -178,7 +178,7 @@ mod tests {
 
     /// The connection is reported once the time budget allows accepting connections again.
     #[test]
-    fn reports_connections_that_arrived_while_not_accepting() {
+    fn connection_that_arrives_before_registration_is_reported() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
         let mut poll = Poll::new().unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_delay_of_a_second_at_intervals() {
+    fn delays_of_one_second_are_reported_at_intervals() {
         let poll = Poll::new().unwrap();
         let mut acceptor = Acceptor::new(&poll, None).unwrap();
         let at = |ms| Time::ZERO + Duration::from_millis(ms);

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn takes_bounded_weight_per_iteration() {
+    fn weight_of_commands_per_iteration_is_bounded() {
         let (sender, receiver) = sync_channel(64);
         let mut queue = CommandQueue::new(receiver, Arc::default());
         (0..40).for_each(|_| sender.try_send(Command::Summarise).unwrap());

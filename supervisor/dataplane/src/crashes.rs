@@ -328,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
+    fn crashes_beyond_the_rate_limit_are_counted() {
         let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
         // Simulates one minute with a hundred crashes per second.

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_are_never_closed_where_bytes_are_read() {
+    fn reading_thread_never_closes_received_descriptors() {
         let (closers, coming) = closers();
         let mut buffer = [0; 100];
         // The first messages are received with their descriptors. The later messages remain in the socket.
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_can_refuses_descriptors_to_their_sender() {
+    fn kernel_refuses_descriptors_at_the_sender() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         if let Err(error) = refuse_descriptors(&ours) {
             assert_eq!(error, Errno::NOPROTOOPT);

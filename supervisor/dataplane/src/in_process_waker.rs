@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_sleeps_is_woken_and_one_that_is_awake_is_not() {
+    fn client_wakes_only_a_sleeping_data_plane() {
         let (mut poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         let session = SessionId { index: SessionIndex::from_number(3), epoch: 7 };
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_before_the_rope_is_heard() {
+    fn input_before_registration_prevents_sleep() {
         let (_poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         there.write(b"a").unwrap();

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pause_begins_with_the_fourth_keeper_and_has_an_end() {
+    fn keeper_restart_is_delayed_after_three_early_deaths() {
         let pauses_ms: Vec<u128> =
             (0..10).map(|early_deaths| pause_after(early_deaths).as_millis()).collect();
         assert_eq!(pauses_ms, [0, 0, 0, 100, 200, 400, 800, 1600, 1600, 1600]);

@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_newest_job_of_lowest_priority_of_largest_client() {
+    fn newest_low_priority_job_of_largest_client_is_evicted_first() {
         let mut memory = Memory::new(0);
         let (small, large) = (memory.open(1, 1), memory.open(2, 2));
         let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_spooled_payloads_as_far_as_necessary() {
+    fn only_as_many_spooled_bytes_as_necessary_are_evicted() {
         let mut memory = Memory::new(0);
         memory.set_spooled(1000);
         assert_eq!((memory.held(), memory.held_in_all()), (0, 1000));

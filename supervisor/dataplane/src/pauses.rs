@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_late_iteration_once() {
+    fn late_iteration_is_reported_once() {
         let mut detector = PauseDetector::default();
         assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second is no pause");
         let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_suspended_machine() {
+    fn suspension_of_the_machine_is_reported() {
         let mut detector = PauseDetector::default();
         assert!(detect(&mut detector, 1000, 100, 1000).is_none(), "suspended before the first call");
         let pause = detect(&mut detector, 1100, 60_100, 1100).unwrap();

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_crowd_at_intervals() {
+    fn rejections_of_many_users_are_reported_at_intervals() {
         let mut rejections = RejectionReports::default();
         let mut reported = 0;
         for n in 0..100_000u32 {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_workers_separately_from_many_users() {
+    fn rejected_workers_are_reported_separately_from_users() {
         let mut rejections = RejectionReports::default();
         for uid in 0..100 {
             rejections.add(Time::ZERO, SocketKind::Jobs, refusal(uid, &[]), |_| None);

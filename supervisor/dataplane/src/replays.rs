@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn submits_job_to_ready_worker_and_removes_compartment_at_the_end() {
+    fn replay_runs_the_job_and_removes_its_compartment() {
         let (mut replays, compartment, mut result) = replay();
         assert!(replays.next_step(|_| false).is_none());
         let worker = WorkerId { place: 0, generation: 1 };
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn stops_compartment_of_worker_that_dies_before_the_job() {
+    fn worker_death_before_the_job_ends_the_replay() {
         let (mut replays, compartment, _result) = replay();
         let worker = WorkerId { place: 0, generation: 1 };
         replays.note(

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_spans_do_not_repeat() {
+    fn span_ids_do_not_repeat() {
         let mut ids = SpanIds(7);
         let mut drawn: Vec<_> = (0..100_000).map(|_| ids.next()).collect();
         drawn.sort_unstable();

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_with_nearly_equal_beats_are_due_together() {
+    fn workers_with_similar_heartbeat_times_are_checked_together() {
         let (second, ms) = (Duration::from_secs(1), Duration::from_millis);
         let now = Time::ZERO + ms(10_000);
         let of = |since| beat_at(now, ms(since), second);
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_sleeps_is_not_starved() {
+    fn sleeping_process_is_not_starved() {
         let own = std::process::id();
         let (mut now, mut later) = (SchedStats::of(own), SchedStats::of(own));
         if now.threads.is_empty() {
@@ -152,7 +152,7 @@ mod tests {
 
     /// The arguments are numbers of seconds within a window of ten seconds.
     #[test]
-    fn starved_thread_was_mostly_ready_but_did_not_run() {
+    fn thread_is_starved_if_mostly_ready_without_running() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
             let thread = |seconds: [u64; 2], is_ready| {
                 let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_figures_are_read_whatever_a_thread_is_called() {
+    fn scheduling_statistics_are_parsed_for_any_thread_name() {
         let read = |stat| Thread::read("12 34 5\n", stat);
         let thread = read("7 (a) S b) R 1 2 3\n").unwrap();
         assert_eq!((thread.ran_ns, thread.waited_ns, thread.is_ready), (12, 34, true));

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_waiting_workers_when_template_is_ready() {
+    fn waiting_workers_are_ordered_when_the_template_is_ready() {
         let (mut templates, program) = starting(at(0));
         assert_eq!(templates.fork(compartment(), &program, (worker(2), 1)), Fork::Waits);
         assert!(templates.spawned(at(1), 10, 99) && !templates.spawned(at(1), 11, 99));
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn kills_template_that_is_not_ready_in_time() {
+    fn template_that_is_not_ready_in_time_is_killed() {
         let (mut templates, _) = starting(at(0));
         templates.spawned(at(1), 10, 99);
         templates.message(at(4), 10, TemplateReport::Extend(Duration::from_secs(60)));
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn cancels_worker_that_waits_for_template() {
+    fn worker_waiting_for_a_template_can_be_cancelled() {
         let (mut templates, _) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Status("loading".into()));
         let message = templates.cancel(compartment(), worker(1));
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn replaces_template_after_many_deaths_by_signal() {
+    fn many_deaths_by_signal_replace_the_template() {
         let (mut templates, program) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Ready);
         effects(&mut templates);
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn releases_user_ids_when_keeper_is_lost() {
+    fn keeper_loss_releases_user_ids_of_templates() {
         let (mut templates, _) = starting(at(0));
         templates.keeper_lost();
         let all = effects(&mut templates);

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_has_its_share_of_the_time_and_no_more() {
+    fn work_gets_exactly_its_share_of_the_time() {
         let mut budget = TimeBudget::one_in(4);
         let (mut now, mut worked) = (Time::ZERO + Duration::from_secs(60), Duration::ZERO);
         let end = now + Duration::from_secs(10);
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crowd_after_a_quiet_hour_does_not_hold_up_a_turn() {
+    fn unused_budget_accumulates_only_up_to_a_maximum() {
         let mut budget = TimeBudget::one_in(8);
         let now = Time::ZERO + Duration::from_secs(3600);
         let piece = Duration::from_micros(10);
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_of_the_machine_is_not_made_up_for() {
+    fn charge_for_a_single_piece_of_work_is_limited() {
         let mut budget = TimeBudget::one_in(4);
         let now = Time::ZERO + Duration::from_secs(1);
         assert!(budget.has_time(now));

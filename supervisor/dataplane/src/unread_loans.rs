@@ -91,7 +91,7 @@ mod tests {
 
     /// A new connection does not help, because the unread loans of the closed connection still count.
     #[test]
-    fn receiver_that_does_not_read_gets_few_lends() {
+    fn receiver_that_does_not_read_gets_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));
         let mut others = Vec::new();
         for _ in 0..2 {
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_reads_is_lent_to_for_ever() {
+    fn receiver_that_reads_gets_any_number_of_loans() {
         let mut lends = UnreadLoans::new(1);
         let (mut here, mut there) = UnixStream::pair().unwrap();
         let mut unread = ReceiverLoans::default();

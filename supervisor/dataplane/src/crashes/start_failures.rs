@@ -57,7 +57,7 @@ mod tests {
     use bulkhead_plane::crash::cause_of;
 
     #[test]
-    fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
+    fn least_recently_seen_start_failure_is_forgotten() {
         let mut failures = StartFailures::default();
         let cause = |code| cause_of(&Death::Exit(code).into()).expect("a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);

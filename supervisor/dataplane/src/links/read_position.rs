@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_jobs_apart_by_bytes_read_and_jobs_begun() {
+    fn unread_and_unbegun_jobs_are_recognised() {
         let mut link = ReadPosition { theirs: None, written: 0, jobs: 0 };
         let first = link.position_behind(0);
         link.add_written(100);

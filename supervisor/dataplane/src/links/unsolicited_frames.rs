@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_within_its_budget_is_never_paused() {
+    fn worker_within_its_budget_is_never_paused() {
         let mut frames = UnsolicitedFrames::default();
         for ms in 0..100_000 {
             frames.add_job();
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_worker_over_budget_and_ends_flooding_worker() {
+    fn only_a_flood_of_notices_kills_the_worker() {
         // This is the number of notices in a full socket if each notice is sent separately.
         assert_eq!(flood(250), None);
         assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_now_and_then_is_forgiven() {
+    fn occasional_bursts_do_not_kill_the_worker() {
         let mut frames = UnsolicitedFrames::default();
         for burst in 0..1000 {
             (0..5000).for_each(|_| frames.charge(8));

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn users_take_turns_whatever_their_connections() {
+    fn users_take_turns_whatever_their_number_of_connections() {
         let mut uids = vec![1; 200];
         uids.push(2);
         let mut crowd = Crowd::new(uids);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_connection_does_not_wait_for_busy_ones() {
+    fn quiet_connection_is_read_before_busy_connections() {
         let mut crowd = Crowd::new(vec![1; 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn one_can_wait_that_leaves_or_whose_frames_are_refused() {
+    fn closed_or_mostly_rejected_connection_has_low_priority() {
         let mut leaves = QueueState::default();
         assert!(!leaves.is_low_priority());
         leaves.is_read_closed = true;
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_of_those_who_have_nothing() {
+    fn queue_is_empty_after_all_input_is_read() {
         let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
         crowd.push(3);
         for _ in 0..50 {

@@ -22,7 +22,7 @@ fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoi
 }
 
 #[test]
-fn pause_of_supervisor_extends_timeouts() {
+fn pause_of_the_supervisor_extends_timeouts() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].mid_frame_since = Some(at(2));
@@ -36,7 +36,7 @@ fn pause_of_supervisor_extends_timeouts() {
 }
 
 #[test]
-fn rejects_client_without_hello() {
+fn client_without_hello_is_rejected() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.needs_checks());
@@ -45,7 +45,7 @@ fn rejects_client_without_hello() {
 }
 
 #[test]
-fn rejects_client_stalled_mid_frame_unless_paused() {
+fn client_stalled_mid_frame_is_rejected_unless_paused() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -58,7 +58,7 @@ fn rejects_client_stalled_mid_frame_unless_paused() {
 }
 
 #[test]
-fn closes_client_that_reads_nothing() {
+fn client_that_reads_nothing_is_closed() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -75,7 +75,7 @@ fn closes_client_that_reads_nothing() {
 }
 
 #[test]
-fn closes_client_over_the_unread_limit() {
+fn client_over_the_unread_limit_is_closed() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -84,7 +84,7 @@ fn closes_client_over_the_unread_limit() {
 }
 
 #[test]
-fn finishes_rejected_session_when_everything_is_sent() {
+fn rejected_session_ends_when_everything_is_sent() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.reject(index, RejectReason::Invalid, "no"));
@@ -95,7 +95,7 @@ fn finishes_rejected_session_when_everything_is_sent() {
 }
 
 #[test]
-fn forgets_request_with_its_outcome() {
+fn request_is_removed_with_its_outcome() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     let id = sessions.id(index);

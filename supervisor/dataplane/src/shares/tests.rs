@@ -63,7 +63,7 @@ impl Plain {
 }
 
 #[test]
-fn it_counts_and_chooses_as_one_would_by_hand() {
+fn shares_match_a_simple_model() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let most = 1000 + random.below(3000);
@@ -167,7 +167,7 @@ fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) 
 }
 
 #[test]
-fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
+fn new_user_gets_an_equal_share_of_full_memory() {
     let most = 1200;
     let mut shares = Shares::default();
     let crowd: Vec<Holder> = (0..6).map(|n| shares.open(Owner::User(1), n)).collect();
@@ -197,7 +197,7 @@ fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
 }
 
 #[test]
-fn frames_go_before_jobs_and_what_is_fixed_stays() {
+fn frames_are_evicted_before_jobs() {
     let mut shares = Shares::default();
     let (a, b) = (shares.open(Owner::User(1), 1), shares.open(Owner::User(1), 2));
     let workers = shares.open(Owner::Workers, 0);
