@@ -1,5 +1,5 @@
-//! Measures a program for each job: the number of `true` per second that an `exec` bulkhead runs, compared with
-//! threads that spawn `true` and wait.
+//! Measures programs that are started for each job. Compares how many `true` processes per second an `exec`
+//! bulkhead runs with how many plain threads can spawn and wait for.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -14,7 +14,7 @@ use crate::report::{Report, Target};
 /// Prefix of the names of these measurements.
 pub(crate) const GROUP: &str = "programs";
 
-/// Number of concurrent programs.
+/// Number of programs that run concurrently.
 const AT_ONCE: usize = 2;
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];

@@ -1,4 +1,4 @@
-//! Runs all default measurements of the bench briefly. The figures are not checked.
+//! Runs all default measurements of the bench briefly, without checking the figures.
 
 use std::process::{Command, Output};
 
