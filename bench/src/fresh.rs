@@ -11,7 +11,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "fresh";
 
 /// Number of jobs in flight.

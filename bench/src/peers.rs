@@ -25,7 +25,7 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 const GROUP: &str = "peers";
 
 /// Folder for the built peers, relative to the workspace.

@@ -18,7 +18,7 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, bare};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "scale";
 
 /// Maximum cost of a job among many others, as a multiple of its cost alone.

@@ -17,7 +17,7 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
 /// Size of the measurements.

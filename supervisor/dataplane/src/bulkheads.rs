@@ -65,7 +65,7 @@ pub(super) struct BulkheadEntry {
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
     /// Names of the bulkheads that get the jobs that this bulkhead cannot run, in the order in which they are
-    /// tried. Names without a bulkhead are skipped.
+    /// tried. Names of bulkheads that do not exist are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
     /// Time of the last event and number of jobs since that event, for each fallback.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,

@@ -407,8 +407,8 @@ impl Leases {
         over == 0 && !is_full
     }
 
-    /// Recalls idle leases with a total size of at least `bytes`. Recalls the leases first that have been
-    /// idle for the longest time.
+    /// Recalls idle leases with a total size of at least `bytes`. The leases that have been idle the longest
+    /// are recalled first.
     fn recall_idle(&mut self, now: Time, bytes: u64) {
         let is_idle = |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_));
         let idle = self.by_number.iter().filter(|(_, lease)| is_idle(lease));

@@ -162,7 +162,7 @@ fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 
-/// Payload of a job, as far as the data plane holds it.
+/// The parts of a job's payload that the data plane holds.
 #[derive(Default)]
 struct HeldPayload {
     /// Payload of a waiting job. If a job with a large payload can be repeated, its payload is kept until the

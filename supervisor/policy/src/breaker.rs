@@ -291,8 +291,9 @@ impl Breaker {
         }
     }
 
-    /// Decides about the probes as soon as the remaining ones cannot change the decision. Opens the breaker if the
-    /// configured shares are reached even if all other probes succeed. Closes the breaker after the last probe.
+    /// Decides whether the breaker opens or closes, as soon as the remaining probes cannot change the
+    /// decision. Opens the breaker if the configured shares are reached even if all other probes succeed.
+    /// Closes the breaker after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -788,7 +789,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// Old successes leave the window. Neither that nor an ignored call may open the breaker.
+    /// Neither an old success that leaves the window nor an ignored call may open the breaker.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();

@@ -76,9 +76,10 @@ pub struct Bulkhead<T> {
     to_resend: Vec<u32>,
     /// Replaced workers that have left their slots but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
-    /// Permits in use before the current event.
+    /// Number of permits in use before the current event.
     in_use_before_event: u32,
-    /// Permits reserved for critical jobs before the current event (adaptive limit only).
+    /// Number of permits reserved for critical jobs before the current event. Only set if there is an
+    /// adaptive limit.
     reserved_before_event: u32,
     spacing: RestartSpacing,
     /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must check for slots that need a spare.
@@ -354,7 +355,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Assigns a job to a worker and applies `change` to the worker in the same update.
+    /// Assigns a job to a worker and applies `change` to the worker at the same time.
     fn assign<R>(
         &mut self,
         now: Time,
@@ -494,7 +495,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker and applies `change` to the worker in the same update.
+    /// Removes a job in flight from its worker and applies `change` to the worker at the same time.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);

@@ -405,8 +405,8 @@ impl Worker {
         self.jobs.get(at as usize).copied()
     }
 
-    /// Returns the number of the next job that is sent to the worker. With `check_at`, schedules a check for
-    /// jobs that the worker should have begun by then.
+    /// Returns the number of the next job that is sent to the worker. If `check_at` is set, schedules a check
+    /// for jobs that the worker should have begun by then.
     pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
         self.sent += 1;
         if let Some(at) = check_at {

@@ -480,8 +480,8 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not cause more and
-/// more workers.
+/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not let the number
+/// of workers grow.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);

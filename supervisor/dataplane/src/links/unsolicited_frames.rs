@@ -81,7 +81,7 @@ impl UnsolicitedFrames {
         self.paused_until
     }
 
-    /// Ends the pause if its time has passed. Returns true if the pause was ended.
+    /// Ends the pause if it is over. Returns true if so.
     pub(super) fn resume(&mut self, now: Time) -> bool {
         let is_over = self.paused_until.is_some_and(|until| until <= now);
         if is_over {

@@ -96,7 +96,8 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides about a job. Returns the worker if the job runs at once, or `None` if the job must wait.
+    /// Decides whether a job is accepted. Returns the worker if the job runs at once, or `None` if the job
+    /// must wait.
     fn admit(
         &mut self,
         now: Time,
@@ -398,7 +399,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job that was already dispatched before all other jobs of its class. The tenant is not charged again.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;

@@ -26,8 +26,8 @@ const EXCUSED_SILENCES_MAX: u32 = 20;
 pub(super) const RECYCLE_INTERVAL: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
-    /// Starts a worker for a slot. With `successor`, the worker is a successor that will replace the slot's current
-    /// worker. Otherwise, it becomes the slot's current worker.
+    /// Starts a worker for a slot. If `successor` is set, the worker is a successor that will replace the
+    /// slot's current worker. Otherwise, it becomes the slot's current worker.
     pub(super) fn spawn(&mut self, now: Time, slot: u32, successor: Option<RecycleReason>) {
         if self.is_stopping() {
             return;
@@ -625,8 +625,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides about a slot whose worker is gone. Depending on the worker's end, the slot starts a worker, waits, or
-    /// stops.
+    /// Decides what happens to a slot whose worker is gone. Depending on how the worker ended, the slot
+    /// starts another worker, waits, or stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);

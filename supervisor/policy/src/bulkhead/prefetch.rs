@@ -200,9 +200,9 @@ impl<T> Bulkhead<T> {
 
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. With `recall_up_to`, first recalls the jobs up to that
-    /// number, so that the worker can no longer begin them. Returns `None` if the worker has no journal. If the value
-    /// is implausible, kills the worker and returns `None`.
+    /// Reads the number of the last job that a worker has begun. If `recall_up_to` is set, first recalls the
+    /// jobs up to that number, so that the worker can no longer begin them. Returns `None` if the worker has
+    /// no journal. If the value is implausible, kills the worker and returns `None`.
     fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>) -> Option<u64> {
         let worker = self.workers.get(place)?;
         let (last_begun, sent) = (worker.last_begun, worker.sent);
@@ -425,8 +425,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Removes a job in flight that has not begun from its worker, and applies `change` to the worker in the same
-    /// update. The dispatch does not count as an attempt.
+    /// Removes a job in flight that has not begun from its worker, and applies `change` to the worker at the
+    /// same time. The dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);
         job.attempts -= 1;

@@ -162,8 +162,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Puts a job that was already dispatched before the jobs that were not, without charging its tenant. A suspect
-    /// goes to the separate list of suspects instead.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again. A suspect goes to the separate list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {

@@ -161,7 +161,7 @@ impl<T> Bulkhead<T> {
         self.continue_rolling_restart(now);
     }
 
-    /// Opens and closes slots until their number is as configured.
+    /// Opens and closes slots until there are as many as configured.
     fn resize_slots(&mut self, now: Time) {
         let wanted = self.limits.slot_count();
         let in_all = wanted + self.limits.spare_count();

@@ -260,7 +260,7 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job as passed on to another bulkhead, instead of counting its rejection.
+    /// Counts a job that was passed on to another bulkhead, and takes back the count of its rejection.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);

@@ -34,7 +34,7 @@ pub(crate) struct Model {
     limits: Limits,
     registry: Registry,
     adaptive: Option<adaptive::Adaptive>,
-    /// Permits in use before the current event.
+    /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
     /// Highest `max_queue` and highest number of permits that were ever configured. Waiting jobs stay in the

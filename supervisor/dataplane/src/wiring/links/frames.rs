@@ -245,7 +245,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// Handles the end of a result that was too large. The job's permit becomes free.
+    /// Handles the end of a result that was too large. The job's permit is released.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);

@@ -52,7 +52,7 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The worker has gone in the current step, and must be followed by `NextStart`.
+    /// The slot's worker was removed in the current step, and `NextStart` must follow.
     Vacant(NextStart),
 }
 
@@ -337,7 +337,7 @@ impl Model {
         }
     }
 
-    /// Opens and closes slots until their number matches the limits.
+    /// Opens and closes slots until there are as many as the limits require.
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
