@@ -195,7 +195,7 @@ mod tests {
             acceptor.budget.charge(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
         }
         crowd.push(UnixStream::connect_addr(&address).unwrap());
-        assert!(!is_announced(&mut poll), "there is no time for it");
+        assert!(!is_announced(&mut poll), "the listener must not be registered while the budget is used up");
         let later = now + Duration::from_secs(1);
         for _ in 0..2 {
             assert!(acceptor.can_accept(&poll, later));
@@ -218,6 +218,6 @@ mod tests {
         assert!(acceptor.delayed(at(11_999)).is_none());
         assert!(acceptor.delayed(at(12_000)).is_some());
         acceptor.backlog_accepted();
-        assert!(acceptor.delayed(at(22_000)).is_none(), "the delay begins again");
+        assert!(acceptor.delayed(at(22_000)).is_none(), "a new delay must have begun");
     }
 }

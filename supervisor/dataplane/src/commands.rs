@@ -84,7 +84,7 @@ mod tests {
         let (sender, receiver) = sync_channel(64);
         let mut queue = CommandQueue::new(receiver, Arc::default());
         (0..40).for_each(|_| sender.try_send(Command::Summarise).unwrap());
-        assert!(queue.next().is_none(), "no send_number was recorded");
+        assert!(queue.next().is_none(), "the arrival of commands was not recorded");
         queue.arrived();
         let mut iterations = 0;
         let mut taken = 0;

@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(told + report_limit.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
         assert!(
             (0..20).filter(|_| report_limit.take(later)).count() == REPORT_BURST_MAX as usize,
-            "a pause fills it up"
+            "a pause must refill the bucket"
         );
     }
 }

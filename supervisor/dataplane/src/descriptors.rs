@@ -282,7 +282,11 @@ mod tests {
             assert_eq!(held, MESSAGE_DESCRIPTORS_MAX * (round + 1).min(2));
             closers.close(ours);
         }
-        assert_eq!(closers.backlog.sockets.load(Ordering::Relaxed), 3, "those with something unread");
+        assert_eq!(
+            closers.backlog.sockets.load(Ordering::Relaxed),
+            3,
+            "only sockets with unread bytes must be passed to the closing threads"
+        );
         let backlog = closers.backlog.clone();
         drop(closers);
         close_all(&Mutex::new(coming), &backlog);

@@ -152,7 +152,7 @@ mod tests {
         assert!(bell.prepare_sleep());
         there.write(b"a").unwrap();
         assert!(is_woken(&mut poll));
-        assert!(!bell.prepare_sleep(), "there is something to hear");
+        assert!(!bell.prepare_sleep(), "the data plane must not sleep after a signal");
         assert_eq!(std::mem::take(&mut lock(&bell.ready).sessions), [session]);
         // The first byte has not been read yet, so the client does not signal again.
         there.write(b"b").unwrap();

@@ -339,7 +339,9 @@ mod tests {
             jobs.push(charge_waiting(&mut memory, large, number, priority));
         }
         let most = memory.held() - 1;
-        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else { panic!("no job") };
+        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else {
+            panic!("expected the eviction of a job")
+        };
         let lowest = usize::from(Priority::ALL[0].code()) < usize::from(Priority::ALL[1].code());
         assert_eq!(memory.pop_waiting(holder), Some(job(if lowest { 4 } else { 2 })));
         assert!(jobs[3].charge.is_of_waiting(holder) && !jobs[0].charge.is_of_waiting(holder));

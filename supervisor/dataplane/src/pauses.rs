@@ -73,18 +73,27 @@ mod tests {
     #[test]
     fn late_iteration_is_reported_once() {
         let mut detector = PauseDetector::default();
-        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second is no pause");
+        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second does not count as a pause");
         let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
         assert_eq!(pause.0, Duration::from_millis(600));
         assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 600, suspended_ms: None })));
-        assert!(detect(&mut detector, 3200, 0, 2600).is_none(), "the iteration after a pause is late too");
-        assert!(detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(), "reported a short time ago");
+        assert!(
+            detect(&mut detector, 3200, 0, 2600).is_none(),
+            "the iteration after a pause is also late, but must not be reported"
+        );
+        assert!(
+            detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(),
+            "a pause was reported a short time ago"
+        );
     }
 
     #[test]
     fn suspension_of_the_machine_is_reported() {
         let mut detector = PauseDetector::default();
-        assert!(detect(&mut detector, 1000, 100, 1000).is_none(), "suspended before the first call");
+        assert!(
+            detect(&mut detector, 1000, 100, 1000).is_none(),
+            "time suspended before the first call must not count"
+        );
         let pause = detect(&mut detector, 1100, 60_100, 1100).unwrap();
         assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 0, suspended_ms: Some(60_000) })));
     }

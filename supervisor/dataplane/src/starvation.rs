@@ -127,7 +127,11 @@ mod tests {
             [of(1), of(700), of(749), of(750)],
             [10_000, 9_500, 9_500, 9_250].map(|at| Time::ZERO + ms(at))
         );
-        assert_eq!(beat_at(Time(7), Duration::ZERO, second), Time(7), "never later than now");
+        assert_eq!(
+            beat_at(Time(7), Duration::ZERO, second),
+            Time(7),
+            "the result must not be later than now"
+        );
         assert_eq!(beat_at(Time(7), Duration::ZERO, Duration::ZERO), Time(7));
     }
 
@@ -147,7 +151,7 @@ mod tests {
         later.read_at = now.read_at + Duration::from_secs(3600);
         assert!(!later.is_starved_since(&now));
         let watch = Watch::new(own);
-        assert!(!watch.is_starved(), "there is nothing to compare with");
+        assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
     /// The arguments are numbers of seconds within a window of ten seconds.
@@ -166,13 +170,13 @@ mod tests {
             };
             now.is_starved_since(&before)
         };
-        assert!(after(1, 5, [false, false]), "it waited, and sleeps again");
-        assert!(after(0, 0, [true, true]), "it has waited ever since");
+        assert!(after(1, 5, [false, false]), "the thread waited and is sleeping again");
+        assert!(after(0, 0, [true, true]), "the thread has been waiting all the time");
         assert!(after(3, 1, [true, true]));
-        assert!(!after(0, 4, [false, false]), "it slept for more than half");
-        assert!(!after(10, 0, [true, true]), "it runs and runs");
+        assert!(!after(0, 4, [false, false]), "the thread slept for more than half of the time");
+        assert!(!after(10, 0, [true, true]), "the thread has been running all the time");
         assert!(!after(6, 0, [true, true]));
-        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "it may have slept");
+        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "the thread may have slept");
     }
 
     #[test]
@@ -185,7 +189,7 @@ mod tests {
         let own = SchedStats::of(std::process::id());
         assert!(
             own.threads.is_empty() || own.threads.values().any(|thread| thread.is_ready),
-            "this one runs"
+            "the current thread must be running"
         );
     }
 }

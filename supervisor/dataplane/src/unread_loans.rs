@@ -109,7 +109,7 @@ mod tests {
         let (here, _there) = UnixStream::pair().unwrap();
         assert!(
             !lends.can_lend(&here, &mut ReceiverLoans::default()),
-            "all together have used up what there is"
+            "the limit for all receivers together must be reached"
         );
         lends.remove_closed();
         assert!(lends.needs_checks());

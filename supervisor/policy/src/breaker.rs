@@ -506,7 +506,9 @@ mod tests {
     /// Claims a call and panics if the breaker refuses.
     #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
-        let Some((claim, _)) = breaker.claim(now, true) else { panic!("no claim: {breaker:?}") };
+        let Some((claim, _)) = breaker.claim(now, true) else {
+            panic!("the breaker refused a claim: {breaker:?}")
+        };
         claim
     }
 
@@ -728,7 +730,11 @@ mod tests {
         close(&mut breaker, now);
         now = now + 9 * SECOND;
         trip(&mut breaker, now);
-        assert_eq!(retry_after(&breaker, now), Some(40 * SECOND), "it was closed for too short a time");
+        assert_eq!(
+            retry_after(&breaker, now),
+            Some(40 * SECOND),
+            "the breaker was not closed for a whole window"
+        );
         now = now + 40 * SECOND;
         close(&mut breaker, now);
         now = now + 10 * SECOND;
@@ -925,7 +931,7 @@ mod tests {
         fn advance(&mut self) {
             self.breaker.advance(self.now, self.is_ready);
             let next = self.breaker.next_deadline(self.is_ready);
-            assert!(next.is_none_or(|at| at > self.now), "due for ever");
+            assert!(next.is_none_or(|at| at > self.now), "a deadline in the past must not remain");
         }
 
         fn by_hand(&mut self) {
@@ -988,6 +994,6 @@ mod tests {
                 *sum += count;
             }
         }
-        assert!(entered.iter().all(|&count| count > 100), "too little happened: {entered:?}");
+        assert!(entered.iter().all(|&count| count > 100), "a state was entered too few times: {entered:?}");
     }
 }

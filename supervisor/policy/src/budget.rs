@@ -117,7 +117,11 @@ mod tests {
         for _ in 0..5 * RETRIES_FLOOR {
             budget.call(Time::ZERO);
         }
-        assert_eq!(spend(&mut budget, Time::ZERO), 0, "the share is no more than the floor");
+        assert_eq!(
+            spend(&mut budget, Time::ZERO),
+            0,
+            "the share must not exceed the minimum number of retries"
+        );
     }
 
     /// From Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
@@ -128,7 +132,11 @@ mod tests {
             for _ in 0..1000 {
                 budget.call(Time::ZERO);
             }
-            assert_eq!(spend(&mut budget, Time::ZERO), expected, "a share of {share}");
+            assert_eq!(
+                spend(&mut budget, Time::ZERO),
+                expected,
+                "wrong number of retries for a share of {share}"
+            );
         }
     }
 

@@ -300,7 +300,7 @@ mod tests {
         staying.into_iter().for_each(|index| jobs.remove(index));
         assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
         let next = insert(&mut jobs, 7);
-        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "no number is used twice");
+        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "a job id must not be used twice");
     }
 
     #[test]
@@ -313,6 +313,6 @@ mod tests {
         assert!(jobs.table.capacity() < 2 * RETAINED_LEN_MAX, "{}", jobs.table.capacity());
         assert_eq!(jobs.find(number), Some(stays));
         let next: Vec<u32> = (0..2000).map(|n| insert(&mut jobs, n)).collect();
-        assert!(!next.contains(&stays) && jobs.table.len() == 2001, "each place is used once");
+        assert!(!next.contains(&stays) && jobs.table.len() == 2001, "a table entry must not be used twice");
     }
 }

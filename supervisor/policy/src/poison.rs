@@ -157,7 +157,7 @@ mod tests {
     fn old_crashes_do_not_count() {
         let mut poison = poison();
         for i in 0..50 {
-            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i}");
+            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i} caused a quarantine");
         }
     }
 
@@ -170,7 +170,7 @@ mod tests {
         assert!(poison.is_quarantined(at(99), d(7)));
         assert!(!poison.is_quarantined(at(100), d(7)));
         assert_eq!(poison.len(at(100)), 0);
-        assert!(!poison.record_crash(at(100), d(7)), "its earlier crashes are forgotten");
+        assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
     /// The job was dispatched before another job with the same payload caused the quarantine.

@@ -218,7 +218,10 @@ struct Jobs {
 impl Jobs {
     /// Returns true if the job was added. A job must not be added twice.
     fn enter(&mut self, job: u32, entry: Entry) -> bool {
-        debug_assert!(job != NONE && entry.tenant != NONE, "{NONE} stands for none");
+        debug_assert!(
+            job != NONE && entry.tenant != NONE,
+            "the number {NONE} is reserved for the end of a list"
+        );
         let index = job as usize;
         if self.table.len() <= index {
             self.table.resize(index + 1, None);
@@ -473,7 +476,7 @@ impl Rounds {
     /// Ensures that the ring is large enough for a turn. The ring grows only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
-        debug_assert!(ahead <= COST_MAX as usize, "no turn is {ahead} rounds ahead");
+        debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
         if ahead < self.slots.len() {
             return;
         }

@@ -111,10 +111,10 @@ mod tests {
             let before = bucket;
             match bucket.take(now, &LIMIT, cost) {
                 Ok(()) => now = now + Duration::from_micros((state >> 50) % 900),
-                Err(Excess::Never) => unreachable!("no cost is that large"),
+                Err(Excess::Never) => unreachable!("a cost cannot be this large"),
                 Err(Excess::RetryIn(wait)) => {
                     let early = now + wait.saturating_sub(Duration::from_nanos(1));
-                    assert_eq!(bucket, before, "a refusal is free");
+                    assert_eq!(bucket, before, "a rejected job must not be charged");
                     assert!(bucket.clone().take(early, &LIMIT, cost).is_err());
                     now = now + wait;
                     assert!(bucket.take(now, &LIMIT, cost).is_ok());
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(bucket.take(ms(0), &slow, 120), Ok(()));
         let mut other = bucket;
         other.rescale(ms(0), &slow, &fast);
-        assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are spent");
+        assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are used up");
         assert!(other.take(ms(0), &fast, 1).is_err());
         // Charges that are carried over never exceed the new burst.
         bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
@@ -146,7 +146,12 @@ mod tests {
         for (i, from) in passed.iter().enumerate() {
             for (j, to) in passed.iter().enumerate().skip(i).step_by(7) {
                 let most = 50.0 * (to - from) as f64 / 1000.0 + 10.0;
-                assert!((j - i + 1) as f64 <= most + 1e-6, "{} in {} ms", j - i + 1, to - from);
+                assert!(
+                    (j - i + 1) as f64 <= most + 1e-6,
+                    "{} jobs passed within {} ms",
+                    j - i + 1,
+                    to - from
+                );
             }
         }
     }

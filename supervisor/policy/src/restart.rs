@@ -118,10 +118,18 @@ mod tests {
         }
         let soon = now + RESTART_INTERVAL_MIN / 2;
         assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN);
-        assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN * 2, "in whatever slot");
+        assert_eq!(
+            spacing.record_death(soon, true),
+            now + RESTART_INTERVAL_MIN * 2,
+            "the delay must apply to all slots together"
+        );
         let later = now + RESTART_INTERVAL_MIN * 5;
-        assert_eq!(spacing.record_death(later, true), later, "long enough after the last");
-        assert_eq!(spacing.record_death(later, false), later, "it did a job");
+        assert_eq!(spacing.record_death(later, true), later, "the last delayed restart is long enough ago");
+        assert_eq!(
+            spacing.record_death(later, false),
+            later,
+            "a worker that has completed a job must not cause a delay"
+        );
         assert_eq!(spacing.record_death(later, true), later);
     }
 
@@ -135,7 +143,7 @@ mod tests {
         let mut now = Time::ZERO;
         for expected_ms in [0, 100, 200, 400, 800] {
             let NextStart::At(at) = history.record_failure(now, &limits, most) else {
-                panic!("gave up early")
+                panic!("the slot failed too early")
             };
             assert_eq!(at.since(now).as_millis(), expected_ms);
             now = at;
@@ -147,7 +155,7 @@ mod tests {
         let later = now + limits.backoff_max;
         assert!(
             matches!(history.record_failure(later, &limits, 0), NextStart::Failed { .. }),
-            "a probe is the only try"
+            "a failed probe must be followed by another probe"
         );
         history.clear();
         assert_eq!(history.record_failure(later, &limits, most), NextStart::At(later));
@@ -159,7 +167,10 @@ mod tests {
         let mut history = FailureHistory::default();
         for i in 0..100 {
             let now = Time::ZERO + Duration::from_secs(10 * i);
-            assert!(matches!(history.record_failure(now, &limits, 0), NextStart::At(_)), "failure {i}");
+            assert!(
+                matches!(history.record_failure(now, &limits, 0), NextStart::At(_)),
+                "failure {i} must be followed by a normal restart"
+            );
         }
     }
 }

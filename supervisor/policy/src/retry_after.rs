@@ -81,7 +81,7 @@ mod tests {
         for (second, count, expected) in table {
             let now = Time::ZERO + Duration::from_secs(second);
             let asked = (0..count).fold(Duration::ZERO, |_, _| retry_after_values.record(now));
-            assert_eq!(asked, Duration::from_secs(expected), "second {second}");
+            assert_eq!(asked, Duration::from_secs(expected), "wrong value in second {second}");
         }
     }
 

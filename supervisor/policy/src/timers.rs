@@ -235,7 +235,7 @@ mod tests {
         while let Some(number) = timers.pop_due(Time(u64::MAX)) {
             due.push(number);
         }
-        assert_eq!(due.len(), 6, "the last ten, without those that were cleared");
+        assert_eq!(due.len(), 6, "the last ten timers without the cleared ones must remain");
         assert!(timers.queue.is_empty() && timers.next().is_none());
     }
 

@@ -43,7 +43,11 @@ impl Load {
     }
 
     fn limit(&self) -> u32 {
-        self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
+        self.fixture
+            .bulkhead
+            .adaptive()
+            .unwrap_or_else(|| panic!("the bulkhead must have an adaptive limit"))
+            .limit
     }
 
     /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running
@@ -70,7 +74,11 @@ impl Load {
             }
             self.seen = self.fixture.dispatched.len();
             let limit = self.limit();
-            let view = self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts"));
+            let view = self
+                .fixture
+                .bulkhead
+                .adaptive()
+                .unwrap_or_else(|| panic!("the bulkhead must have an adaptive limit"));
             assert!((view.limits.min..=view.limits.max).contains(&limit), "{limit}");
             if view.limits.mode == AdaptiveMode::Enforce {
                 assert!(self.fixture.bulkhead.limit() <= u64::from(limit));
@@ -112,16 +120,16 @@ fn cores(count: usize) -> impl Fn(usize) -> Duration {
 #[test]
 fn limit_follows_the_run_time_of_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
-    assert_eq!(load.limit(), 64, "it begins with all");
+    assert_eq!(load.limit(), 64, "the limit must start at the maximum");
     // Sixteen concurrent jobs take 20 ms on four cores.
     load.run(60 * SECOND, cores(4));
     let (low, high) = load.range(30 * SECOND);
-    assert!(low >= 10 && high <= 18, "{low} to {high}");
-    assert!(load.changes(30 * SECOND) <= 60, "{} changes in 30 s", load.changes(30 * SECOND));
+    assert!(low >= 10 && high <= 18, "the limit was {low} to {high}");
+    assert!(load.changes(30 * SECOND) <= 60, "the limit changed {} times in 30 s", load.changes(30 * SECOND));
     // Jobs are now four times as slow, so four concurrent jobs take 20 ms.
     load.run(30 * SECOND, cores(1));
     let (low, high) = load.range(20 * SECOND);
-    assert!(low >= 2 && high <= 5, "{low} to {high}");
+    assert!(low >= 2 && high <= 5, "the limit was {low} to {high}");
     // The machine is now fast enough for any number of jobs.
     load.run(15 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
@@ -134,11 +142,14 @@ fn limit_recovers_within_seconds_after_an_overload() {
     load.run(5 * SECOND, |_| 10 * MS);
     assert_eq!(load.range(4 * SECOND), (64, 64));
     load.run(3 * SECOND, |_| 200 * MS);
-    assert_eq!(load.limit(), 2, "whatever the limit, jobs take too long: the least is left");
-    assert!(!load.fixture.bulkhead.is_short_of_workers(), "what it took away is not missing");
+    assert_eq!(load.limit(), 2, "jobs take too long at any limit, so the limit must fall to the minimum");
+    assert!(
+        !load.fixture.bulkhead.is_short_of_workers(),
+        "permits removed by the adaptive limit must not count as missing"
+    );
     let done = load.done;
     load.run(2 * SECOND, |_| 200 * MS);
-    assert!(load.done > done, "the least goes on");
+    assert!(load.done > done, "jobs must continue at the minimum limit");
     load.run(8 * SECOND, |_| 10 * MS);
     assert_eq!(load.limit(), 64);
 }
@@ -153,7 +164,7 @@ fn limit_stays_low_if_a_third_of_jobs_is_slow() {
         if turn.get() % 3 == 0 { 700 * MS } else { 10 * MS }
     });
     let (_, high) = load.range(15 * SECOND);
-    assert!(high <= 8, "up to {high}");
+    assert!(high <= 8, "the limit was up to {high}");
 }
 
 #[test]
@@ -168,13 +179,20 @@ fn limit_grows_only_under_full_use() {
     load.run(SECOND, |_| 5 * MS);
     let before = load.limit();
     load.run(20 * SECOND, |_| 5 * MS);
-    assert!((2..32).contains(&before) && load.limit() == before, "one at once says nothing of more");
+    assert!(
+        (2..32).contains(&before) && load.limit() == before,
+        "the limit must not change while only one job runs at a time"
+    );
     load.waiting = 100;
     load.run(20 * SECOND, |_| {
         turn.set(turn.get() + 1);
         if turn.get() % 20 == 0 { 300 * MS } else { 10 * MS }
     });
-    assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
+    assert_eq!(
+        load.range(5 * SECOND),
+        (32, 32),
+        "the limit must be at the maximum if nine of ten jobs are fast"
+    );
 }
 
 /// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and run
@@ -188,7 +206,7 @@ fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
         for (at, (tenant, clients, _)) in tenants.iter().enumerate() {
             for _ in jobs.iter().filter(|(_, of, _)| *of == at).count()..*clients {
                 let job = fixture.submit_as(Priority::Normal, tenant);
-                jobs.push((job.unwrap_or_else(|| panic!("there is room")), at, None));
+                jobs.push((job.unwrap_or_else(|| panic!("the queue must have room")), at, None));
             }
         }
         let now = fixture.now;
@@ -215,7 +233,7 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
     assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
     assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
-    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "one tenant alone has the only vote");
+    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "a single tenant must have the only vote");
 }
 
 /// A job that hangs is counted at its deadline.
@@ -235,7 +253,10 @@ fn deadline_misses_lower_the_limit_unlike_quick_failures() {
         }
     }
     let view = fixture.bulkhead.adaptive();
-    assert!(view.is_some_and(|view| view.limit == 8 && view.latency.is_none()), "of 800 failures");
+    assert!(
+        view.is_some_and(|view| view.limit == 8 && view.latency.is_none()),
+        "failed jobs must not count as run times"
+    );
     for _ in 0..2 {
         let jobs: Vec<JobId> = (0..8).map(|_| fixture.job()).collect();
         // The clients get their outcomes at the deadline, and the workers reply just after that.
@@ -253,7 +274,7 @@ fn monitor_mode_reports_without_limiting() {
     load.run(20 * SECOND, cores(4));
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (64, 64));
     let (low, high) = load.range(10 * SECOND);
-    assert!(low >= 10 && high <= 40, "{low} to {high}");
+    assert!(low >= 10 && high <= 40, "the limit was {low} to {high}");
     load.run(10 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
 }
@@ -267,7 +288,7 @@ fn limit_grows_with_reserved_permits() {
             Limits { critical_reserve: reserved_permits, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
         let mut load = Load::new(limits, 100);
         load.run(20 * SECOND, cores(4));
-        assert!(load.limit() <= 40, "{reserved_permits}: {}", load.limit());
+        assert!(load.limit() <= 40, "the limit with a reserve of {reserved_permits} was {}", load.limit());
         load.run(30 * SECOND, cores(64));
         assert_eq!(load.limit(), 64, "{reserved_permits}");
     }
@@ -281,7 +302,7 @@ fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let mut before = load.limit();
     for _ in 0..20 {
         load.run(SECOND, cores(4));
-        assert!(load.limit() <= before, "{before} to {}", load.limit());
+        assert!(load.limit() <= before, "the limit rose from {before} to {}", load.limit());
         before = load.limit();
     }
 }
@@ -318,7 +339,7 @@ fn final_limit_is_reported_without_further_jobs() {
         });
         last.unwrap_or(64)
     };
-    assert_ne!(told(&load), load.limit(), "it moved on since");
+    assert_ne!(told(&load), load.limit(), "the limit must have changed since the report");
     load.waiting = 0;
     for job in std::mem::take(&mut load.ends).into_values() {
         load.fixture.apply(Event::Cancel { job, unless_begun: false });
@@ -343,7 +364,7 @@ fn reload_clamps_the_current_limit() {
         load.fixture.apply(Event::Reconfigure(Box::new(limits)));
     };
     reload(&mut load, Some(adaptive(6, 12, 50 * MS)));
-    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "at once");
+    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "the new limit must apply at once");
     reload(&mut load, None);
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (16, 16));
     reload(&mut load, Some(adaptive(1, 4, 50 * MS)));

@@ -29,7 +29,7 @@ fn raised_limit_dispatches_a_waiting_job_at_once() {
     fixture.apply(change(Some(3), None));
     let worker = fixture.holder(first);
     assert_eq!(fixture.resized, [(worker, 3)]);
-    assert_eq!(fixture.dispatched.len(), 3, "min(delta, waiters) are woken");
+    assert_eq!(fixture.dispatched.len(), 3, "as many jobs must be dispatched as there are new permits");
     assert!(fixture.was_dispatched(waiting[1]) && !fixture.was_dispatched(waiting[2]));
     assert_eq!(fixture.bulkhead.limit(), 3);
 }
@@ -48,7 +48,12 @@ fn lowered_limit_is_reached_under_load() {
     for (done, &job) in running.iter().enumerate() {
         fixture.reply(job);
         let expected = (8 - done as u64 - 1).max(2);
-        assert_eq!(fixture.bulkhead.in_flight(), expected, "after {} replies", done + 1);
+        assert_eq!(
+            fixture.bulkhead.in_flight(),
+            expected,
+            "wrong number of jobs in flight after {} replies",
+            done + 1
+        );
     }
     for &job in &waiting {
         fixture.reply(job);
@@ -91,14 +96,14 @@ fn worker_count_follows_processes() {
     }
     assert!(waiting.iter().all(|&job| fixture.was_dispatched(job)));
     fixture.apply(change(None, Some(1)));
-    assert_eq!(fixture.drained, fixture.spawned[1..], "the last come are the first to go");
+    assert_eq!(fixture.drained, fixture.spawned[1..], "the newest workers must be drained first");
     assert_eq!((fixture.bulkhead.limit(), fixture.outcomes.len()), (1, 0));
     for job in waiting {
         fixture.reply(job);
         fixture.expect(job, "ok", None);
         fixture.exit_worker(fixture.holder(job), Death::Exit(0));
     }
-    assert_eq!(fixture.spawned.len(), 3, "no worker follows them");
+    assert_eq!(fixture.spawned.len(), 3, "drained surplus workers must not be replaced");
     fixture.reply(running);
     assert_eq!(fixture.bulkhead.available(), 1);
 }
@@ -226,7 +231,7 @@ fn ignored_probe_returns_its_claim() {
     fixture.wait(5 * SECOND);
     for _ in 0..10 {
         let probes = [fixture.job(), fixture.job()];
-        assert_eq!(fixture.submit(), None, "both probes are under way");
+        assert_eq!(fixture.submit(), None, "both probes are in progress");
         for probe in probes {
             fixture.apply(Event::Cancel { job: probe, unless_begun: false });
             fixture.reply(probe);
@@ -328,8 +333,12 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     let before = fixture.dispatched.len();
     fixture.bring_up(fixture.newest_worker());
     for (turn, &job) in jobs.iter().enumerate() {
-        assert_eq!(fixture.dispatched.len(), before + turn + 1, "one at a time");
-        assert_eq!(fixture.dispatched[before + turn].1, job, "in their order, before who has not run yet");
+        assert_eq!(fixture.dispatched.len(), before + turn + 1, "suspects must run one at a time");
+        assert_eq!(
+            fixture.dispatched[before + turn].1,
+            job,
+            "suspects must run in their order, before jobs that have not run yet"
+        );
         if turn == 2 {
             fixture.exit_worker(fixture.holder(job), Death::Signal(11));
             fixture.bring_up(fixture.newest_worker());
@@ -379,7 +388,7 @@ fn repeatedly_crashing_payload_is_quarantined() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 2, 10) });
     for _ in 0..3 {
-        let Some(job) = fixture.submit_payload(7) else { panic!("kept out too early") };
+        let Some(job) = fixture.submit_payload(7) else { panic!("the payload was quarantined too early") };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
         fixture.bring_up(fixture.newest_worker());
     }
@@ -387,7 +396,7 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert_eq!(fixture.events.iter().filter(|note| is_told(note)).count(), 1);
     assert_eq!(fixture.submit_payload(7), None);
     assert_eq!(fixture.last_reason(), Some("quarantined"));
-    let Some(other) = fixture.submit_payload(8) else { panic!("another payload is kept out") };
+    let Some(other) = fixture.submit_payload(8) else { panic!("another payload was quarantined") };
     // The culprit is unknown, because the worker has two jobs.
     let beside = fixture.job();
     fixture.exit_worker(fixture.holder(other), Death::Signal(11));
@@ -405,7 +414,9 @@ fn quarantined_payload_does_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 1, 10) });
     for payload in 0..50 {
-        let Some(job) = fixture.submit_payload(payload) else { panic!("it has not been here before") };
+        let Some(job) = fixture.submit_payload(payload) else {
+            panic!("the payload has not been submitted before")
+        };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
         // After many consecutive deaths, restarts are delayed.
         fixture.wait(20 * MS);
@@ -435,14 +446,14 @@ fn idle_bulkhead_scales_to_zero_and_restarts() {
         fixture.exit_worker(worker, Death::Exit(0));
     }
     assert!(fixture.bulkhead.has_no_workers());
-    assert_eq!(fixture.bulkhead.next_deadline(), None, "nothing is waited for");
+    assert_eq!(fixture.bulkhead.next_deadline(), None, "no timer must be set");
     fixture.apply(Event::AnnounceStart);
     let waiting = fixture.job();
-    assert_eq!(fixture.spawned.len(), 2, "not yet");
+    assert_eq!(fixture.spawned.len(), 2, "the bulkhead must not start workers yet");
     fixture.apply(Event::Start);
     let worker = fixture.spawned[2];
     fixture.bring_up(worker);
     fixture.apply(Event::Replied { worker, job: waiting, reply: Reply::Ok });
     fixture.expect(waiting, "ok", None);
-    assert_eq!(fixture.bulkhead.restarts(), 0, "a rest is no restart");
+    assert_eq!(fixture.bulkhead.restarts(), 0, "scaling to zero must not count as a restart");
 }

@@ -86,7 +86,7 @@ fn permit_of_a_killed_worker_returns() {
     let (first, second) = (fixture.job(), fixture.job());
     fixture.exit_worker(fixture.holder(first), Death::Signal(9));
     fixture.expect(first, "crashed", Some("signal"));
-    assert!(!fixture.was_dispatched(second), "there is no worker yet to give it to");
+    assert!(!fixture.was_dispatched(second), "no worker is ready for the job yet");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(second);
     fixture.expect(second, "ok", None);
@@ -107,7 +107,11 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
         } else {
             fixture.wait(100 * MS);
             assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
-            assert_eq!(fixture.bulkhead.available(), 0, "killed is not gone");
+            assert_eq!(
+                fixture.bulkhead.available(),
+                0,
+                "the permit must not be free before the worker has exited"
+            );
             fixture.exit_worker(worker, Death::Signal(9));
             fixture.bring_up(fixture.newest_worker());
         }
@@ -161,7 +165,11 @@ fn worker_with_endless_oversized_result_is_killed() {
             }
         }
         assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
-        assert_eq!(fixture.now.since(Time::ZERO), lives_for * SECOND, "{parts} parts");
+        assert_eq!(
+            fixture.now.since(Time::ZERO),
+            lives_for * SECOND,
+            "wrong time of the kill after {parts} parts"
+        );
         fixture.exit_worker(worker, Death::Signal(9));
         fixture.expect(job, "failed", Some("result_too_large"));
     }
@@ -318,7 +326,7 @@ fn short_deadline_leaves_other_jobs_running() {
     fixture.reply(patient);
     fixture.expect(patient, "ok", None);
     fixture.wait(100 * MS);
-    assert_eq!(fixture.killed.len(), 1, "no job is left in there that it could harm");
+    assert_eq!(fixture.killed.len(), 1, "the worker must be killed, because it has no other jobs");
 }
 
 /// `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other jobs.
@@ -401,7 +409,7 @@ fn failed_starts_are_retried_with_backoff() {
         let delay = fixture.bulkhead.next_deadline().map_or(Duration::ZERO, |at| at.since(died_at));
         let count = fixture.spawned.len();
         if ceiling_ms > 0 {
-            assert!(delay <= ceiling_ms * MS, "{delay:?} of {ceiling_ms} ms");
+            assert!(delay <= ceiling_ms * MS, "the delay {delay:?} exceeds {ceiling_ms} ms");
             fixture.wait(delay);
         }
         assert_eq!(fixture.spawned.len(), count + usize::from(ceiling_ms > 0));
@@ -435,7 +443,7 @@ fn deaths_during_jobs_are_not_failed_starts() {
         assert_eq!(fixture.verdicts(job).len(), 1);
         // From the eleventh consecutive death on, restarts are delayed.
         fixture.wait(if round < 10 { Duration::ZERO } else { 20 * MS });
-        assert_ne!(fixture.newest_worker(), worker, "the next one comes at once");
+        assert_ne!(fixture.newest_worker(), worker, "the next worker must be started at once");
         fixture.bring_up(fixture.newest_worker());
     }
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
@@ -473,10 +481,10 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     fixture.bring_up(new);
     assert_eq!((&fixture.drained[..], fixture.bulkhead.available()), (&[old][..], 0));
     fixture.reply(between);
-    assert_eq!(fixture.bulkhead.available(), 1, "it was the debt of the old one");
+    assert_eq!(fixture.bulkhead.available(), 1, "the job must count against the old worker");
     fixture.exit_worker(old, Death::Exit(0));
     fixture.expect(between, "ok", None);
-    assert_eq!(fixture.spawned.len(), 2, "the last job of the old one recycles no other worker");
+    assert_eq!(fixture.spawned.len(), 2, "the last job of the old worker must not recycle another worker");
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
@@ -495,10 +503,14 @@ fn slot_has_at_most_two_workers() {
             fixture.bring_up(fixture.newest_worker());
         }
     }
-    assert_eq!((fixture.spawned.len(), fixture.drained.len()), (2, 2), "both have begun all that they may");
+    assert_eq!(
+        (fixture.spawned.len(), fixture.drained.len()),
+        (2, 2),
+        "both workers must have been given all jobs that they may run"
+    );
     let waits = fixture.job();
     fixture.exit_worker(fixture.drained[0], Death::Signal(11));
-    assert_eq!(fixture.spawned.len(), 3, "now there is room for the next replacement");
+    assert_eq!(fixture.spawned.len(), 3, "the next replacement must start now");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(waits);
 }
@@ -572,7 +584,9 @@ fn starved_worker_is_killed_later_than_hung_worker() {
         let mut fixture = Fixture::ready(limits(1, 1, 0));
         let worker = fixture.newest_worker();
         while fixture.killed.is_empty() {
-            let Some(due) = fixture.bulkhead.next_deadline() else { panic!("it has no timer any more") };
+            let Some(due) = fixture.bulkhead.next_deadline() else {
+                panic!("the bulkhead has no timer any more")
+            };
             fixture.now = due;
             let cpu_time_checks = fixture.cpu_time_checks.len();
             fixture.apply(Event::Tick);

@@ -49,7 +49,7 @@ fn other_workers_run_jobs_during_reaping() {
     let of_the_living =
         jobs.into_iter().find(|&job| fixture.was_dispatched(job) && fixture.holder(job) == lives);
     fixture.apply(Event::Exited { worker: dies, death: Death::Exit(3) });
-    fixture.reply(of_the_living.unwrap_or_else(|| panic!("it has none")));
+    fixture.reply(of_the_living.unwrap_or_else(|| panic!("the living worker must have a job")));
     assert_eq!(fixture.holder(jobs[2]), lives);
     assert_eq!(fixture.bulkhead.limit(), 1);
 }

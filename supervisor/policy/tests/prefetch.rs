@@ -90,7 +90,7 @@ fn prefetching_stops_above_the_limit() {
     assert!(before.iter().all(|job| fixture.recalled_jobs.contains(job)));
     let sent = fixture.sent.len();
     fixture.reply(runs[0]);
-    assert_eq!(fixture.sent.len(), sent, "one runs, of one that may");
+    assert_eq!(fixture.sent.len(), sent, "no job must be sent while as many jobs run as the limit allows");
     fixture.reply(runs_elsewhere[0]);
     assert!(fixture.sent.len() > sent);
 }
@@ -121,12 +121,12 @@ fn prefetch_depth_follows_run_time() {
     let mut fixture = fixture(limits(1, 1, 1000));
     jobs(&mut fixture, 500);
     let many = fixture.prefetched.len();
-    assert!((8..=13).contains(&many), "{many} jobs of 10 ms for 100 ms");
+    assert!((8..=13).contains(&many), "{many} jobs of 10 ms were prefetched for 100 ms");
     let mut slow = Fixture::starting(Limits { lookahead: 5 * MS, ..limits(1, 1, 10) });
     slow.bring_up_with_journal(slow.newest_worker(), ABLE);
     warm_up(&mut slow, 1);
     jobs(&mut slow, 3);
-    assert!(slow.prefetched.is_empty(), "one would wait for 10 ms");
+    assert!(slow.prefetched.is_empty(), "a job of 10 ms must not be prefetched for 5 ms");
 }
 
 #[test]
@@ -136,15 +136,18 @@ fn late_prefetched_job_moves_to_an_idle_worker() {
     let slow = fixture.holder(jobs[0]);
     let (of_slow, of_other): (Vec<_>, Vec<_>) =
         fixture.prefetched.clone().into_iter().partition(|(worker, _)| *worker == slow);
-    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "as many for each");
+    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "both workers must have prefetched two jobs");
     fixture.wait(101 * MS);
-    assert!(fixture.recalled_jobs.is_empty(), "nobody could begin it");
+    assert!(fixture.recalled_jobs.is_empty(), "no other worker could begin the job");
     fixture.reply(jobs[1]);
     of_other.iter().for_each(|&(_, job)| fixture.reply(job));
     assert_eq!(fixture.recalled_jobs, [of_slow[1].1, of_slow[0].1]);
     let worker = fixture.holder(jobs[1]);
-    assert!(fixture.bulkhead.holds(worker, of_slow[0].1), "the other one has the oldest");
-    assert_eq!(fixture.holder(of_slow[1].1), worker, "and the rest ahead");
+    assert!(
+        fixture.bulkhead.holds(worker, of_slow[0].1),
+        "the other worker must have the oldest recalled job"
+    );
+    assert_eq!(fixture.holder(of_slow[1].1), worker, "the other worker must have prefetched the rest");
 }
 
 #[test]
@@ -200,7 +203,7 @@ fn prefetched_job_begun_early_counts_as_executed() {
     // The worker has begun both jobs, and its replies are in transit.
     fixture.journal.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
-    assert!(fixture.verdicts(cancelled).is_empty(), "it has begun");
+    assert!(fixture.verdicts(cancelled).is_empty(), "the job has begun, so it has no outcome yet");
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
     assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     fixture.wait(SECOND);
@@ -224,7 +227,7 @@ fn run_limit_restarts_for_an_unbegun_job() {
     assert_eq!((&fixture.recalled_jobs[..], fixture.verdicts(job).len()), (&[job][..], 0));
     fixture.set_stuck(worker, false);
     fixture.wait(5 * MS);
-    assert_eq!(fixture.bulkhead.queued(), 1, "not before it shows that it is alive");
+    assert_eq!(fixture.bulkhead.queued(), 1, "the worker must get no job before its next sign of life");
     fixture.apply(Event::FrameReceived { worker });
     fixture.wait(MS);
     fixture.expect(job, "deadline_exceeded", Some("running"));
@@ -262,7 +265,11 @@ fn running_and_prefetched_jobs_respect_recycle_jobs() {
     let jobs = jobs(&mut fixture, 8);
     assert_eq!(jobs.iter().filter(|&&job| fixture.sent.contains(&(worker, job))).count(), 4);
     fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(4), ..LimitChange::default() }));
-    assert_eq!(fixture.bulkhead.in_flight(), 4, "what has come back is given to it again");
+    assert_eq!(
+        fixture.bulkhead.in_flight(),
+        4,
+        "the recalled jobs must be dispatched to the same worker again"
+    );
 }
 
 #[test]
@@ -314,7 +321,7 @@ fn changes_of_limits_recall_prefetched_jobs() {
         recalls_all_prefetched_jobs(self::fixture(limits), Event::ForceBreaker { open: true });
     let first = fixture.dispatched.last().unwrap().1;
     fixture.reply(first);
-    assert_eq!(fixture.bulkhead.in_flight(), 0, "none passes an open breaker");
+    assert_eq!(fixture.bulkhead.in_flight(), 0, "no job must pass an open breaker");
 }
 
 #[test]
@@ -327,7 +334,7 @@ fn worker_journal_alone_cannot_quarantine_a_payload() {
     fixture.exit_worker(worker, Death::Signal(11));
     assert_eq!(fixture.bulkhead.quarantined(fixture.now), 0);
     fixture.expect(one, "crashed", Some("signal"));
-    assert!(fixture.verdicts(other).is_empty(), "it waits for the next worker");
+    assert!(fixture.verdicts(other).is_empty(), "the job must wait for the next worker");
 }
 
 // Jobs that were dispatched with a permit but do not begin.
@@ -342,7 +349,7 @@ fn unbegun_job_moves_to_an_idle_worker() {
     assert_ne!(fixture.holder(job), stuck);
     fixture.reply(job);
     fixture.expect(job, "ok", None);
-    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "what never began is no attempt");
+    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "a job that never began must have no attempt");
     // The stuck worker gets no jobs until its next sign of life.
     let next = jobs(&mut fixture, 2);
     assert!(next.iter().all(|&job| fixture.sent.last().unwrap().0 != stuck && fixture.holder(job) != stuck));
@@ -373,7 +380,7 @@ fn unbegun_job_ends_without_killing_its_worker() {
         let cancelled = fixture.job();
         fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
         assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
-        assert!(others.iter().all(|&job| fixture.verdicts(job).is_empty()), "they wait");
+        assert!(others.iter().all(|&job| fixture.verdicts(job).is_empty()), "the other jobs must wait");
         fixture.wait(2 * SECOND);
         assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
     }
@@ -438,7 +445,7 @@ fn drain_keeps_dispatched_jobs_that_have_not_begun() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut fixture, 4);
     fixture.apply(Event::Drain);
-    assert!(all[2..].iter().all(|&job| fixture.verdicts(job).len() == 1), "those that waited are answered");
+    assert!(all[2..].iter().all(|&job| fixture.verdicts(job).len() == 1), "the waiting jobs must have ended");
     fixture.set_stuck(stuck, false);
     for &job in &all[..2] {
         assert!(fixture.bulkhead.holds(stuck, job));
@@ -480,13 +487,13 @@ fn stale_reply_for_moved_job_does_not_affect_the_new_worker() {
     let held = |fixture: &mut Fixture| all.iter().copied().find(|&job| fixture.bulkhead.holds(other, job));
     fixture.wait(300 * MS);
     while fixture.recalled_jobs.is_empty() {
-        let running = held(&mut fixture).expect("the other worker works");
+        let running = held(&mut fixture).expect("the other worker must have its permit in use");
         fixture.reply(running);
     }
     let is_elsewhere =
         |job: &&JobId| fixture.recalled_jobs.contains(job) && prefetched(&fixture).contains(job);
     let moved =
-        *all.iter().find(is_elsewhere).expect("a job that was taken back is ahead of the other worker");
+        *all.iter().find(is_elsewhere).expect("the recalled job must be prefetched by the other worker");
     fixture.apply(Event::Replied { worker: stuck, job: moved, reply: Reply::Ok });
     assert!(matches!(fixture.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
     fixture.exit_worker(stuck, Death::Signal(9));
@@ -516,11 +523,21 @@ fn job_begun_during_recall_returns_once() {
     fixture.apply(Event::Cancel { job: all[1], unless_begun: false });
     // The worker was about to begin the first job when the job was recalled.
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
-    assert_eq!(fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
+    assert_eq!(
+        fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(),
+        2,
+        "the job must be sent again"
+    );
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
-    assert!(fixture.bulkhead.holds(stuck, all[0]), "that is about the time before");
+    assert!(
+        fixture.bulkhead.holds(stuck, all[0]),
+        "a return with the number of an earlier dispatch must be ignored"
+    );
     assert!(fixture.killed.is_empty());
     let send_number = fixture.journal[&stuck].count;
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number });
-    assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]), "this was not taken back");
+    assert!(
+        matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]),
+        "a job that was not recalled must not be returned"
+    );
 }

@@ -41,7 +41,10 @@ fn lower_limits_drop_no_jobs() {
     assert_eq!(fixture.rejected(RejectReason::QueueFull), 1);
     for job in &jobs[..3] {
         fixture.reply(*job);
-        assert!(!fixture.was_dispatched(jobs[4]), "the debt is not paid yet");
+        assert!(
+            !fixture.was_dispatched(jobs[4]),
+            "the job must wait until fewer jobs run than the new limit allows"
+        );
     }
     fixture.reply(jobs[3]);
     assert!(fixture.was_dispatched(jobs[4]) && !fixture.was_dispatched(jobs[5]));
@@ -111,10 +114,18 @@ fn reload_of_other_keys_keeps_the_breaker_state() {
     (0..2).for_each(|_| crash(&mut fixture));
     reconfigure(&mut fixture, with(breaker(0.6), 0));
     (0..2).for_each(|_| crash(&mut fixture));
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed, "two calls since then");
+    assert_eq!(
+        fixture.bulkhead.breaker(),
+        BreakerState::Closed,
+        "only two calls were counted since the change"
+    );
     reconfigure(&mut fixture, with(breaker(0.6), 7));
     crash(&mut fixture);
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open, "three calls since its own change");
+    assert_eq!(
+        fixture.bulkhead.breaker(),
+        BreakerState::Open,
+        "three calls were counted since the breaker's keys changed"
+    );
     // A new limit does not close an open breaker.
     reconfigure(&mut fixture, with(breaker(0.9), 7));
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
@@ -130,7 +141,7 @@ fn reload_of_other_keys_keeps_the_breaker_state() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
     fixture.apply(Event::ForceBreaker { open: true });
     reconfigure(&mut fixture, with(None, 7));
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::ForcedOpen, "that was done by hand");
+    assert_eq!(fixture.bulkhead.breaker(), BreakerState::ForcedOpen, "the breaker must remain forced open");
     fixture.apply(Event::ForceBreaker { open: false });
     fixture.job();
 }
@@ -192,7 +203,7 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
         let (a, b) = (fixture.job(), fixture.job());
         fixture.reply(a);
         fixture.reply(b);
-        assert_eq!(fixture.spawned.len(), 2 + attempt, "not at once");
+        assert_eq!(fixture.spawned.len(), 2 + attempt, "the next attempt must not be immediate");
         fixture.wait(30 * SECOND);
     }
     // After the first replacement has started, the second one starts without another delay.
@@ -226,7 +237,7 @@ fn newer_program_restarts_a_running_replacement() {
     fixture.apply(Event::ReplaceWorkers);
     assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
     fixture.exit_worker(first, Death::Signal(9));
-    assert_eq!(fixture.spawned.len(), 3, "at once");
+    assert_eq!(fixture.spawned.len(), 3, "the replacement must be started at once");
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.drained.len(), 1);
     fixture.wait(10 * MS);

@@ -27,7 +27,7 @@ fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
         if nth > 0 {
             fixture.bring_up(fixture.newest_worker());
         }
-        assert!(fixture.was_dispatched(job), "job {nth} waits for an exit");
+        assert!(fixture.was_dispatched(job), "job {nth} must not wait for the exit of a worker");
         fixture.reply(job);
     }
     fixture
@@ -66,7 +66,7 @@ fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId
         brought_up += 1;
     }
     let drained: BTreeSet<_> = fixture.drained.iter().collect();
-    assert_eq!((brought_up, drained), (4, old.iter().collect()), "all are replaced");
+    assert_eq!((brought_up, drained), (4, old.iter().collect()), "all workers must be replaced");
     let waiting = (0..2).map(|_| fixture.job()).collect();
     (fixture, running, waiting)
 }
@@ -91,13 +91,16 @@ fn limit_holds_while_workers_are_replaced() {
     for (order, limits) in [(restart, two.clone()), (reload, two.clone()), (recycle, age(two))] {
         let (mut fixture, running, waiting) = replaced(order, limits);
         let held = |fixture: &Fixture| (fixture.bulkhead.in_flight(), fixture.bulkhead.limit());
-        assert!(waiting.iter().all(|&job| !fixture.was_dispatched(job)), "four at once, of two");
+        assert!(
+            waiting.iter().all(|&job| !fixture.was_dispatched(job)),
+            "more jobs would run than the limit allows"
+        );
         assert_eq!((held(&fixture), fixture.bulkhead.available()), ((2, 2), 0));
         fixture.reply(running[1]);
         assert!(fixture.was_dispatched(waiting[0]) && !fixture.was_dispatched(waiting[1]));
         assert_eq!((held(&fixture), fixture.bulkhead.available()), ((2, 2), 0));
         fixture.exit_worker(fixture.holder(running[0]), Death::Signal(11));
-        assert!(fixture.was_dispatched(waiting[1]), "the dead one's permit is back");
+        assert!(fixture.was_dispatched(waiting[1]), "the permit of the dead worker must be free");
         waiting.iter().for_each(|&job| fixture.reply(job));
         assert_eq!(fixture.bulkhead.available(), 2);
     }
@@ -211,13 +214,13 @@ fn successor_is_ready_at_the_last_job() {
         }
         for job in 0..10 {
             let job_id = fixture.job();
-            assert_eq!(fixture.holder(job_id), worker, "turn {turn}, job {job}");
+            assert_eq!(fixture.holder(job_id), worker, "turn {turn}: job {job} is in the wrong worker");
             fixture.wait(SECOND);
             fixture.reply(job_id);
             let next = fixture.newest_worker();
-            assert!(job < 9 || next != worker, "turn {turn}: it starts too late");
+            assert!(job < 9 || next != worker, "turn {turn}: the successor was started too late");
             if job == 8 {
-                assert_ne!(next, worker, "turn {turn}: a start takes as long as a job");
+                assert_ne!(next, worker, "turn {turn}: the successor must be started before the last job");
                 fixture.bring_up(next);
                 assert_eq!((fixture.bulkhead.limit(), fixture.drained.len()), (1, turn));
             }
@@ -264,7 +267,7 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.spawned.len(), 3);
     let next = fixture.job();
     fixture.bring_up(fixture.newest_worker());
-    assert!(!fixture.was_dispatched(next), "the bound");
+    assert!(!fixture.was_dispatched(next), "the job must wait while the replaced worker runs a job");
     fixture.reply(job);
     fixture.exit_worker(old, Death::Exit(0));
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
@@ -295,7 +298,7 @@ fn standby_takes_over_an_idle_slot() {
     let standby = fixture.newest_worker();
     fixture.bring_up(standby);
     fixture.wait(5 * SECOND);
-    assert_eq!(fixture.drained, [], "a job runs");
+    assert_eq!(fixture.drained, [], "the worker must not be replaced while a job runs");
     fixture.reply(job);
     fixture.wait(SECOND);
     assert_eq!((&fixture.drained, fixture.bulkhead.limit(), recycled(&fixture)), (&vec![old], 1, 1));
@@ -326,7 +329,7 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     fixture.reply_to_next();
     let (_last, successor) = (fixture.job(), fixture.newest_worker());
     assert_eq!(fixture.drained, [old, current]);
-    assert_ne!(successor, current, "nothing follows");
+    assert_ne!(successor, current, "no other worker must be started");
 }
 
 /// When the slot's worker dies, the successor on standby takes over before the descendants of the worker are
@@ -352,7 +355,7 @@ fn standby_takes_over_when_the_worker_dies() {
     fixture.reply_to_next();
     let last = fixture.job();
     assert_eq!((fixture.holder(last), fixture.drained.last()), (standby, Some(&standby)));
-    assert_ne!(fixture.newest_worker(), standby, "nothing follows");
+    assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
 /// If a worker was given its last job and already has a successor, none of its timers is due.
@@ -368,7 +371,10 @@ fn timers_are_cleared_when_the_successor_starts() {
     fixture.wait(MS);
     let _last = fixture.job();
     assert_ne!(fixture.newest_worker(), current);
-    assert!(fixture.bulkhead.next_deadline() > Some(fixture.now), "due in the past");
+    assert!(
+        fixture.bulkhead.next_deadline() > Some(fixture.now),
+        "the next deadline must not be in the past"
+    );
 }
 
 /// After a successor of a worker that was given its last job has failed, a resize does not shorten the delay
@@ -387,7 +393,7 @@ fn resize_does_not_shorten_the_successor_delay() {
     fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(2), ..LimitChange::default() }));
     fixture.reply(job);
     fixture.wait(SECOND - MS);
-    assert_eq!(fixture.spawned.len(), 2, "too soon after one that failed");
+    assert_eq!(fixture.spawned.len(), 2, "the next successor must not start too soon after a failure");
     fixture.wait(MS);
     assert_eq!(fixture.spawned.len(), 3);
 }

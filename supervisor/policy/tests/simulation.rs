@@ -178,7 +178,7 @@ const REQUIRED: [&str; 123] = [
 
 fn variable(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} wants a number, not {value:?}")))
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
 /// Runs the history for a seed and returns its number of steps. If the history breaks a rule, runs it again
@@ -241,7 +241,7 @@ impl History {
             if is_urgent && self.world.chance(20) {
                 self.apply(Event::Stop { by: self.now });
             }
-            assert!(self.now <= by + STOP_MARGIN, "it does not stop");
+            assert!(self.now <= by + STOP_MARGIN, "the bulkhead has not stopped in time");
         }
         self.model.check_end(&self.bulkhead);
         self
@@ -250,7 +250,11 @@ impl History {
     /// Advances the clock to the next event and applies one event.
     fn step(&mut self) {
         let tick_at = self.bulkhead.next_deadline();
-        let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
+        let next = tick_at
+            .into_iter()
+            .chain(self.world.due())
+            .min()
+            .expect("a next arrival must always be scheduled");
         self.now = self.now.max(next);
         if let Some(held_up_for) = self.world.supervisor_delay() {
             self.now = self.now + held_up_for;

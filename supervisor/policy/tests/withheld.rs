@@ -24,7 +24,7 @@ fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
 fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
     fixture
         .submit_as(Priority::Normal, tenant)
-        .unwrap_or_else(|| panic!("refused: {:?}", fixture.outcomes.last()))
+        .unwrap_or_else(|| panic!("the job was rejected: {:?}", fixture.outcomes.last()))
 }
 
 /// Cancels a job that its worker does not stop, and waits until the worker is killed.
@@ -53,7 +53,7 @@ fn permit_is_withheld_until_the_next_worker_is_ready() {
     let killer = submit(&mut fixture, "greedy");
     cancel_until_killed(&mut fixture, killer);
     let next = submit(&mut fixture, "greedy");
-    assert!(!fixture.was_dispatched(next), "its one place is withheld, although a worker is idle");
+    assert!(!fixture.was_dispatched(next), "the tenant's only place is withheld, although a worker is idle");
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -76,7 +76,7 @@ fn quota_of_two_kills_at_most_two_workers() {
     assert!(!may_go(&mut fixture, "greedy"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    assert!(may_go(&mut fixture, "greedy"), "one of the two is ready");
+    assert!(may_go(&mut fixture, "greedy"), "one of the two replacements is ready");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn takeover_by_a_spare_releases_the_withheld_permit() {
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
-    assert!(!may_go(&mut fixture, "greedy"), "there was only one");
+    assert!(!may_go(&mut fixture, "greedy"), "there was only one spare");
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn withheld_permit_is_released_when_the_slot_stops() {
     fixture.apply(Event::Exited { worker, death: SEGFAULT });
     assert!(!may_go(&mut fixture, "greedy"));
     fixture.apply(Event::Reaped { worker });
-    assert!(may_go(&mut fixture, "greedy"), "no worker follows");
+    assert!(may_go(&mut fixture, "greedy"), "no other worker will start");
     // A slot also stops existing if the bulkhead gets fewer slots.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
@@ -156,7 +156,7 @@ fn permit_is_withheld_only_for_the_overdue_job() {
     assert_eq!(given, [true, false, true, false]);
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    assert_eq!(fixture.bulkhead.in_flight(), 4, "each has its two again");
+    assert_eq!(fixture.bulkhead.in_flight(), 4, "each tenant must have its two permits again");
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn unread_job_does_not_withhold_a_permit() {
     let worker = fixture.holder(job);
     fixture.apply(Event::JobUnread { worker, job });
     fixture.exit_worker(worker, SEGFAULT);
-    assert_ne!(fixture.holder(job), worker, "another worker has it at once");
+    assert_ne!(fixture.holder(job), worker, "another worker must get the job at once");
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
     let job = fixture.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused"));
     let first = fixture.holder(job);
     fixture.exit_worker(first, SEGFAULT);
-    assert_eq!(fixture.holder(job), first, "it is not tried again in place of other tenants' jobs");
+    assert_eq!(fixture.holder(job), first, "the suspect must not run in place of other tenants' jobs");
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);

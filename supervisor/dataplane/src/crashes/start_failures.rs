@@ -59,7 +59,7 @@ mod tests {
     #[test]
     fn least_recently_seen_start_failure_is_forgotten() {
         let mut failures = StartFailures::default();
-        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a cause");
+        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a failed start must have a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
         for code in 1..=8 {
             assert_eq!(failures.count_again(&cause(code)), None);
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 2)));
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 3)));
         failures.begin(cause(9), id(9));
-        assert_eq!(failures.count_again(&cause(2)), None, "seen longest ago");
+        assert_eq!(failures.count_again(&cause(2)), None, "the cause seen least recently must be forgotten");
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 4)));
     }
 }

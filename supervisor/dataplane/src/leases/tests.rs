@@ -108,7 +108,7 @@ fn files_are_lent_only_to_the_first_worker() {
     assert!(named.is_none());
     leases.0.loan_sent(WORKER, &loan.unwrap(), Sent::Yes);
     assert!(leases.0.loan_confirmed(WORKER, 1));
-    assert!(!leases.0.loan_confirmed(WORKER, 1), "confirmed twice");
+    assert!(!leases.0.loan_confirmed(WORKER, 1), "a loan cannot be confirmed twice");
     leases.0.worker_done(WORKER, JobId(1), Some(&mut payload));
     let is_by_name = |leases: &mut Fixture, worker| {
         let mut payload = leases.begin_job(at(2));
@@ -158,7 +158,7 @@ fn unconfirmed_offer_is_recalled() {
     leases.created(1);
     leases.created(2);
     assert_eq!(leases.send_offer(at(0), Sent::Yes), Some(1));
-    assert_eq!(leases.send_offer(at(0), Sent::Yes), None, "the first offer is not confirmed");
+    assert_eq!(leases.send_offer(at(0), Sent::Yes), None, "the first offer is not confirmed yet");
     leases.0.check_deadlines(at(4));
     assert!(leases.effects().is_empty());
     leases.0.check_deadlines(at(5));

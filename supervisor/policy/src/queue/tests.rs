@@ -185,7 +185,7 @@ fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     for served in shares(flows, usize::MAX) {
         let backlogged = || (0..flows.len()).filter(|&t| served[t] < all[t]).map(|t| served[t]);
         let (least, most) = (backlogged().min().unwrap_or(0), backlogged().max().unwrap_or(0));
-        assert!(most - least <= bound, "{served:?} of {flows:?}");
+        assert!(most - least <= bound, "served {served:?} for the flows {flows:?}");
     }
 }
 
@@ -210,7 +210,7 @@ fn repeated_blocking_does_not_change_tenant_share() {
     let (mut queue, mut served) = (Queue::default(), [0_u32; 3]);
     (0..3000).for_each(|job| queue.push(job, Normal, job % 3, 1 + job % 7));
     for _ in 0..2000 {
-        let Some(job) = queue.pop(Normal) else { panic!("some still wait") };
+        let Some(job) = queue.pop(Normal) else { panic!("all jobs were served before the last pop") };
         served[(job % 3) as usize] += 1 + job % 7;
         queue.block(job % 3);
         queue.block(0);
@@ -508,7 +508,11 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
         assert_eq!(queue.len_of(class), model.len(|job| job.class == class));
         let newest = model.jobs.iter().rfind(|job| job.class == class);
         assert_eq!(queue.newest(class), newest.map(|job| job.job));
-        assert_eq!(queue.peek(class), model.next(class).map(|job| job.job), "of {class} and above");
+        assert_eq!(
+            queue.peek(class),
+            model.next(class).map(|job| job.job),
+            "wrong next job among the classes from {class} upwards"
+        );
     }
     for tenant in 0..tenants {
         assert_eq!(queue.len_of_tenant(tenant), model.len(|job| job.tenant == tenant));
@@ -624,7 +628,12 @@ fn operations_take_a_constant_number_of_steps() {
     let few = steps_with(2, 10, 10);
     for (tenants, jobs, cost_max) in [(10_000, 20_000, 1), (10_000, 20_000, u32::MAX), (3, 20_000, 5000)] {
         let many = steps_with(tenants, jobs, cost_max);
-        assert!(many.max <= 12 && few.max <= 12, "{} and {}", few.max, many.max);
+        assert!(
+            many.max <= 12 && few.max <= 12,
+            "an operation takes {} steps with few jobs and {} with many",
+            few.max,
+            many.max
+        );
     }
 }
 

@@ -31,6 +31,6 @@ impl Coverage {
     /// Panics with a list of the situations in `all` that never occurred.
     pub(crate) fn demand(&self, all: &[&str]) {
         let missing: Vec<_> = all.iter().filter(|what| !self.0.contains_key(**what)).collect();
-        assert!(missing.is_empty(), "the simulation never came across {missing:?}");
+        assert!(missing.is_empty(), "the simulation never reached {missing:?}");
     }
 }

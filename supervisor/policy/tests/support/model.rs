@@ -344,7 +344,11 @@ impl Model {
         self.check_adaptive(bulkhead);
         let next = bulkhead.next_deadline();
         if self.step.cause == Cause::Tick {
-            assert!(next.is_none_or(|at| at > self.now), "after a tick at {:?}, due {next:?}", self.now);
+            assert!(
+                next.is_none_or(|at| at > self.now),
+                "after a tick at {:?}, the next deadline {next:?} is not in the future",
+                self.now
+            );
         }
         self.coverage.see(&format!("state {}", bulkhead.state().name()));
     }
@@ -352,10 +356,10 @@ impl Model {
     /// Checks that no jobs, workers or timers are left after the bulkhead has stopped.
     pub(crate) fn check_end(&self, bulkhead: &Bulkhead<Tag>) {
         assert!(bulkhead.is_stopped());
-        assert!(self.workers.is_empty(), "it says that it has stopped, and workers are left");
-        assert!(self.jobs.is_empty(), "jobs without an answer: {:?}", self.jobs.keys());
+        assert!(self.workers.is_empty(), "the bulkhead reports that it has stopped, but workers are left");
+        assert!(self.jobs.is_empty(), "jobs without an outcome: {:?}", self.jobs.keys());
         assert_eq!(self.counters.submitted, self.counters.outcomes());
-        assert_eq!(bulkhead.next_deadline(), None, "nothing is left to be waited for");
+        assert_eq!(bulkhead.next_deadline(), None, "no timer must be set after the end");
     }
 
     // Invariants that hold between two events.
@@ -364,19 +368,34 @@ impl Model {
         let ambiguous = std::mem::take(&mut self.step.ambiguous);
         self.step.required.retain(|id, _| !ambiguous.contains(id));
         let step = &self.step;
-        assert!(step.sent_invalid_reply.is_none(), "{:?} lied and lives", step.sent_invalid_reply);
-        assert!(step.submission.is_none(), "a submission was neither taken nor refused");
-        assert!(step.evictable.is_empty(), "no job made room for the one that was taken");
-        assert!(step.required.is_empty(), "answers are missing: {:?}", step.required);
-        assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
-        assert!(step.to_resize.is_empty(), "not told of the limit: {:?}", step.to_resize);
-        assert!(step.to_quarantine.is_empty(), "quarantined and not told: {:?}", step.to_quarantine);
+        assert!(
+            step.sent_invalid_reply.is_none(),
+            "{:?} sent an invalid reply and was not killed",
+            step.sent_invalid_reply
+        );
+        assert!(step.submission.is_none(), "a submission was neither accepted nor rejected");
+        assert!(step.evictable.is_empty(), "no job was evicted to make room for the accepted job");
+        assert!(step.required.is_empty(), "outcomes are missing: {:?}", step.required);
+        assert!(
+            step.to_cancel.is_empty(),
+            "workers were not asked to cancel these jobs: {:?}",
+            step.to_cancel
+        );
+        assert!(step.to_resize.is_empty(), "workers were not sent their new limit: {:?}", step.to_resize);
+        assert!(
+            step.to_quarantine.is_empty(),
+            "quarantined payloads were not reported: {:?}",
+            step.to_quarantine
+        );
         self.check_suspects();
         self.check_spares();
         let has_room = self.least_loaded().is_some();
-        assert!(self.next_candidates().is_empty() || !has_room, "a job waits though a worker could take it");
-        assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
-        assert!(self.queue.is_empty() || self.mode == Mode::Open, "a job waits while draining");
+        assert!(self.next_candidates().is_empty() || !has_room, "a job waits although a worker could run it");
+        assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits although no worker will start");
+        assert!(
+            self.queue.is_empty() || self.mode == Mode::Open,
+            "a job waits although the bulkhead is draining"
+        );
         self.check_queue_bound();
     }
 
@@ -385,14 +404,14 @@ impl Model {
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
-        assert!(waiting <= most, "{waiting} wait, at most {most} may");
+        assert!(waiting <= most, "{waiting} jobs are waiting, but at most {most} may");
     }
 
     fn check_sums(&mut self, bulkhead: &mut Bulkhead<Tag>) {
         assert_eq!(bulkhead.counters(), &self.counters);
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
-        assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or answered twice");
+        assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or has two outcomes");
         assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.prefetched_waiting());
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
@@ -403,7 +422,7 @@ impl Model {
         let (in_use, limit_in_all) = self.permits();
         assert_eq!(bulkhead.available(), free.min(limit_in_all.saturating_sub(in_use)) as u64);
         let most = self.limits.processes * self.limits.max_in_flight;
-        assert!(limit <= most as usize, "more permits than there are");
+        assert!(limit <= most as usize, "the limit exceeds the number of permits");
         assert_eq!(bulkhead.activity(), self.activity);
         assert_eq!(bulkhead.quarantined(self.now), self.poison.len(self.now, &self.limits));
         let is_replaced =
@@ -412,7 +431,7 @@ impl Model {
             self.coverage.see("overcommit of a replaced worker");
         }
         for (worker, job) in self.step.dispatched.drain(..) {
-            assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
+            assert!(bulkhead.holds(worker, job), "{job:?} is not in the worker to which it was sent");
             assert_eq!(bulkhead.record_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
         }
     }

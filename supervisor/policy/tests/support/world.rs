@@ -623,7 +623,7 @@ impl World {
             Action::Kill { worker, .. } => self.kill(now, *worker),
             Action::SetMaxInFlight { worker, .. } => {
                 let can_resize = self.processes.get(worker).is_none_or(|process| process.can_resize);
-                assert!(can_resize, "{worker:?} is told what it does not understand");
+                assert!(can_resize, "{worker:?} was sent a frame that it does not support");
             }
             Action::CheckCpuTime { worker } => {
                 self.schedule_message(now, *worker, WorkerMessage::CpuTimeChecked)
@@ -692,7 +692,7 @@ impl World {
         let late_ms = if is_late { self.random.pick(&[5, 500, 5000]) } else { 0 };
         let late = self.random.millis(0, late_ms);
         let Some(process) = self.processes.get_mut(&worker) else { return };
-        assert!(process.is_ready, "a job for a process that never said it was ready");
+        assert!(process.is_ready, "a job was sent to a process that was never ready");
         process.jobs.push(job);
         let send_number = process.send_number(job);
         if process.is_exiting || reads_nothing {

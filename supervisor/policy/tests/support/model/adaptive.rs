@@ -49,7 +49,7 @@ impl Adaptive {
         runs.sort();
         let at_most =
             |ran: &&Duration| runs.iter().filter(|other| other <= ran).count() * 10 >= runs.len() * 9;
-        *runs.iter().find(at_most).expect("the longest is one")
+        *runs.iter().find(at_most).expect("the list of run times must not be empty")
     }
 
     /// Adjusts the limit based on the smallest latency that at least half of the tenants do not exceed.
@@ -61,7 +61,7 @@ impl Adaptive {
         let votes: Vec<Duration> = by_tenant.into_values().map(Self::latency).collect();
         let is_kept =
             |latency: &&Duration| votes.iter().filter(|vote| vote <= latency).count() * 2 >= votes.len();
-        let latency = *votes.iter().filter(is_kept).min().expect("the longest is one");
+        let latency = *votes.iter().filter(is_kept).min().expect("the list of run times must not be empty");
         let ratio = |count: u32| {
             let count = u128::from(count) * self.limits.target.as_nanos() / latency.as_nanos().max(1);
             u32::try_from(count).unwrap_or(u32::MAX)

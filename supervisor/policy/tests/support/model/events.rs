@@ -304,9 +304,9 @@ impl Model {
     /// Records that a submitted job was accepted.
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
-        let submission = self.step.submission.take().expect("a job came from nowhere");
-        assert_eq!(submission.rejection, None, "taken, though it should have been refused");
-        assert!(id > self.newest_job, "a job's number was used twice");
+        let submission = self.step.submission.take().expect("a job was accepted without a submission");
+        assert_eq!(submission.rejection, None, "a job was accepted that must be rejected");
+        assert!(id > self.newest_job, "a job id was used twice");
         self.newest_job = id;
         self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
         let job = Job {

@@ -28,38 +28,41 @@ impl Model {
     pub(super) fn prefetch(&mut self, id: WorkerId, job: JobId) {
         self.coverage.see("prefetched");
         assert!(self.mode == Mode::Open && self.suspects.is_empty() && self.limits.critical_reserve == 0.0);
-        assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "nothing may be ahead now");
+        assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "prefetching is not allowed now");
         assert_eq!(self.limits.overflow, Overflow::Reject);
         let (in_use, limit) = self.permits();
-        assert!(in_use <= limit, "{in_use} run, of {limit} that may");
-        let worker = self.live(id).expect("only what lives is sent something");
+        assert!(in_use <= limit, "{in_use} jobs run although the limit is {limit}");
+        let worker = self.live(id).expect("only a living worker can be sent jobs");
         let is_full = worker.jobs.len() >= self.capacity(worker);
         assert!(worker.has_journal && !worker.is_exclusive && self.is_available(worker) && is_full);
-        assert!(worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)), "too many are ahead");
+        assert!(
+            worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)),
+            "too many jobs are prefetched"
+        );
         let tenant = self.jobs[&job].tenant;
         let is_of_same = |other: &JobId| self.jobs[other].tenant == tenant;
         assert!(
             worker.jobs.iter().chain(&worker.prefetched).chain(&self.queue).all(is_of_same),
-            "of another tenant"
+            "the prefetched job belongs to another tenant"
         );
         let class = self.queue.iter().map(|id| self.jobs[id].priority).max();
         let first = self.queue.iter().find(|id| Some(self.jobs[id].priority) == class);
-        assert_eq!(first, Some(&job), "it is not its turn");
+        assert_eq!(first, Some(&job), "another job must be prefetched first");
         self.queue.retain(|&waiting| waiting != job);
-        let entry = self.jobs.get_mut(&job).expect("a job that waits is known");
+        let entry = self.jobs.get_mut(&job).expect("a waiting job must be in the model");
         assert!(!entry.is_answered && entry.deadline_at > self.now && entry.before.is_none());
-        assert!(entry.is_resendable, "{job:?} is prefetched and cannot be taken back");
+        assert!(entry.is_resendable, "{job:?} was prefetched although it cannot be recalled");
         entry.prefetched = Some(id.place);
-        self.live_mut(id).expect("it is live").prefetched.push(job);
+        self.live_mut(id).expect("the worker must be alive").prefetched.push(job);
         self.sent(id, job);
     }
 
     /// Records that a job was sent to a worker after all its previous jobs.
     pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
-        let worker = self.live_mut(id).expect("only what lives is sent something");
+        let worker = self.live_mut(id).expect("only a living worker can be sent jobs");
         worker.sent += 1;
         let sent = worker.sent;
-        self.jobs.get_mut(&job).expect("it is known").send_number = sent;
+        self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
     /// Handles a reply from a worker, after which the worker's oldest prefetched job begins.
@@ -71,7 +74,7 @@ impl Model {
         }
         let job = worker.prefetched.remove(0);
         worker.jobs.push(job);
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.prefetched = None;
         entry.attempts += 1;
         entry.worker = Some(id.place);
@@ -120,10 +123,16 @@ impl Model {
         // The prefetched jobs of a dead worker have already been handled.
         let Some(worker) = self.live(id) else { return };
         let returns_job = self.step.returned == Some((id, job));
-        assert!(returns_job || self.jobs[&job].send_number > seen, "{job:?} has begun, and is taken back");
-        assert!(worker.prefetched.contains(&job) || worker.jobs.contains(&job), "{job:?} is not there");
+        assert!(
+            returns_job || self.jobs[&job].send_number > seen,
+            "{job:?} was recalled although it has begun"
+        );
+        assert!(
+            worker.prefetched.contains(&job) || worker.jobs.contains(&job),
+            "{job:?} is not in the worker"
+        );
         let now = self.now;
-        let worker = self.live_mut(id).expect("it is live");
+        let worker = self.live_mut(id).expect("the worker must be alive");
         let had_permit = worker.jobs.contains(&job);
         worker.prefetched.retain(|&prefetched| prefetched != job);
         worker.jobs.retain(|&held| held != job);
@@ -143,7 +152,7 @@ impl Model {
             (false, true) => "job with a permit recalled",
             (false, false) => "prefetched job recalled",
         });
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.attempts -= u32::from(had_permit);
         entry.queue_timeout_at = entry.queue_timeout_at.filter(|_| !had_permit);
         (entry.worker, entry.prefetched, entry.is_overdue) = (None, None, false);
@@ -163,7 +172,7 @@ impl Model {
             self.step.sent_invalid_reply = lives.then_some(id);
             return;
         }
-        let worker = self.live(id).expect("it is live");
+        let worker = self.live(id).expect("the worker must be alive");
         let has_it = worker.jobs.contains(&job) || worker.prefetched.contains(&job);
         if has_it && self.jobs[&job].send_number == send_number && !self.jobs[&job].is_oversized {
             self.step.returned = Some((id, job));
@@ -201,7 +210,7 @@ impl Model {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
             self.coverage.see("prefetched to a worker that died");
-            let entry = self.jobs.get_mut(&job).expect("it is known");
+            let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
             (entry.prefetched, entry.is_overdue) = (None, false);
             self.end_or_requeue(job);
         }
@@ -228,16 +237,20 @@ impl Model {
             if let Some(first) = unbegun.filter(|_| !self.is_fixed(worker, None)) {
                 assert!(
                     self.is_available(worker) && !worker.is_exclusive,
-                    "{first:?} is ahead of {:?}",
+                    "{first:?} is prefetched by {:?}, which takes no jobs",
                     worker.id
                 );
-                assert!(is_open || !is_tick, "{first:?} is ahead, and nothing may be");
-                assert!(!self.jobs[first].is_answered, "{first:?} has ended, and may begin");
+                assert!(is_open || !is_tick, "{first:?} is prefetched although prefetching is not allowed");
+                assert!(!self.jobs[first].is_answered, "{first:?} has an outcome but is still prefetched");
             }
         }
         for worker in self.workers.values() {
             let is_alone = worker.jobs.is_empty();
-            assert!(worker.prefetched.is_empty() || !is_alone, "{:?} has nothing to wait for", worker.id);
+            assert!(
+                worker.prefetched.is_empty() || !is_alone,
+                "{:?} has prefetched jobs but runs none",
+                worker.id
+            );
         }
     }
 
@@ -256,12 +269,15 @@ impl Model {
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {
-            self.live_mut(id).expect("it is live").prefetched.retain(|&prefetched| prefetched != job);
+            self.live_mut(id)
+                .expect("the worker must be alive")
+                .prefetched
+                .retain(|&prefetched| prefetched != job);
         } else if !self.queue.contains(&job) && !self.suspects.contains(&job) {
             return;
         }
         let crash = self.overall_verdict_of_waiting(job, crash);
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.prefetched = None;
         entry.attempts += 1;
         if entry.is_answered {

@@ -71,11 +71,13 @@ impl Model {
     }
 
     pub(super) fn retried(&mut self, id: JobId, attempts: u32) {
-        let is_suspect = self.step.retryable.remove(&id).expect("tried again against the rules");
+        let is_suspect =
+            self.step.retryable.remove(&id).expect("a job was retried although the rules do not allow it");
         self.coverage.see(if is_suspect { "suspect retried" } else { "retried" });
         self.counters.retries += 1;
-        let crash = self.step.required.remove(&id).expect("it is owed an answer otherwise");
-        let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
+        let crash =
+            self.step.required.remove(&id).expect("a job that can be retried must have a required outcome");
+        let job = self.jobs.get_mut(&id).expect("a retried job must be in the model");
         assert_eq!(attempts, job.attempts);
         (job.before, job.worker, job.is_suspect) = (Some(crash.clone()), None, is_suspect);
         job.is_unread = false;
@@ -135,8 +137,8 @@ impl Model {
     }
 
     pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
-        let worker = self.live(id).expect("only what lives is given a job");
-        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect is not alone");
+        let worker = self.live(id).expect("only a living worker can be given a job");
+        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect does not run alone");
         self.coverage.see("suspect runs alone");
         if self.suspects.front() != Some(&job) {
             self.coverage.see("suspect at its quota");
@@ -147,24 +149,28 @@ impl Model {
     pub(super) fn check_suspects(&self) {
         let step = &self.step;
         let was_within_budget = self.limits.retry.is_some() && self.counters.retries < RETRIES_FLOOR;
-        assert!(!was_within_budget || step.retryable.is_empty(), "not tried again: {:?}", step.retryable);
+        assert!(
+            !was_within_budget || step.retryable.is_empty(),
+            "jobs were not retried: {:?}",
+            step.retryable
+        );
         let available = || self.workers.values().filter(|worker| self.is_available(worker));
         let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
         if self.next_suspect().is_some() {
             assert!(
                 available().all(|w| !w.jobs.is_empty() || w.is_stalled || !self.has_permit(w)),
-                "a suspect waits beside an idle worker"
+                "a suspect waits although a worker is idle"
             );
             let has_one = available().any(|worker| worker.is_exclusive);
-            assert!(has_one || self.least_loaded().is_none(), "no worker is kept for a suspect");
+            assert!(has_one || self.least_loaded().is_none(), "no worker is reserved for a suspect");
         }
         for worker in available() {
             let has_suspect = worker.jobs.iter().any(is_suspect);
-            assert!(!has_suspect || worker.jobs.len() == 1, "a suspect has company");
+            assert!(!has_suspect || worker.jobs.len() == 1, "a suspect does not run alone");
             assert!(!has_suspect || worker.is_exclusive);
             assert!(
                 !worker.is_exclusive || has_suspect || !self.suspects.is_empty(),
-                "{:?} is idle",
+                "{:?} is reserved although there is no suspect",
                 worker.id
             );
         }

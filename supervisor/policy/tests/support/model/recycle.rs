@@ -18,7 +18,7 @@ impl Model {
     pub(super) fn begin(&mut self, id: WorkerId) {
         self.workers.entry(id.place).and_modify(|worker| worker.begun += 1);
         let most = self.limits.recycle.jobs.unwrap_or(u64::MAX);
-        assert!(self.workers[&id.place].begun <= most, "{id:?} begins more than {most} jobs");
+        assert!(self.workers[&id.place].begun <= most, "{id:?} was given more than {most} jobs");
         self.reach_job_limit(id.place);
     }
 
@@ -66,7 +66,7 @@ impl Model {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
         if reason == RecycleReason::Jobs && !self.workers[&place].is_at_job_limit {
-            assert!(self.has_standby_waited(slot), "slot {slot}: it was not its turn");
+            assert!(self.has_standby_waited(slot), "slot {slot}: the standby took over too early");
             self.coverage.see("standby takes over an idle slot");
             assert!(self.hand_over_to_standby(place) && self.workers[&place].jobs.is_empty());
         } else if reason != RecycleReason::Jobs && self.hand_over_to_standby(place) {
@@ -96,12 +96,12 @@ impl Model {
             _ => false,
         };
         if is_due {
-            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
+            assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
+        assert!(self.rolling.remove(&slot), "slot {slot} was recycled without a reason");
         let on_their_way = self.workers.values().filter(|w| self.is_successor(w) && !self.is_standby(w));
-        assert_eq!(on_their_way.count(), 0, "a rolling restart replaces one after the other");
+        assert_eq!(on_their_way.count(), 0, "a rolling restart must replace one worker at a time");
     }
 
     /// Returns true if the slot's worker can still be given a job before its successor takes over.

@@ -120,14 +120,14 @@ impl Model {
 
     pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, restart_cause: Option<RestartCause>) {
         self.release_slots();
-        assert!(!self.is_stopping(), "a worker is started while all are being stopped");
+        assert!(!self.is_stopping(), "a worker was started while the bulkhead is stopping");
         assert!(id.generation > self.newest_generation, "a generation was used twice");
-        assert!(!self.workers.contains_key(&id.place), "two workers in one place");
+        assert!(!self.workers.contains_key(&id.place), "a place was used by two workers");
         self.newest_generation = id.generation;
         let state = self.slots[slot as usize].state;
         let successor_to = match state {
             SlotState::Occupied { current, successor: None } => Some(current),
-            SlotState::Occupied { .. } => panic!("slot {slot} has a successor already"),
+            SlotState::Occupied { .. } => panic!("slot {slot} already has a successor"),
             SlotState::Vacant(NextStart::Now | NextStart::AfterAtMost(_)) => None,
             SlotState::Waiting { until } if until <= self.now => None,
             SlotState::Stopped { probe_at } if probe_at.is_some_and(|at| at <= self.now) => {
@@ -137,10 +137,10 @@ impl Model {
             // A rolling restart that was waiting for a spare can reach a slot whose worker has gone in the
             // meantime.
             SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
-            SlotState::Vacant(_) => panic!("slot {slot} is to have no worker: {state:?}"),
+            SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
-            _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
+            _ => panic!("slot {slot} got a worker although the rules do not allow it: {state:?}"),
         };
         if let Some(current) = successor_to {
             self.check_no_spare_expected(slot);
@@ -164,14 +164,14 @@ impl Model {
         if cause == Some(RestartCause::Jobs) {
             assert!(
                 worker.is_at_job_limit || self.limits.recycle.jobs.is_some() && worker.begun > 0,
-                "slot {slot} is recycled for no reason"
+                "slot {slot} was recycled without a reason"
             );
             let is_at_it = worker.phase == Phase::Ready || worker.is_at_job_limit;
-            assert!(is_at_it && worker.is_alive(), "it is on its way out already");
-            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
+            assert!(is_at_it && worker.is_alive(), "the worker is already leaving");
+            assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
+        assert!(worker.phase == Phase::Ready && worker.is_alive(), "the worker is already leaving");
         self.check_standby(slot, current);
     }
 
@@ -203,7 +203,7 @@ impl Model {
     /// Removes a worker and decides what happens to its slot.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
         let Dead { is_failure, is_clean, is_early_death } = dead;
-        let worker = self.workers.remove(&id.place).expect("it is there");
+        let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
         // The worker was killed while it was starting, because new workers run another program.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
@@ -293,10 +293,12 @@ impl Model {
     pub(super) fn backoff(&mut self, slot: u32, delay: Duration) {
         match self.slots[slot as usize].state {
             SlotState::Vacant(NextStart::AfterAtMost(ceiling)) => {
-                assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
+                assert!(delay <= ceiling, "slot {slot} waits {delay:?}, but must wait at most {ceiling:?}");
             }
-            SlotState::Vacant(NextStart::At(at)) => assert_eq!(self.now + delay, at, "slot {slot}"),
-            _ => panic!("slot {slot} waits {delay:?} for no reason"),
+            SlotState::Vacant(NextStart::At(at)) => {
+                assert_eq!(self.now + delay, at, "slot {slot} starts its next worker at the wrong time")
+            }
+            _ => panic!("slot {slot} waits {delay:?} without a reason"),
         }
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
@@ -442,15 +444,15 @@ impl Model {
             slot.state = match slot.state {
                 SlotState::Vacant(NextStart::Failed) => SlotState::Stopped { probe_at: Some(probe_at) },
                 SlotState::Vacant(NextStart::Never) => SlotState::Stopped { probe_at: None },
-                SlotState::Vacant(next) => panic!("{next:?} was to follow, and nothing did"),
+                SlotState::Vacant(next) => panic!("{next:?} did not follow"),
                 state => state,
             };
             let (SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) }) = slot.state
             else {
                 continue;
             };
-            assert!(cause != Cause::Tick || at > now, "a slot should have a worker since {at:?}");
-            assert!(cause != Cause::Reset || is_stopping, "a reset leaves no slot empty");
+            assert!(cause != Cause::Tick || at > now, "a slot should have had a worker since {at:?}");
+            assert!(cause != Cause::Reset || is_stopping, "a reset must not leave a slot empty");
         }
     }
 }
