@@ -26,8 +26,8 @@ pub(super) struct Acceptor {
     listener: Option<UnixListener>,
     /// True if connections may be waiting to be accepted.
     is_pending: bool,
-    /// True if the listener is not registered with the event loop. Otherwise, each new connection would wake
-    /// the data plane while the time budget is used up.
+    /// True if the listener is not registered with the event loop, so that new connections do not wake the
+    /// data plane while the time budget is used up.
     is_deregistered: bool,
     /// True if accepting a connection has failed. The event loop does not report waiting connections a second
     /// time, so accepting must be retried.

@@ -66,7 +66,7 @@ pub(super) struct Link {
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Size of the outbox when it was last counted, in bytes.
+    /// Last counted size of the outbox, in bytes.
     counted_waiting: usize,
     /// True if the worker writes heartbeats to the journal instead of sending frames.
     beats_in_journal: bool,
@@ -716,7 +716,7 @@ impl Links {
     }
 
     /// Records that the output of a link was written. `before` is the size of the outbox before that. Returns
-    /// the size of the outbox when it was last counted, and its size now.
+    /// the last counted size of the outbox, and its current size.
     pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
         let link = &mut self.slab[index];
         link.is_dirty = false;
@@ -740,7 +740,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the size of the outbox when it was last counted, in bytes.
+    /// Returns the last counted size of the outbox, in bytes.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

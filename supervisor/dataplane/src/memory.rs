@@ -41,7 +41,8 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Size when last counted, and holder, of memory that is not charged to a job, such as an incomplete frame.
+/// Last counted size of memory that is not charged to a job, such as an incomplete frame, and the holder of
+/// this memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,

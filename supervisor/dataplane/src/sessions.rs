@@ -70,12 +70,12 @@ pub(super) struct Session {
     pub(super) unread: ReceiverLoans,
     /// Compartments and ids of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory of the frame that is being received, as last counted.
+    /// Last counted memory of the frame that is being received.
     pub(super) counted_frame: Counted,
     epoch: u64,
     /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Size of the outbox when it was last counted, in bytes.
+    /// Last counted size of the outbox, in bytes.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
@@ -424,7 +424,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the memory of the incomplete frame as last counted, and its memory now. `leaf` returns the
+    /// Returns the last counted memory of the incomplete frame, and its current memory. `leaf` returns the
     /// holder of a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,

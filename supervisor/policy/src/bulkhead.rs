@@ -420,7 +420,7 @@ impl<T> Bulkhead<T> {
         }
         match job.state {
             JobState::InFlight { since, .. } => ran += now.since(since),
-            // The verdict says that the job has begun, so this attempt counts.
+            // The job has begun according to the verdict, so this attempt counts.
             JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }

@@ -287,7 +287,7 @@ pub enum Event<T> {
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused, so silence of workers up to now means nothing.
+    /// The supervisor itself was paused, so workers that were silent until now need not be hung.
     SupervisorPaused,
     /// Replaces all workers, one after the other.
     Restart,

@@ -523,7 +523,7 @@ impl Ranking {
         self.lens[index] += 1;
     }
 
-    /// Decrements the number of jobs of a tenant, which must be at least one.
+    /// Decrements a tenant's number of jobs. The number must be at least one.
     fn subtract(&mut self, tenant: u32) {
         let index = tenant as usize;
         self.lens[index] -= 1;

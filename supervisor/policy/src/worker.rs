@@ -46,7 +46,7 @@ pub(crate) struct Worker {
     pub(crate) sent: u64,
     /// Number of the last job that the worker is known to have begun.
     pub(crate) last_begun: u64,
-    /// Number of the last job that had been sent at the last recall of all jobs.
+    /// Number of the last job that had been sent when all jobs were last recalled.
     pub(crate) recalled_up_to: u64,
     /// Time of the next check for jobs that the worker is late to begin.
     pub(crate) next_begin_check: Option<Time>,

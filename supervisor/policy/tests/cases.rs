@@ -265,8 +265,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// `docs/semantics.md`: while workers are starting, as many jobs can wait as the workers will have permits,
-/// even without a queue.
+/// `docs/semantics.md`: while workers are starting, the number of jobs that can wait is the number of permits
+/// that the workers will have, even without a queue.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));

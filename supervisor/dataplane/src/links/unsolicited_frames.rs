@@ -11,8 +11,8 @@ use bulkhead_policy::Time;
 /// notices.
 const PER_SECOND: i64 = 1000;
 
-/// Number of additional notices per second for each job that the worker can run at once. The SDK sends half
-/// of this number of progress notices per job.
+/// Number of additional notices per second for each job that the worker can run at once. This is twice the
+/// rate at which the SDK sends progress notices for a job.
 const PER_SECOND_AND_JOB: i64 = 20;
 
 /// Number of additional notices for each job. They allow for RETURNED and the heartbeat that follows.

@@ -28,7 +28,8 @@ pub(super) enum Suspicion {
 }
 
 impl Suspicion {
-    /// Returns the suspicion against each of the `jobs` jobs that a dead worker may have begun.
+    /// Returns the suspicion against each job that a dead worker may have begun. `jobs` is the number of
+    /// these jobs.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
             (true, 1) => Self::OnlyJob,

@@ -16,8 +16,8 @@ const EXITING_MAX: usize = 16;
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`], or after `idle`
-    /// without a job.
+    /// No workers are needed. This is the state before [`crate::Event::Start`], after
+    /// [`crate::Event::ScaleToZero`], or after `idle` without a job.
     ScaledToZero,
     /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,

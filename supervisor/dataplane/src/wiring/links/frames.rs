@@ -36,7 +36,7 @@ const READS_PER_ITERATION_MAX: usize = 8;
 /// Maximum size of a worker's status text, in bytes.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Highest signal number of Linux.
+/// Highest signal number in Linux.
 const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
