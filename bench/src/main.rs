@@ -59,7 +59,7 @@ struct Args {
     /// Take only the measurements whose name contains this text.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Also take the measurements that need minutes. Attacks are measured only on request: `--only attack`.
+    /// Also take the measurements that take minutes. Attacks are measured only on request: `--only attack`.
     #[arg(long, conflicts_with = "only")]
     all: bool,
     /// Number of rounds of each measurement [default: 9, or the number that fits into a few seconds].
@@ -126,7 +126,7 @@ enum Role {
         #[arg(long)]
         pin: bool,
     },
-    /// Serves metrics and events without any meaning.
+    /// Serves metrics and events that have no meaning.
     #[command(hide = true)]
     Watched {
         /// Socket on which this process listens.

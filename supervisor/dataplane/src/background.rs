@@ -141,8 +141,7 @@ impl Background {
         Some(done)
     }
 
-    /// Waits until the keeper that is currently being started has started. Used when the supervisor shuts
-    /// down.
+    /// Waits until the start of the next keeper is complete. Used when the supervisor shuts down.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),

@@ -12,7 +12,8 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum size of an incomplete small frame for which a connection can be closed, in bytes.
+/// Minimum size of an incomplete small frame, in bytes. Below this size, its connection is not closed in
+/// order to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
 /// Fixed size of a waiting job, in bytes. Includes its entries in the tables of this part, of policy and of

@@ -52,7 +52,7 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The slot's worker was removed in the current step, and `NextStart` must follow.
+    /// The slot's worker was removed in the current step. `NextStart` must follow.
     Vacant(NextStart),
 }
 
