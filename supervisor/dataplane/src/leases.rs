@@ -497,7 +497,7 @@ impl Leases {
     }
 
     /// Handles the result of sending an offer. If the offer was not sent, rejects the client's request and
-    /// goes on with the next lease.
+    /// continues with the next lease.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
         match self.by_number.get_mut(&named.lease) {
@@ -747,9 +747,9 @@ impl Leases {
         }
     }
 
-    /// Ends a worker's access to the files of a job for which the worker has sent a reply, or which it has
-    /// returned. The worker no longer reads the payload or writes the result, even if the job is retried and
-    /// ends in another worker.
+    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
+    /// returned the job. The worker no longer reads the payload or writes the result, even if the job is
+    /// retried and ends in another worker.
     pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
         if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
             (payload.worker, payload.is_by_name) = (None, false);

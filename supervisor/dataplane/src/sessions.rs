@@ -64,7 +64,8 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// Holder to which the client's memory is charged.
     pub(super) holder: Holder,
-    /// Bulkhead of the large frame that is being received. If there is none, bulkhead of the last job.
+    /// Bulkhead of the large frame that is being received. If no large frame is being received, bulkhead of
+    /// the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
     /// Memory files that were lent to the client and may not have been received yet.
     pub(super) unread: ReceiverLoans,
@@ -170,14 +171,14 @@ pub(super) struct Sessions {
 
 owns_slab!(Sessions, SessionIndex, Session);
 
-/// What must happen to a session after its output was written.
+/// Next step for a session after its output was written.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
     /// Everything was sent to a rejected client, so the connection must be shut down.
     Finish,
-    /// A client has too many unread bytes. This session must be closed, which can be a different session from
-    /// the one that was written.
+    /// A client has too many unread bytes. Close this session. It can be a different session than the written
+    /// one.
     CloseBehind(SessionIndex),
 }
 

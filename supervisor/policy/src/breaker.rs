@@ -512,7 +512,7 @@ mod tests {
         claim
     }
 
-    /// Makes one call: claims it and records its result.
+    /// Claims a call and records its result.
     fn call(breaker: &mut Breaker, now: Time, result: CallResult, took: Duration) -> Option<Transition> {
         let claim = claim(breaker, now);
         breaker.record(now, claim, result, took)
@@ -525,8 +525,8 @@ mod tests {
         }
     }
 
-    /// From resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the decision even if
-    /// it succeeds.
+    /// Taken from resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the
+    /// decision even if it succeeds.
     #[test]
     fn breaker_opens_at_the_failure_rate() {
         let mut breaker = breaker();
@@ -546,7 +546,7 @@ mod tests {
         assert_eq!(breaker.claim(at(4), true), None);
     }
 
-    /// From resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
+    /// Taken from resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
     #[test]
     fn breaker_opens_at_the_slow_call_rate() {
         let mut breaker = breaker();
@@ -557,7 +557,7 @@ mod tests {
         assert!(transition.is_some_and(|t| (t.failure_rate, t.slow_rate) == (0.2, 0.6)), "{transition:?}");
     }
 
-    /// From Hystrix, `testLowVolumeDoesNotTripCircuit`.
+    /// Taken from Hystrix, `testLowVolumeDoesNotTripCircuit`.
     #[test]
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
@@ -570,7 +570,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// From Hystrix, `HealthCountsStream`. Calls that have left the window no longer count.
+    /// Taken from Hystrix, `HealthCountsStream`. Calls that have left the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -584,8 +584,8 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// From Semian, `request_allowed?`. Returns true for an open circuit whose open time has expired, without changing
-    /// the state.
+    /// Taken from Semian, `request_allowed?`. Returns true for an open circuit whose open time has expired,
+    /// without changing the state.
     #[test]
     fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
@@ -611,7 +611,8 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(105)), None);
     }
 
-    /// From resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission`.
+    /// Taken from resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and
+    /// `shouldIncreaseCounterOnReleasePermission`.
     #[test]
     fn half_open_breaker_limits_the_number_of_probes() {
         let mut breaker = opened(at(0));
@@ -639,7 +640,8 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// From resilience4j, #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe is ignored.
+    /// Taken from resilience4j, #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe
+    /// is ignored.
     #[test]
     fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
@@ -654,8 +656,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// From resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here, because a probe
-    /// that hangs ends as a failure at its deadline.
+    /// Taken from resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here,
+    /// because a probe that hangs ends as a failure at its deadline.
     #[test]
     fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -667,9 +669,9 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
     }
 
-    /// From resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, its counterpart for slow
-    /// calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j, this breaker
-    /// opens as soon as the remaining probes cannot prevent the opening.
+    /// Taken from resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, its
+    /// counterpart for slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike
+    /// resilience4j, this breaker opens as soon as the remaining probes cannot prevent the opening.
     #[test]
     fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
@@ -707,9 +709,9 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// From resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval. resilience4j
-    /// resets the interval at each closing, so that it never slows down a flapping breaker. Here the interval is reset
-    /// only after the breaker was closed for a whole window.
+    /// Taken from resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval.
+    /// resilience4j resets the interval at each closing, so that it never slows down a flapping breaker. Here
+    /// the interval is reset only after the breaker was closed for a whole window.
     #[test]
     fn open_time_doubles_up_to_eight_times_open_for() {
         let mut breaker = opened(at(0));
@@ -759,7 +761,7 @@ mod tests {
         assert!(matches!(breaker.claim(at(9), true), Some((Claim::Probe { .. }, None))));
     }
 
-    /// From resilience4j, `shouldForceOpenCircuitBreaker`.
+    /// Taken from resilience4j, `shouldForceOpenCircuitBreaker`.
     #[test]
     fn forced_open_breaker_closes_only_on_release_or_reset() {
         for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
@@ -778,7 +780,7 @@ mod tests {
         }
     }
 
-    /// From resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
+    /// Taken from resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
     #[test]
     fn reset_closes_the_breaker_and_drops_all_counts() {
         let mut breaker = opened(at(0));

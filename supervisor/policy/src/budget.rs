@@ -109,7 +109,8 @@ mod tests {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// From failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even without any call.
+    /// Taken from failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even without
+    /// any call.
     #[test]
     fn low_volume_allows_the_minimum_number_of_retries() {
         let mut budget = budget(2, 0.2);
@@ -124,7 +125,7 @@ mod tests {
         );
     }
 
-    /// From Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
+    /// Taken from Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
     #[test]
     fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
@@ -140,7 +141,7 @@ mod tests {
         }
     }
 
-    /// From Finagle, where deposits expire after `ttl`. Here, withdrawals expire as well.
+    /// Taken from Finagle, where deposits expire after `ttl`. Here, withdrawals expire as well.
     #[test]
     fn old_calls_and_retries_expire() {
         let mut budget = budget(2, 0.2);
@@ -161,7 +162,7 @@ mod tests {
         assert!(!budget.try_retry(Time::ZERO, 3));
     }
 
-    /// From Finagle, `RetryBudget.Empty`.
+    /// Taken from Finagle, `RetryBudget.Empty`.
     #[test]
     fn missing_limits_or_zero_budget_forbid_retries() {
         assert_eq!(spend(&mut RetryBudget::new(None), Time::ZERO), 0);

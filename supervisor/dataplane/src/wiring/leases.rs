@@ -200,8 +200,8 @@ impl DataPlane {
         sent(lent)
     }
 
-    /// Ends a worker's access to the files of a job for which the worker has sent a reply, or which it has
-    /// returned.
+    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
+    /// returned the job.
     pub(crate) fn end_file_use(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
         let record = self.compartments[compartment].policy.record_mut(job);
         let payload = record.and_then(|record| record.held.file.as_deref_mut());

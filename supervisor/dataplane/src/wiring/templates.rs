@@ -28,8 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to those
-    /// that are waiting, and starts a template if there is none.
+    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to the
+    /// waiting workers. If the compartment has no template, starts one.
     pub(crate) fn template_for(
         &mut self,
         index: CompartmentIndex,
