@@ -1,10 +1,10 @@
-//! Runs all default measurements of the bench briefly. The figures are not checked.
+//! Runs all default measurements of the bench briefly, without checking the figures.
 
 use std::process::{Command, Output};
 
 fn bench(arguments: &[&str]) -> Output {
     let mut bench = Command::new(env!("CARGO_BIN_EXE_bulkhead-bench"));
-    bench.arg("--smoke").args(arguments).output().expect("the bench runs")
+    bench.arg("--smoke").args(arguments).output().expect("failed to run the bench")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -17,7 +17,8 @@ fn bench_reports_all_figures_as_json_and_svg() {
     let plot = folder.path().join("plot.svg");
     let output = bench(&["--json", "--svg", plot.to_str().unwrap()]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let told: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("the output must be one JSON object");
     let figures = told["figures"].as_array().expect("figures");
     let is_told = |name: &str| figures.iter().any(|figure| figure["name"] == name);
     for name in

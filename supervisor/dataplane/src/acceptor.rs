@@ -1,4 +1,5 @@
-//! The listener of the jobs socket, which can be replaced, and the time budget for accepting connections.
+//! The listener of the jobs socket, which can be replaced at runtime, and the time budget for accepting
+//! connections.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -13,11 +14,11 @@ use mio::{Interest, Poll};
 use super::LISTENER;
 use super::time_budget::TimeBudget;
 
-/// Minimum delay that causes an event.
+/// Minimum delay in accepting connections that is reported as an event.
 const DELAY_MIN: Duration = Duration::from_secs(1);
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reciprocal of the processor share for accepting connections.
+/// Reciprocal of the share of processor time that may be used for accepting connections.
 const ACCEPT_PART: i64 = 8;
 
 pub(super) struct Acceptor {
@@ -25,13 +26,14 @@ pub(super) struct Acceptor {
     listener: Option<UnixListener>,
     /// True if connections may be waiting to be accepted.
     is_pending: bool,
-    /// True if the listener is deregistered. While the time budget is used up, each new connection would otherwise
-    /// wake the data plane.
+    /// True if the listener is not registered with the event loop, so that new connections do not wake the
+    /// data plane while the time budget is used up.
     is_deregistered: bool,
-    /// True if accepting has failed. The waiting connections are not reported again.
+    /// True if accepting a connection has failed. The event loop does not report waiting connections a second
+    /// time, so accepting must be retried.
     needs_retry: bool,
     budget: TimeBudget,
-    /// Start of the current delay. There have been waiting connections ever since.
+    /// Start of the current delay, or `None` if no connection is delayed.
     delayed_since: Option<Time>,
     /// Number of connections accepted since `delayed_since`.
     accepted: u64,
@@ -53,7 +55,8 @@ impl Acceptor {
         })
     }
 
-    /// Replaces the listener. The file of the previous socket is gone, so no client can connect there.
+    /// Replaces the listener. No client can connect to the previous listener any more, because its socket
+    /// file is gone.
     pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
         register(poll, &listener)?;
         if let Some(before) = self.listener.replace(listener) {
@@ -63,7 +66,7 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Records that connections may be waiting.
+    /// Records that the event loop has reported waiting connections.
     pub(super) fn arrived(&mut self) {
         self.is_pending = true;
     }
@@ -72,17 +75,18 @@ impl Acceptor {
         self.is_pending
     }
 
-    /// Returns true if accepting must be tried again later.
+    /// Returns true if accepting connections has failed and must be retried.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_retry
     }
 
-    /// Returns the earliest time to accept connections, if any may be waiting.
+    /// Returns the earliest time at which a connection can be accepted, or `None` if no connection is
+    /// waiting.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.is_pending.then(|| self.budget.resume_at())
     }
 
-    /// Returns true if there is time to accept a connection. Otherwise deregisters the listener.
+    /// Returns true if the time budget allows accepting a connection. Otherwise, deregisters the listener.
     pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let has_time = self.budget.has_time(now);
         if !has_time && !self.is_deregistered {
@@ -93,8 +97,8 @@ impl Acceptor {
         has_time
     }
 
-    /// Accepts a connection. Returns `None` if no connection is waiting, or if accepting was interrupted. Errors are
-    /// those of `accept(2)`, usually because no descriptors are free, and of `epoll_ctl(2)`.
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted.
+    /// Returns the errors of `accept(2)`, usually because no descriptors are free, and of `epoll_ctl(2)`.
     pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
         self.needs_retry = false;
         let Some(listener) = &self.listener else {
@@ -120,7 +124,7 @@ impl Acceptor {
         Err(error)
     }
 
-    /// Charges the time since `began`.
+    /// Charges the time since `began` to the time budget.
     pub(super) fn charge(&mut self, began: Instant) {
         self.budget.charge(began);
     }
@@ -131,7 +135,8 @@ impl Acceptor {
         (self.delayed_since, self.accepted) = (None, 0);
     }
 
-    /// Records that connections may be waiting while the time budget is used up. Returns an event if an event is due.
+    /// Records that connections may be waiting while the time budget is used up. Returns an event if the
+    /// delay must be reported now.
     pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
         let delay = now.since(*self.delayed_since.get_or_insert(now));
         let is_due = self.delay_reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
@@ -143,8 +148,8 @@ impl Acceptor {
         Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 
-    /// Registers the listener again, because no connection is waiting. A connection that has arrived in the meantime
-    /// is reported at once. Errors are those of `epoll_ctl(2)`.
+    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the
+    /// meantime, the event loop reports it at once. Returns the errors of `epoll_ctl(2)`.
     fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
         if self.is_deregistered
             && let Some(listener) = &self.listener
@@ -171,9 +176,9 @@ mod tests {
 
     use super::*;
 
-    /// The report follows when there is time to accept connections again.
+    /// The connection is reported once the time budget allows accepting connections again.
     #[test]
-    fn reports_connections_that_arrived_while_not_accepting() {
+    fn connection_that_arrives_before_registration_is_reported() {
         let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
         let mut poll = Poll::new().unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
@@ -190,20 +195,20 @@ mod tests {
             acceptor.budget.charge(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
         }
         crowd.push(UnixStream::connect_addr(&address).unwrap());
-        assert!(!is_announced(&mut poll), "there is no time for it");
+        assert!(!is_announced(&mut poll), "the listener must not be registered while the budget is used up");
         let later = now + Duration::from_secs(1);
         for _ in 0..2 {
             assert!(acceptor.can_accept(&poll, later));
             acceptor.listener.as_ref().unwrap().accept().unwrap();
         }
-        // This connection arrives between the last accept and the registration.
+        // This connection arrives between the last accept and the registration of the listener.
         crowd.push(UnixStream::connect_addr(&address).unwrap());
         acceptor.resume_listening(&poll).unwrap();
         assert!(is_announced(&mut poll));
     }
 
     #[test]
-    fn reports_delay_of_a_second_at_intervals() {
+    fn delays_of_one_second_are_reported_at_intervals() {
         let poll = Poll::new().unwrap();
         let mut acceptor = Acceptor::new(&poll, None).unwrap();
         let at = |ms| Time::ZERO + Duration::from_millis(ms);
@@ -213,6 +218,6 @@ mod tests {
         assert!(acceptor.delayed(at(11_999)).is_none());
         assert!(acceptor.delayed(at(12_000)).is_some());
         acceptor.backlog_accepted();
-        assert!(acceptor.delayed(at(22_000)).is_none(), "the delay begins again");
+        assert!(acceptor.delayed(at(22_000)).is_none(), "a new delay must have begun");
     }
 }

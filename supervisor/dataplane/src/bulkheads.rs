@@ -1,7 +1,8 @@
-//! Bulkheads by name, and the compartments of each: a shared one, or one for each tenant.
+//! Bulkheads by name, and their compartments. A bulkhead has one shared compartment, or one compartment for
+//! each tenant.
 //!
-//! This part applies no events to compartments. `wiring` applies the events that [`Bulkheads::next_effect`] and
-//! [`Bulkheads::next_assignment`] return.
+//! This part does not apply events to compartments. `wiring` applies the events that
+//! [`Bulkheads::next_effect`] and [`Bulkheads::next_assignment`] return.
 
 mod compartments;
 mod counting;
@@ -33,21 +34,21 @@ use super::JobData;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use tenants::TenantState;
 
-/// An event for a compartment.
+/// An event, and the compartment to which it must be applied.
 pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.
 pub(super) struct Bulkheads {
     slab: Slab<BulkheadIndex, BulkheadEntry>,
-    /// Bulkheads that take jobs.
+    /// Bulkheads that accept jobs, by name.
     by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration and still have jobs or workers.
     leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants in which the assignment of workers must be updated.
+    /// Bulkheads with isolated tenants whose assignment of workers must be updated.
     needing_update: Vec<BulkheadIndex>,
-    /// Sorted names of the tenants that metrics report.
+    /// Sorted names of the tenants that have metrics of their own.
     labels: Arc<[String]>,
-    /// True if some jobs for fallbacks may not be reported yet.
+    /// True if jobs that went to a fallback may not have been reported yet.
     has_unreported_fallbacks: bool,
     effects: VecDeque<Effect>,
 }
@@ -58,77 +59,78 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     presence: Presence,
-    /// Program of workers started from now on.
+    /// Program that new workers run.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Bulkheads that get the jobs that this bulkhead cannot take, in this order. Names of missing bulkheads are
-    /// skipped.
+    /// Names of the bulkheads that get the jobs that this bulkhead cannot run, in the order in which they are
+    /// tried. Names of bulkheads that do not exist are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback: time of the last event, and number of jobs sent there since.
+    /// Time of the last event and number of jobs since that event, for each fallback.
     fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
     pub(super) has_retries: bool,
     has_poison_detection: bool,
     latency: Latency,
-    /// Recent outcomes.
+    /// Outcomes of the last minute.
     service: Window,
     /// Counters for the metrics.
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at some scrape so far.
+    /// Metric series that were possible at any scrape so far.
     possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
     has_own_pressure: bool,
-    /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
+    /// Memory limit of each worker, in bytes. A worker that exceeds the limit is replaced or killed.
     memory_limit: Option<u64>,
-    /// Maximum total size of the memory files lent to a worker, in bytes.
+    /// Maximum total size of the memory files that are lent to a worker, in bytes.
     pub(super) loaned_bytes_max: Option<u64>,
     demand: Demand,
-    /// Individual limits of tenants, if all tenants share the workers.
+    /// Individual limits of tenants. Used only if all tenants share the workers.
     own: BTreeMap<String, TenantConfig>,
     layout: Layout,
 }
 
-/// Presence of a bulkhead in the configuration.
+/// Whether a bulkhead is part of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Presence {
-    /// Configured; takes jobs.
+    /// The bulkhead is configured and accepts jobs.
     Here,
-    /// Removed from the configuration; finishes the remaining jobs.
+    /// The bulkhead was removed from the configuration and only completes its remaining jobs.
     Leaving,
 }
 
 /// Assignment of tenants to compartments.
 enum Layout {
-    /// All tenants share a compartment.
+    /// All tenants share one compartment.
     Shared(CompartmentIndex),
-    /// Each tenant has a separate compartment.
+    /// Each tenant has a compartment of its own.
     Isolated(Box<Isolated>),
 }
 
 /// Compartments of a bulkhead with isolated tenants.
 #[derive(Default)]
 struct Isolated {
-    /// Limits of tenants without individual limits.
+    /// Limits of tenants that have no individual limits.
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
     by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     max_active: usize,
-    /// Compartments with workers and without jobs, ordered by the time of the last job.
+    /// Compartments that have workers but no jobs, ordered by the time of their last job.
     idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, ordered by the time of the last worker.
+    /// Compartments that have no workers, ordered by the time at which their last worker ended.
     resting: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have workers or jobs, or that wait for workers. All others rest.
+    /// Compartments that have workers or jobs or are waiting for workers. All other compartments are scaled
+    /// to zero.
     active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
     tripped: BTreeSet<CompartmentIndex>,
-    /// Compartments that wait until another compartment has no workers left.
+    /// Compartments that are waiting until another compartment has no workers left.
     waiting: VecDeque<CompartmentIndex>,
-    /// Number of compartments with workers, including workers that are ending.
+    /// Number of compartments that have workers, including workers that are ending.
     running: usize,
-    /// Number of compartments in which all workers are ending.
+    /// Number of compartments whose workers are all ending.
     ending: usize,
-    /// Counters of forgotten tenants.
+    /// Counters of tenants whose compartments were removed.
     forgotten_counters: Counters,
     forgotten_restarts: u64,
     is_draining: bool,
@@ -136,25 +138,25 @@ struct Isolated {
     needs_update: bool,
 }
 
-/// A policy state machine with workers.
+/// A policy state machine together with its workers.
 pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
-    /// The tenant, if the compartment serves a single tenant.
+    /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment exists only to replay a job of a crash report.
+    /// True if the compartment exists only to replay the job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// Links, indexed by the worker's place.
+    /// Links to workers, indexed by the worker's place.
     links: Vec<Option<LinkIndex>>,
-    /// True if an event was applied after the timer was set.
+    /// True if an event was applied since the timer was last set.
     is_touched: bool,
-    /// Latency of jobs, if the compartment serves a single tenant.
+    /// Latency of jobs. Measured only if the compartment serves a single tenant.
     latency: Latency,
-    /// Load since the last event.
+    /// Load when it was last recorded.
     load: Load,
-    /// State as recorded in [`Isolated`].
+    /// State that is recorded in [`Isolated`].
     tenant_state: TenantState,
-    /// True if [`Isolated`] lists the compartment as tripped.
+    /// True if [`Isolated`] contains the compartment in its list `tripped`.
     is_listed_tripped: bool,
 }
 
@@ -180,7 +182,7 @@ impl Compartment {
         }
     }
 
-    /// Returns the link that was set for a worker's place, which may be the link of an earlier worker.
+    /// Returns the link that was last set for the worker's place. The link may belong to an earlier worker.
     #[inline]
     pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
         *self.links.get(worker.place as usize)?
@@ -194,7 +196,7 @@ impl Compartment {
         self.links[place] = Some(link);
     }
 
-    /// Forgets a link, unless the place has another link by now.
+    /// Removes a link from the worker's place, unless the place already has another link.
     pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
         if self.link_at(worker) == Some(link) {
             self.links[worker.place as usize] = None;
@@ -219,18 +221,18 @@ impl Bulkheads {
         &self.labels
     }
 
-    /// Returns the metrics label of a tenant whose job was rejected before policy was involved.
+    /// Returns the metrics label of a tenant whose job was rejected before it reached policy.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
         let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
         found.unwrap_or(self.labels.len()) as u32
     }
 
-    /// Returns the bulkhead that takes jobs under this name.
+    /// Returns the bulkhead that accepts jobs under this name.
     pub(super) fn find(&self, name: &str) -> Option<BulkheadIndex> {
         self.by_name.get(name).copied()
     }
 
-    /// Returns the bulkhead with this name. Cheaper than [`Self::find`] if `recent` is that bulkhead.
+    /// Returns the bulkhead with this name. Faster than [`Self::find`] if the bulkhead is `recent`.
     #[inline]
     pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
         let is_again = |index: &BulkheadIndex| {
@@ -240,19 +242,19 @@ impl Bulkheads {
         recent.filter(is_again).or_else(|| self.find(name))
     }
 
-    /// Returns the configured bulkheads.
+    /// Returns all bulkheads that are part of the configuration.
     pub(super) fn configured(&self) -> Vec<BulkheadIndex> {
         let here = self.iter().filter(|(_, entry)| entry.presence == Presence::Here);
         here.map(|(index, _)| index).collect()
     }
 
-    /// Returns the bulkhead of a compartment.
+    /// Returns the bulkhead that a compartment belongs to.
     #[inline]
     pub(super) fn owner(&self, compartment: &Compartment) -> &BulkheadEntry {
         &self.slab[compartment.bulkhead]
     }
 
-    /// Adds a bulkhead. The workers are not started yet.
+    /// Adds a bulkhead without starting its workers.
     pub(super) fn add(
         &mut self,
         compartments: &mut Compartments,
@@ -269,7 +271,7 @@ impl Bulkheads {
         self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
     }
 
-    /// Starts to remove a bulkhead, which clients can no longer find.
+    /// Starts to remove a bulkhead. Clients can no longer submit jobs to the bulkhead.
     pub(super) fn start_removal(&mut self, name: &str) {
         if let Some(bulkhead) = self.by_name.remove(name) {
             self.slab[bulkhead].presence = Presence::Leaving;
@@ -282,21 +284,21 @@ impl Bulkheads {
         self.leaving.clone()
     }
 
-    /// Completes the removal of a bulkhead without compartments. The index can be reused at once.
+    /// Completes the removal of a bulkhead that has no compartments left. Its index can be reused at once.
     pub(super) fn finish_removal(&mut self, bulkhead: BulkheadIndex) {
         self.leaving.retain(|leaving| *leaving != bulkhead);
         self.slab.remove(bulkhead);
     }
 
-    /// Returns true if this bulkhead or any fallback needs payload digests.
+    /// Returns true if this bulkhead or one of its fallbacks needs payload digests.
     pub(super) fn needs_payload_bytes(&self, bulkhead: BulkheadIndex) -> bool {
         let entry = &self[bulkhead];
         let mut targets = entry.fallback.iter().filter_map(|name| self.find(name));
         entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
     }
 
-    /// Returns the names of the bulkheads that need payload digests because of this bulkhead: the bulkhead itself, and
-    /// bulkheads that use it as a fallback.
+    /// Returns the names of all bulkheads that need payload digests because of this bulkhead. These are the
+    /// bulkhead itself and the bulkheads that use it as a fallback.
     pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
         let entry = &self[bulkhead];
         let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);
@@ -308,7 +310,7 @@ impl Bulkheads {
 }
 
 impl BulkheadEntry {
-    /// Creates a bulkhead with a shared compartment, or with a compartment for each tenant if `shared` is `None`.
+    /// Creates a bulkhead. If `shared` is `None`, each tenant has a compartment of its own.
     fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
@@ -353,7 +355,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the compartment that all tenants share, if tenants are not isolated.
+    /// Returns the compartment that all tenants share, or `None` if tenants are isolated.
     pub(super) fn shared_compartment(&self) -> Option<CompartmentIndex> {
         match &self.layout {
             Layout::Shared(compartment) => Some(*compartment),
@@ -361,7 +363,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the tenants' compartments, if tenants are isolated.
+    /// Returns the compartments of isolated tenants, or `None` if all tenants share a compartment.
     fn isolated(&self) -> Option<&Isolated> {
         match &self.layout {
             Layout::Shared(_) => None,
@@ -376,7 +378,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the digest that identifies an operation with a payload, if poison detection is on.
+    /// Returns the digest of an operation and its payload, or `None` if poison detection is off.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();

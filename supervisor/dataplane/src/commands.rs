@@ -1,4 +1,5 @@
-//! Commands from the control plane. Each iteration takes only a few commands, so that many requests cannot starve jobs.
+//! Commands from the control plane. Only a few commands are handled per iteration, so that a large number of
+//! commands cannot delay jobs for long.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,21 +7,22 @@ use std::sync::mpsc::Receiver;
 
 use bulkhead_plane::command::Command;
 
-/// Maximum total weight of commands per iteration (`Command::weight`).
+/// Maximum total weight of the commands that are handled per iteration (see `Command::weight`).
 const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum number of commands taken per iteration. A command whose caller has gone has no weight.
+/// Maximum number of commands taken from the channel per iteration. Commands whose sender no longer waits for
+/// the reply have no weight.
 const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
 /// Pending commands.
 pub(super) struct CommandQueue {
     receiver: Receiver<Command>,
-    /// True if the channel may contain more commands.
+    /// True if the channel may contain commands.
     has_commands: bool,
-    /// Number and total weight of the commands taken in this iteration.
+    /// Number and total weight of the commands taken in the current iteration.
     taken: usize,
     weight: usize,
-    /// Number of stop requests.
+    /// Number of stop requests since the last call of `take_stops`.
     stops: Arc<AtomicU32>,
 }
 
@@ -29,7 +31,7 @@ impl CommandQueue {
         Self { receiver, has_commands: false, taken: 0, weight: 0, stops }
     }
 
-    /// Records that commands may have arrived.
+    /// Records that commands may have arrived in the channel.
     pub(super) fn arrived(&mut self) {
         self.has_commands = true;
     }
@@ -39,13 +41,13 @@ impl CommandQueue {
         self.has_commands
     }
 
-    /// Returns the number of new stop requests. Requests beyond the second have no effect.
+    /// Returns the number of stop requests since the last call. Requests after the second one have no effect.
     pub(super) fn take_stops(&self) -> u32 {
         self.stops.swap(0, Ordering::SeqCst).min(2)
     }
 
-    /// Returns the next command. Returns `None` if the iteration must take no more, and then begins the next
-    /// iteration.
+    /// Returns the next command. Returns `None` if no command is pending or the maximum per iteration is
+    /// reached, and then resets the counts for the next iteration.
     pub(super) fn next(&mut self) -> Option<Command> {
         while self.has_commands
             && self.taken < COMMANDS_PER_ITERATION_MAX
@@ -65,7 +67,7 @@ impl CommandQueue {
         None
     }
 
-    /// Returns the next command without a limit. Used in the last iteration.
+    /// Returns the next command without a maximum per iteration. Used in the last iteration.
     pub(super) fn next_unlimited(&mut self) -> Option<Command> {
         self.receiver.try_recv().ok()
     }
@@ -78,11 +80,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn takes_bounded_weight_per_iteration() {
+    fn weight_of_commands_per_iteration_is_bounded() {
         let (sender, receiver) = sync_channel(64);
         let mut queue = CommandQueue::new(receiver, Arc::default());
         (0..40).for_each(|_| sender.try_send(Command::Summarise).unwrap());
-        assert!(queue.next().is_none(), "no send_number was recorded");
+        assert!(queue.next().is_none(), "the arrival of commands was not recorded");
         queue.arrived();
         let mut iterations = 0;
         let mut taken = 0;

@@ -1,7 +1,8 @@
-//! Crash reports: which deaths are reported, and the contents of a report.
+//! Crash reports: decides which deaths are reported, and collects the contents of each report.
 //!
-//! The data plane records the state of a worker at the time of death, with the payloads that are still in memory. A
-//! crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
+//! The data plane records the state of a worker at the time of its death, including the payloads that are
+//! still in memory. Reports are normally rare, because each crash costs a process. If crashes are frequent,
+//! most of them are only counted.
 
 mod start_failures;
 
@@ -22,32 +23,34 @@ use super::JobData;
 use super::slab::BulkheadIndex;
 use start_failures::StartFailures;
 
-/// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
+/// Maximum number of crash reports of a bulkhead in quick succession. Further reports are limited to one per
+/// second.
 const REPORT_BURST_MAX: u32 = 10;
 
-/// Minimum interval between events about unreported crashes.
+/// Minimum time between two events about crashes that were not reported.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 pub(super) struct Crashes {
     /// Number of crash reports so far.
     reports: u32,
-    /// Permits for crash reports that wait to be stored.
+    /// Permits for crash reports that are waiting to be stored.
     permits: Arc<Semaphore>,
-    /// Bulkheads with crashes.
+    /// State of each bulkhead that has had crashes.
     by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
-    /// Number of crashes without a report that no event has reported yet.
+    /// Number of crashes that had no report and have not been counted in an event yet.
     skipped: u64,
-    /// Process and crash report of the death that is being applied. Events about the death refer to the report.
+    /// Process id and crash report of the death that is being handled. Events about the death refer to the
+    /// report.
     last_report: Option<(u32, CrashId)>,
-    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
-    /// job.
+    /// Id, operation and tenant of the last job that crashed or exceeded its deadline. The next event may be
+    /// about this job.
     last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
 #[derive(Default)]
 struct BulkheadCrashes {
     limit: ReportLimit,
-    /// Crashes of workers that were never ready.
+    /// Deaths of workers that were never ready.
     start_failures: StartFailures,
 }
 
@@ -55,18 +58,18 @@ struct BulkheadCrashes {
 pub(super) struct ReportSlot {
     id: CrashId,
     at: SystemTime,
-    /// Number of equal start failures so far.
+    /// Number of start failures with this cause so far.
     count: u32,
     permit: OwnedSemaphorePermit,
 }
 
-/// Rate limit of crash reports (token bucket).
+/// Rate limit for crash reports (token bucket).
 #[derive(Debug)]
 struct ReportLimit {
     left: u32,
-    /// Time up to which the bucket has been refilled.
+    /// Time at which the bucket was last refilled.
     filled_to: Time,
-    /// Number of unreported crashes since the last event about unreported crashes.
+    /// Number of crashes without a report since the last event that counted such crashes.
     skipped: u64,
     reported_at: Option<Time>,
 }
@@ -88,7 +91,7 @@ impl ReportLimit {
         has_some
     }
 
-    /// Returns the number of unreported crashes, if an event is due.
+    /// Returns the number of crashes without a report if an event about them must be sent now.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
@@ -110,7 +113,7 @@ pub(super) struct CrashContext {
 }
 
 impl CrashContext {
-    /// Returns the circumstances of a worker's death, unless the worker ended normally.
+    /// Returns the circumstances of a worker's death, or `None` if the worker ended normally.
     pub(super) fn of_worker(post: &PostMortem, death: Death, usage: Usage) -> Option<Self> {
         let cause = crash_cause(post, death)?;
         let stage = match (post.was_ready, post.in_flight) {
@@ -122,7 +125,8 @@ impl CrashContext {
         Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
     }
 
-    /// Returns the circumstances of a program's death by `cause`. `message` is the worker's description of the death.
+    /// Returns the circumstances of the death of a program. `message` is the description by the program's
+    /// worker.
     pub(super) fn of_program(cause: Cause, message: &str) -> Self {
         let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let output = output.trim_start_matches(": ");
@@ -131,7 +135,7 @@ impl CrashContext {
         Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail }
     }
 
-    /// Returns the report of a worker in the bulkhead and for the tenant in `names`, with the permit for the report.
+    /// Returns the crash report and its permit. `names` contains the bulkhead and the tenant.
     pub(super) fn report(
         self,
         slot: ReportSlot,
@@ -179,8 +183,8 @@ impl Crashes {
 
     // Reports.
 
-    /// Counts the death of process `pid`. Returns `None` if there are too many reports. Half of the permits are
-    /// reserved for workers that had been ready.
+    /// Counts the death of process `pid`. Returns `None` if there are too many crash reports. Half of the
+    /// permits are reserved for workers that were ready.
     pub(super) fn begin_report(
         &mut self,
         (now, at): (Time, SystemTime),
@@ -215,32 +219,33 @@ impl Crashes {
         Some(ReportSlot { id, at, count, permit })
     }
 
-    /// Returns the crash report for an event about the death of process `pid`.
+    /// Returns the crash report that an event about the death of process `pid` must refer to.
     pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
         (pid == Some(dead)).then_some(id)
     }
 
-    /// Returns the crash report about the death that ends this job. Valid only while this death is applied.
+    /// Returns the crash report about the death that ended this job. Valid only while the death is being
+    /// handled.
     pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
         let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
         self.report_about(answer.worker_pid.filter(|_| has_crashed))
     }
 
-    /// Records that a death was applied. Later events do not refer to the report.
+    /// Records that a death was handled. Later events do not refer to its crash report.
     pub(super) fn death_applied(&mut self) {
         self.last_report = None;
     }
 
     // Jobs.
 
-    /// Remembers the names of a job that crashed or exceeded its deadline.
+    /// Remembers the operation and tenant of a job that crashed or exceeded its deadline.
     pub(super) fn record_failed_job(&mut self, answer: &JobOutcome<Box<JobData>>) {
         let names = |job| (job, answer.record.operation.clone(), answer.record.tenant.clone());
         self.last_failed = answer.job.map(names);
     }
 
-    /// Returns the operation and tenant of the last failed job, if this is the job.
+    /// Returns the operation and tenant of `job` if it was the last job that failed.
     pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
         let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
         Some((operation.to_string(), tenant.to_string()))
@@ -248,12 +253,13 @@ impl Crashes {
 
     // Crashes without a report.
 
-    /// Returns true if some crashes are neither reported nor counted in an event.
+    /// Returns true if some crashes had no report and have not been counted in an event yet.
     pub(super) fn needs_checks(&self) -> bool {
         self.skipped > 0
     }
 
-    /// Returns the bulkheads with a due event, and the number of crashes without a report since the last event.
+    /// Returns the bulkheads for which an event must be sent now, with the number of crashes without a report
+    /// since their last event.
     pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
         let mut due = Vec::new();
         for (&bulkhead, crashes) in &mut self.by_bulkhead {
@@ -266,7 +272,7 @@ impl Crashes {
         due
     }
 
-    /// Forgets a bulkhead whose index will be reused.
+    /// Removes the state of a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         if let Some(crashes) = self.by_bulkhead.remove(&bulkhead) {
             self.skipped -= crashes.limit.skipped + crashes.start_failures.limit.skipped;
@@ -274,14 +280,14 @@ impl Crashes {
     }
 }
 
-/// Describes jobs of a dead worker, with payloads as far as there is room.
+/// Describes the jobs of a dead worker. Payloads are included up to a maximum total size.
 pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
     let mut room = PAYLOADS_BYTES_MAX;
     jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
 }
 
-/// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
-/// was not killed, and exited with status 0.
+/// Returns the cause of a worker's death. Returns `None` if the worker ended normally: the worker was ready,
+/// had not begun any of its jobs, was not killed, and exited with status 0.
 fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
     let ending = Ending { death, killed: post.killed.clone() };
     let is_fine = ending.is_clean() && post.begun == 0 && post.was_ready;
@@ -292,7 +298,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Describes a job of a dead worker. Includes the payload if it fits into `room`.
+/// Describes a job of a dead worker. Includes the payload if it is not larger than `room`.
 fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize) -> CrashJob {
     let record = record.map(|record| &**record);
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
@@ -322,10 +328,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
+    fn crashes_beyond_the_rate_limit_are_counted() {
         let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
-        // A hundred crashes per second for a minute.
+        // Simulates one minute with a hundred crashes per second.
         for tick in 0..6000 {
             let now = Time::ZERO + Duration::from_millis(10 * tick);
             let is_reported = report_limit.take(now);
@@ -338,7 +344,7 @@ mod tests {
         assert_eq!(told + report_limit.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
         assert!(
             (0..20).filter(|_| report_limit.take(later)).count() == REPORT_BURST_MAX as usize,
-            "a pause fills it up"
+            "a pause must refill the bucket"
         );
     }
 }

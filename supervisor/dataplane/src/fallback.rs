@@ -1,6 +1,6 @@
-//! Fallbacks: a job that a bulkhead cannot take, or that crashed there, goes to other bulkheads. Each is tried once,
-//! in the order of the configuration, within the remaining time. If none takes the job, the client gets the first
-//! answer.
+//! Fallbacks. A job that a bulkhead cannot accept, or that crashed in it, is passed on to other bulkheads.
+//! Each fallback is tried once, in the configured order, within the time that remains for the job. If no
+//! fallback completes the job, the client gets the first outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use bulkhead_shared::{Executed, Outcome, Priority, RejectReason, Verdict};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{JobData, link_bytes};
 
-/// State of a job that can go to a fallback.
+/// State of a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client sent the job. The job is counted there.
+    /// Bulkhead and compartment to which the client sent the job. The outcome is counted there.
     entry: (BulkheadIndex, CompartmentIndex),
     chain: Arc<[Arc<str>]>,
-    /// Position of the next bulkhead in `chain`.
+    /// Position in `chain` of the next bulkhead to try.
     next: usize,
     received: Time,
     limit: Duration,
@@ -25,20 +25,20 @@ pub(super) struct FallbackState {
     priority: Priority,
     idempotent: bool,
     cost: u32,
-    /// Result of earlier bulkheads. `None` in the first bulkhead.
+    /// Result in the earlier bulkheads, or `None` if the job is still in the first one.
     earlier: Option<EarlierResult>,
 }
 
-/// Result of a job in earlier bulkheads.
+/// Result of a job in the earlier bulkheads.
 struct EarlierResult {
-    /// First answer. The client gets this answer if no fallback gives a better answer.
+    /// First outcome. The client gets this outcome if no fallback has a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
 
-/// Returns true if another bulkhead may have more success.
+/// Returns true if the job may succeed in another bulkhead.
 fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     match verdict {
         Verdict::Rejected { reason, .. } => matches!(
@@ -55,8 +55,8 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl FallbackState {
-    /// Creates the state of a job that a client has submitted. `wishes` contains the run limit, the priority, whether
-    /// the job can be repeated, and the cost.
+    /// Creates the state of a job that a client has submitted. `wishes` contains the run limit, the priority,
+    /// the cost, and whether the job is idempotent.
     pub(super) fn new(
         entry: (BulkheadIndex, CompartmentIndex),
         chain: Arc<[Arc<str>]>,
@@ -76,18 +76,19 @@ impl FallbackState {
         self.entry.1
     }
 
-    /// Returns true if the job was in another bulkhead already.
+    /// Returns true if the job was already passed on to a fallback.
     pub(super) fn is_at_fallback(&self) -> bool {
         self.earlier.is_some()
     }
 
-    /// Returns the fallback that has the job, if the job was in another bulkhead already.
+    /// Returns the fallback that currently has the job, or `None` if the job was not passed on.
     pub(super) fn current_target(&self) -> Option<&Arc<str>> {
         self.earlier.as_ref().map(|_| &self.chain[self.next - 1])
     }
 
-    /// Returns the next bulkhead for a job: its position in the chain, its index, and the remaining time. `find`
-    /// returns the bulkhead with a name, unless the bulkhead was removed or the payload is too large.
+    /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` returns
+    /// the bulkhead with a given name, or `None` if the bulkhead was removed or the payload is too large for
+    /// it.
     pub(super) fn next_target(
         &self,
         now: Time,
@@ -103,13 +104,13 @@ impl FallbackState {
         (!left.is_zero()).then_some((position, target, left))
     }
 
-    /// Returns the name of the fallback at this position in the chain.
+    /// Returns the name of the fallback at a position in the chain.
     pub(super) fn target_name(&self, position: usize) -> &Arc<str> {
         &self.chain[position]
     }
 
-    /// Returns the cost to charge to the rate limit of the origin before the job goes to a fallback, if the job was
-    /// rejected before the charge.
+    /// Returns the cost to charge to the origin's rate limit before the job is passed on. Returns `None` if
+    /// the job was already charged.
     pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
@@ -118,8 +119,8 @@ impl FallbackState {
         (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Records the answer of a bulkhead before the job goes to the fallback at `position`. `outcome` returns the
-    /// answer as an outcome.
+    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`.
+    /// `outcome` creates the outcome that is recorded.
     pub(super) fn pass_on(
         &mut self,
         position: usize,
@@ -138,12 +139,13 @@ impl FallbackState {
         self.next = position + 1;
     }
 
-    /// Returns true if the payload must be kept in a bulkhead, because another worker or bulkhead may need it.
+    /// Returns true if the payload must be kept in memory because another worker or another bulkhead may need
+    /// it.
     pub(super) fn keeps_payload(&self, has_retries: bool) -> bool {
         self.idempotent && (has_retries || self.next < self.chain.len())
     }
 
-    /// Returns the submission of a job to a fallback, with `left` time until the deadline.
+    /// Returns a submission of the job to a fallback. `left` is the time until the deadline.
     pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
         Submission {
             deadline: Some(left),
@@ -158,8 +160,8 @@ impl FallbackState {
         }
     }
 
-    /// Returns the outcome for the client from the outcome of the last bulkhead. Attempts and times are added up.
-    /// Returns `None` if the job was in a single bulkhead.
+    /// Combines the outcome of the last bulkhead with the earlier results, by adding up the attempts and
+    /// times. Returns `None` if the job was in only one bulkhead.
     pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
         let earlier = self.earlier.as_ref()?;
         let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });

@@ -1,10 +1,10 @@
-//! Checks of a peer's hello that apply to clients and workers.
+//! Checks of a peer's hello that are common to clients and workers.
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::limits::truncate;
 
-/// Checks that the protocol versions of a peer include the supervisor's. The error message contains `help` for the
-/// peer.
+/// Checks that the supervisor supports one of the protocol versions that a peer announced. If not, returns an
+/// error message that ends with `help`.
 pub(super) fn check_version(hello: &Hello<'_>, help: &str) -> Result<(), String> {
     let Hello { version_min, version_max, .. } = *hello;
     if (version_min..=version_max).contains(&PROTOCOL_VERSION) {

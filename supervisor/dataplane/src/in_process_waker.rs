@@ -1,6 +1,6 @@
-//! Wake-ups from in-process clients. A client signals in three cases: after writing to a connection that the data
-//! plane had read completely, after closing a connection, and after reading from a connection that was full. A signal
-//! makes a system call only if the data plane sleeps on another thread.
+//! Wake-ups from in-process clients. A client signals after it has written to a connection that the data
+//! plane had read completely, after it has closed a connection, and after it has read from a connection that
+//! was full. A signal makes a system call only if the data plane is sleeping on another thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -11,24 +11,24 @@ use super::slab::SessionId;
 
 #[derive(Default)]
 struct ReadySet {
-    /// Clients that have signalled.
+    /// Sessions whose clients have signalled.
     sessions: Vec<SessionId>,
-    /// Thread or task to wake. `None` while the data plane is awake, because the data plane checks `sessions` before
-    /// sleeping.
+    /// Thread or task to wake. `None` while the data plane is awake, because it checks `sessions` before it
+    /// sleeps.
     parked: Option<Parked>,
 }
 
-/// A sleeping thread or task.
+/// A thread or task that is sleeping.
 enum Parked {
     Thread(Arc<mio::Waker>),
     Task(Waker),
 }
 
-/// Receiver of the clients' signals.
+/// Receiver of signals from in-process clients.
 pub(super) struct InProcessWaker {
     ready: Arc<Mutex<ReadySet>>,
     waker: Arc<mio::Waker>,
-    /// True if an in-process client has ever connected.
+    /// True if an in-process client has connected at any time.
     is_used: bool,
     /// Reused buffer for the contents of `ReadySet::sessions`.
     buffer: Vec<SessionId>,
@@ -38,7 +38,7 @@ fn lock(ready: &Mutex<ReadySet>) -> MutexGuard<'_, ReadySet> {
     ready.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waker of a client.
+/// Waker that signals for one client.
 struct SessionWaker {
     session: SessionId,
     ready: Arc<Mutex<ReadySet>>,
@@ -58,7 +58,7 @@ impl Wake for SessionWaker {
         drop(ready);
         match parked {
             Some(Parked::Thread(waker)) => {
-                // Waking fails only if the data plane has ended.
+                // Waking can only fail if the data plane has ended.
                 let _ = waker.wake();
             }
             Some(Parked::Task(waker)) => waker.wake(),
@@ -72,13 +72,14 @@ impl InProcessWaker {
         Self { ready: Arc::default(), waker, is_used: false, buffer: Vec::new() }
     }
 
-    /// Registers the waker of a client. A client that has already written, or closed the connection, signals at once.
+    /// Registers the waker of a client. If the client has already written or has closed the connection, it
+    /// signals at once.
     pub(super) fn register_session(&mut self, session: SessionId, end: &in_process::Endpoint) {
         self.is_used = true;
         end.watch(&Waker::from(Arc::new(SessionWaker { session, ready: self.ready.clone() })));
     }
 
-    /// Returns true if the thread can sleep, and arranges that clients wake it.
+    /// Returns true if the thread may sleep. In that case, a signal from a client will wake the thread.
     pub(super) fn prepare_sleep(&self) -> bool {
         if !self.is_used {
             return true;
@@ -90,7 +91,7 @@ impl InProcessWaker {
         ready.sessions.is_empty()
     }
 
-    /// Returns ready if a client has signalled. Otherwise registers the task to be woken.
+    /// Returns ready if a client has signalled. Otherwise, a signal will wake the task of `context`.
     pub(super) fn poll_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut ready = lock(&self.ready);
         if !ready.sessions.is_empty() {
@@ -100,14 +101,14 @@ impl InProcessWaker {
             return Poll::Pending;
         }
         let unwanted = ready.parked.replace(Parked::Task(context.waker().clone()));
-        // Dropped without the lock, because the last waker of a task can own clients, which signal when they are
-        // dropped.
+        // Dropped after the lock is released, because the last waker of a task can own clients, which signal
+        // when they are dropped.
         drop(ready);
         drop(unwanted);
         Poll::Pending
     }
 
-    /// Calls `handle` for the clients that have signalled.
+    /// Calls `handle` for each client that has signalled.
     pub(super) fn drain(&mut self, handle: impl FnMut(SessionId)) {
         if !self.is_used {
             return;
@@ -116,7 +117,7 @@ impl InProcessWaker {
         self.buffer.drain(..).for_each(handle);
     }
 
-    /// Marks the data plane as awake.
+    /// Marks the data plane as awake, so that clients do not wake it.
     pub(super) fn unpark(&self) {
         if self.is_used {
             let unwanted = lock(&self.ready).parked.take();
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_sleeps_is_woken_and_one_that_is_awake_is_not() {
+    fn client_wakes_only_a_sleeping_data_plane() {
         let (mut poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         let session = SessionId { index: SessionIndex::from_number(3), epoch: 7 };
@@ -151,9 +152,9 @@ mod tests {
         assert!(bell.prepare_sleep());
         there.write(b"a").unwrap();
         assert!(is_woken(&mut poll));
-        assert!(!bell.prepare_sleep(), "there is something to hear");
+        assert!(!bell.prepare_sleep(), "the data plane must not sleep after a signal");
         assert_eq!(std::mem::take(&mut lock(&bell.ready).sessions), [session]);
-        // The first byte is still unread, so the client does not signal again.
+        // The first byte has not been read yet, so the client does not signal again.
         there.write(b"b").unwrap();
         assert!(bell.prepare_sleep());
         bell.unpark();
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_before_the_rope_is_heard() {
+    fn input_before_registration_prevents_sleep() {
         let (_poll, mut bell) = bell();
         let (here, there) = in_process::pair();
         there.write(b"a").unwrap();

@@ -1,12 +1,13 @@
-//! Leases of memory files: the client and the worker of each lease, and the end of a lease.
+//! Leases of memory files. Records the client and the worker of each lease, and decides when a lease ends.
 //!
-//! A lease is for a single client, bulkhead and tenant. The first worker that gets a job with the lease is also lent
-//! the files. From then on, no other worker gets the files. The lease ends when this worker is gone, or when the
-//! worker could still write to the files although the job is over. A file that is in use therefore never contains
-//! data of another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
+//! A lease belongs to one client, one bulkhead and one tenant. The first worker that gets a job with the
+//! lease is also lent the files. From then on, no other worker gets these files. The lease ends when this
+//! worker is gone, or when the job is over but the worker could still write to the files. A file that is in
+//! use therefore never contains data of another client, tenant or worker. If a job goes to a different
+//! worker, the payload is sent as bytes.
 //!
-//! A lease ends with a recall. Jobs that the client sent before receiving the recall can still use the lease. If the
-//! client does not return the lease in time, the lease is revoked.
+//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the
+//! lease. If the client does not return the lease in time, the lease is revoked.
 
 #[cfg(test)]
 mod tests;
@@ -29,19 +30,19 @@ use super::slab::SessionId;
 /// Maximum number of leases per client.
 const LEASES_PER_CLIENT_MAX: usize = 64;
 
-/// Maximum number of leases per client whose files are being created.
+/// Maximum number of leases per client whose files are currently being created.
 const CREATING_PER_CLIENT_MAX: usize = 4;
 
-/// Minimum size of a file, in bytes.
+/// Minimum size of a memory file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
-/// Idle time after which a lease is recalled.
+/// Time without a job after which a lease is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Time limit for the return of a recalled lease, and for the confirmation of an offer.
+/// Time limit for returning a recalled lease, and for confirming an offer.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum number of revoked leases remembered per client. A client may still use such a lease until the client has
+/// Maximum number of revoked leases remembered per client. A client may still use such a lease until it has
 /// processed the recall.
 const REVOKED_PER_CLIENT_MAX: usize = LEASES_PER_CLIENT_MAX;
 
@@ -49,9 +50,9 @@ const REVOKED: &str = "this lease was recalled and not returned in time; send th
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
                        send the payload with the job, or ask for another lease";
 
-/// Work for the wiring. Perform effects in order, right after the call that caused them.
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
 pub(super) enum Effect {
-    /// Creates the files of a lease. [`Leases::files_created`] follows.
+    /// Creates the files of a lease. The caller must then call [`Leases::files_created`].
     CreateFiles {
         lease: u64,
         bytes: u64,
@@ -78,7 +79,7 @@ pub(super) enum Effect {
     },
 }
 
-/// A lease to offer to its client. [`Leases::offer_sent`] follows.
+/// A lease that must be offered to its client. The caller must then call [`Leases::offer_sent`].
 pub(super) struct Offer {
     pub(super) client: SessionId,
     pub(super) request: u64,
@@ -87,7 +88,7 @@ pub(super) struct Offer {
     pub(super) files: Arc<Files>,
 }
 
-/// Files to lend to a worker. [`Leases::loan_sent`] follows.
+/// Files that must be lent to a worker. The caller must then call [`Leases::loan_sent`].
 pub(super) struct Loan {
     pub(super) named: LeaseRef,
     pub(super) files: Arc<Files>,
@@ -97,20 +98,20 @@ pub(super) struct Loan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sent {
     Yes,
-    /// The socket has no room, or too many descriptors are in flight.
+    /// The socket has no room, or too many descriptors are in transit.
     NotNow,
-    /// The receiver cannot take files.
+    /// The receiver can never be sent files.
     Never,
 }
 
-/// Memory that files can use.
+/// Memory that is available for files.
 #[derive(Clone, Copy)]
 pub(super) struct Budget {
     /// Maximum total size of all files, in bytes (`max_pooled`).
     pub(super) pooled_bytes_max: u64,
-    /// Maximum total size of waiting data and files, in bytes (`max_buffered`).
+    /// Maximum total size of waiting data and files together, in bytes (`max_buffered`).
     pub(super) buffered_bytes_max: u64,
-    /// Size of the waiting data without files, in bytes.
+    /// Size of the waiting data, not including files, in bytes.
     pub(super) waiting_bytes: u64,
 }
 
@@ -122,7 +123,7 @@ impl Budget {
 
 struct Lease {
     client: SessionId,
-    /// Request number of the client.
+    /// Number of the client's request for the lease.
     request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
@@ -131,13 +132,14 @@ struct Lease {
     state: State,
     is_busy: bool,
     loan: LoanState,
-    /// Time of the last use.
+    /// Time at which a job last used the lease.
     used_at: Time,
 }
 
 enum State {
     Creating,
-    /// The client has not confirmed the previous offer yet.
+    /// The files exist, but the lease was not offered yet, because the client has not confirmed the previous
+    /// offer.
     Created(Arc<Files>),
     Offered(Arc<Files>),
     Held(Arc<Files>),
@@ -159,11 +161,11 @@ impl State {
     }
 }
 
-/// Loan of a lease's files to a worker. The number is the worker's spawn number.
+/// State of the loan of a lease's files to a worker. The number is the worker's spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LoanState {
     None,
-    /// The worker has not confirmed the loan.
+    /// The worker has not confirmed the loan yet.
     Offered(u64),
     Confirmed(u64),
     /// The files must not be lent to another worker.
@@ -179,7 +181,7 @@ impl LoanState {
     }
 }
 
-/// A worker that can map memory files.
+/// A worker that is able to map memory files.
 struct Borrower {
     /// Total size of the files lent to the worker, in bytes.
     loaned_bytes: u64,
@@ -195,18 +197,19 @@ enum BorrowerState {
     Unreachable,
 }
 
-/// A job's payload in a leased file.
+/// Payload of a job in a leased file.
 pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
     bytes: usize,
-    /// Worker that has the payload, in the file or as bytes.
+    /// Worker that was sent the payload, as a reference to the file or as bytes.
     worker: Option<u64>,
-    /// True if the worker got a reference to the file instead of bytes.
+    /// True if the worker was sent a reference to the file instead of bytes.
     is_by_name: bool,
-    /// Size of the result in bytes, if the result is in the result file.
+    /// Size of the result in bytes, or `None` if the result is not in the result file.
     result_bytes: Option<u64>,
-    /// True if the job can be retried. The payload then counts as held while a worker has the job.
+    /// True if the job can be retried. The payload then counts as waiting data even while a worker has the
+    /// job.
     is_kept: bool,
 }
 
@@ -223,7 +226,8 @@ impl LeasedPayload {
         self.is_kept = is_kept;
     }
 
-    /// Records that a worker wrote the result into the result file. Returns false if the worker does not have this file.
+    /// Records that a worker wrote the result of the job to the result file. Returns false if the file was
+    /// not lent to this worker.
     #[must_use]
     pub(super) fn result_written(&mut self, worker: u64, named: LeaseRef) -> bool {
         let is_valid = self.lease == named.lease
@@ -240,20 +244,20 @@ impl LeasedPayload {
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
     borrowers: HashMap<u64, Borrower, RandomState>,
-    /// Revoked leases that the clients may not know about yet.
+    /// Revoked leases that their clients may still use, because they may not have processed the recall.
     revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
-    /// Files that a worker may still read. The client has the outcome of the job, but the worker has not answered for
-    /// the job. The first field is the worker's spawn number.
+    /// Files that a worker may still read although the client has the outcome of the job, because the worker
+    /// has not replied yet. The first field is the spawn number of the worker.
     lingering: Vec<(u64, JobId, Arc<Files>)>,
-    /// Clients to offer a lease.
+    /// Clients to which a lease must be offered.
     to_offer: VecDeque<SessionId>,
     effects: VecDeque<Effect>,
-    /// Limit of open files of this process.
+    /// Maximum number of open files of this process.
     open_files_max: u64,
     last_number: u64,
-    /// Total size of all live files, in bytes. Includes files of ended leases that are still in use by a job.
+    /// Total size of all live files, in bytes. Includes the files of ended leases that a job still uses.
     bytes: u64,
-    /// Number of leases counted in `bytes`.
+    /// Number of leases that are included in `bytes`.
     live: u64,
 }
 
@@ -277,12 +281,12 @@ impl Leases {
         self.bytes
     }
 
-    /// Returns true if a client or a worker may have files.
+    /// Returns true if any client or worker may have files.
     pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
 
-    /// Returns true if [`Leases::check_deadlines`] has something to do, now or later.
+    /// Returns true if [`Leases::check_deadlines`] must be called, now or later.
     pub(super) fn needs_checks(&self) -> bool {
         !self.by_number.is_empty()
     }
@@ -299,18 +303,18 @@ impl Leases {
             .map(|(number, lease)| (*number, lease))
     }
 
-    /// Returns the numbers of all leases that match, the oldest first.
+    /// Returns the numbers of all leases for which `matches` returns true, oldest first.
     fn matching(&self, matches: impl Fn(&Lease) -> bool) -> Vec<u64> {
         let matching = self.by_number.iter().filter(|(_, lease)| matches(lease));
         let mut numbers: Vec<u64> = matching.map(|(number, _)| *number).collect();
-        // Clients see the order of the effects.
+        // Sorted, because clients can see the order of the effects.
         numbers.sort_unstable();
         numbers
     }
 
     // Clients.
 
-    /// Handles a client's request for a lease that access rules and the bulkhead allow.
+    /// Handles a request for a lease that the access rules and the bulkhead allow.
     pub(super) fn request(
         &mut self,
         now: Time,
@@ -369,7 +373,8 @@ impl Leases {
         }
     }
 
-    /// Returns a lease that was sent to the client. Counts a misuse if there is none with this number.
+    /// Returns a lease that was sent to the client. If the client has no lease with this number, counts a
+    /// misuse and returns `None`.
     fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
         let is_sent = |lease: &&mut Lease| {
             lease.client == client && !matches!(lease.state, State::Creating | State::Created(_))
@@ -381,7 +386,7 @@ impl Leases {
         lease
     }
 
-    /// Ends all leases of a client that has disconnected.
+    /// Ends all leases of a client whose connection is closed.
     pub(super) fn client_gone(&mut self, client: SessionId) {
         self.revoked.remove(&client);
         self.matching(|lease| lease.client == client).into_iter().for_each(|number| self.end(number));
@@ -389,7 +394,8 @@ impl Leases {
 
     // Memory.
 
-    /// Returns true if files can take `more` bytes. Otherwise recalls idle leases to make room for a later request.
+    /// Returns true if there is memory for `more` bytes of files. Otherwise, recalls idle leases to make room
+    /// for a later request.
     fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
         let most = budget.room();
         if more > most {
@@ -401,7 +407,8 @@ impl Leases {
         over == 0 && !is_full
     }
 
-    /// Recalls idle leases of at least `bytes` in total. The lease that has been idle the longest is recalled first.
+    /// Recalls idle leases with a total size of at least `bytes`. The leases that have been idle the longest
+    /// are recalled first.
     fn recall_idle(&mut self, now: Time, bytes: u64) {
         let is_idle = |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_));
         let idle = self.by_number.iter().filter(|(_, lease)| is_idle(lease));
@@ -418,12 +425,13 @@ impl Leases {
         }
     }
 
-    /// Recalls idle leases if waiting data and files together exceed the budget.
+    /// Recalls idle leases if waiting data and files together exceed the memory budget.
     pub(super) fn enforce_budget(&mut self, now: Time, budget: Budget) {
         if self.bytes <= budget.room() {
             return;
         }
-        // The file of a waiting job is charged with the job. Recalled leases count as returned.
+        // The file of a waiting job is already charged as part of the job. Recalled leases count as if they
+        // were returned.
         let sum = |matches: fn(&Lease) -> bool| -> u64 {
             self.by_number.values().filter(|lease| matches(lease)).map(|lease| 2 * lease.bytes).sum()
         };
@@ -436,7 +444,7 @@ impl Leases {
 
     // Offers.
 
-    /// Handles the result of creating the files of a lease.
+    /// Handles the result of an attempt to create the files of a lease.
     pub(super) fn files_created(&mut self, number: u64, bytes: u64, created: rustix::io::Result<Files>) {
         match (created, self.by_number.get_mut(&number)) {
             (Ok(files), Some(lease)) => {
@@ -458,14 +466,14 @@ impl Leases {
     }
 
     fn schedule_offer(&mut self, client: SessionId) {
-        // A client can confirm the same lease a thousand times in one iteration.
+        // A client can confirm a lease a thousand times in one iteration, but must be listed only once.
         if self.to_offer.back() != Some(&client) {
             self.to_offer.push_back(client);
         }
     }
 
-    /// Returns the next lease to offer, to a client that has confirmed the previous offer. Must not be called while
-    /// frames of a client are being read, because a failed write closes the session.
+    /// Returns the next lease to offer to a client that has confirmed its previous offer. Must not be called
+    /// while the frames of a client are being read, because a failed write closes the session.
     pub(super) fn next_offer(&mut self) -> Option<Offer> {
         loop {
             let client = self.to_offer.pop_front()?;
@@ -488,7 +496,8 @@ impl Leases {
         }
     }
 
-    /// Handles the result of sending an offer. If the offer was not sent, rejects the request and offers the next lease.
+    /// Handles the result of sending an offer. If the offer was not sent, rejects the client's request and
+    /// continues with the next lease.
     pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
         let Offer { client, request, named, files, .. } = offer;
         match self.by_number.get_mut(&named.lease) {
@@ -497,7 +506,8 @@ impl Leases {
                 lease.used_at = now;
             }
             _ => {
-                // The lease must have the last reference, so that the files are freed.
+                // Drops these references, so that the lease has the last reference and its end frees the
+                // files.
                 drop(files);
                 self.end(named.lease);
                 self.effects.push_back(Effect::RejectRequest { client, request });
@@ -506,9 +516,9 @@ impl Leases {
         }
     }
 
-    // Ends.
+    // End of leases.
 
-    /// Recalls a lease from its client. The files are not lent to another worker afterwards.
+    /// Recalls a lease from its client. Afterwards, the files are not lent to another worker.
     fn recall(&mut self, now: Time, number: u64) {
         let Some(lease) = self.by_number.get_mut(&number) else { return };
         let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
@@ -528,11 +538,11 @@ impl Leases {
         }
     }
 
-    /// Ends a lease. A job that uses the files keeps them until the job's end.
+    /// Ends a lease. If a job uses the files, they are freed when the job ends.
     fn end(&mut self, number: u64) {
         let Some(lease) = self.by_number.remove(&number) else { return };
         self.end_loan(lease.loan, number, lease.bytes);
-        // If the files are still being created, `files_created` subtracts the bytes later.
+        // If the files are still being created, `files_created` subtracts their size later.
         if let Some(files) = lease.state.files().cloned() {
             drop(lease);
             self.release(files);
@@ -553,7 +563,7 @@ impl Leases {
         numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    /// Ends a lease that was not offered yet, and rejects the request.
+    /// Ends a lease that was not offered yet, and rejects the client's request.
     fn reject_created(&mut self, number: u64) {
         if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
             self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
@@ -561,14 +571,14 @@ impl Leases {
         }
     }
 
-    /// Recalls idle leases and unconfirmed offers. Revokes leases that were not returned in time.
+    /// Recalls idle leases and unconfirmed offers, and revokes leases that were not returned in time.
     pub(super) fn check_deadlines(&mut self, now: Time) {
         let is_over = |since: Time, most: Duration| now.since(since) >= most;
         for number in self.matching(|lease| {
             matches!(lease.state, State::Offered(_)) && is_over(lease.used_at, RESPONSE_TIMEOUT)
         }) {
             let client = self.by_number[&number].client;
-            // The client must not wait for further leases any longer.
+            // The client must no longer wait for further leases.
             for created in
                 self.matching(|lease| lease.client == client && matches!(lease.state, State::Created(_)))
             {
@@ -599,12 +609,12 @@ impl Leases {
 
     // Workers.
 
-    /// Adds a worker that can map memory files.
+    /// Adds a worker that is able to map memory files.
     pub(super) fn worker_ready(&mut self, worker: u64) {
         self.borrowers.insert(worker, Borrower { loaned_bytes: 0, state: BorrowerState::CanBorrow });
     }
 
-    /// Handles a worker's confirmation of a loan. Returns false if the worker had no unconfirmed loan.
+    /// Handles a worker's confirmation of a loan. Returns false if the worker has no unconfirmed loan.
     pub(super) fn loan_confirmed(&mut self, worker: u64, number: u64) -> bool {
         let is_waiting = |borrower: &&mut Borrower| borrower.state == BorrowerState::Unconfirmed;
         let Some(borrower) = self.borrowers.get_mut(&worker).filter(is_waiting) else { return false };
@@ -617,7 +627,8 @@ impl Leases {
         true
     }
 
-    /// Recalls the leases that a dead worker used, because the files must not be lent to another worker.
+    /// Recalls the leases whose files were lent to a dead worker, because these files must not be lent to
+    /// another worker.
     pub(super) fn worker_gone(&mut self, now: Time, worker: u64) {
         self.borrowers.remove(&worker);
         self.release_lingering(|of, _| of == worker);
@@ -634,7 +645,8 @@ impl Leases {
 
     // Jobs.
 
-    /// Checks a job whose payload is in a memory file. `inline_bytes` is the size of the payload in the frame.
+    /// Checks a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes in the
+    /// frame itself.
     pub(super) fn check_job(
         &self,
         now: Time,
@@ -645,7 +657,7 @@ impl Leases {
         let invalid = |message| Err((RejectReason::Invalid, message));
         let revoked = Err((RejectReason::Overloaded, REVOKED));
         let Some(lease) = self.by_number.get(&named.lease).filter(|lease| lease.client == client) else {
-            // A client that was stopped for a while may not have received the recall.
+            // If the client was stopped for a while, it may not have received the recall.
             let is_revoked = self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
             return if is_revoked { revoked } else { invalid(UNKNOWN) };
         };
@@ -665,7 +677,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Marks a lease as used by a job. The job must have been checked. Also returns the worker that has the files.
+    /// Marks a lease as used by a job, which must have been checked. Also returns the worker to which the
+    /// files were lent.
     pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
         let lease = self.by_number.get_mut(&named.lease)?;
         let files = lease.state.files()?.clone();
@@ -683,9 +696,10 @@ impl Leases {
         Some((Box::new(payload), lease.loan.worker()))
     }
 
-    /// Returns a job's payload in the form for this worker: a reference if the worker has the file, otherwise bytes. If
-    /// no worker has the files, also returns the files to lend to this worker for the next job. Files in use by a worker
-    /// may have `loaned_bytes_max` bytes in total.
+    /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker
+    /// has the file, and as bytes otherwise. If no worker has the files, also returns them, so that they can
+    /// be lent to this worker for its next job. The files lent to a worker must not exceed `loaned_bytes_max`
+    /// bytes in total.
     pub(super) fn give(
         &self,
         payload: &mut LeasedPayload,
@@ -718,7 +732,7 @@ impl Leases {
         (None, Payload::File(payload.files.payload(), payload.bytes), loan)
     }
 
-    /// Handles the result of lending files to a worker.
+    /// Handles the result of an attempt to lend files to a worker.
     pub(super) fn loan_sent(&mut self, worker: u64, loan: &Loan, sent: Sent) {
         let lease = self.by_number.get_mut(&loan.named.lease);
         let (Some(borrower), Some(lease)) = (self.borrowers.get_mut(&worker), lease) else { return };
@@ -733,18 +747,19 @@ impl Leases {
         }
     }
 
-    /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
-    /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
+    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
+    /// returned the job. The worker no longer reads the payload or writes the result, even if the job is
+    /// retried and ends in another worker.
     pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
         if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
             (payload.worker, payload.is_by_name) = (None, false);
         }
-        // The client may have been answered earlier.
+        // The client may have got the outcome before the worker's reply.
         self.release_lingering(|borrower, lingering| (borrower, lingering) == (worker, job));
     }
 
-    /// Ends a job's use of a lease. Returns the location of the result if the result is in the file. `is_alive` tells if
-    /// a worker still has a link.
+    /// Ends the use of a lease by a job. If the result is in the result file, returns its location.
+    /// `is_alive` returns true if a worker still has a link.
     pub(super) fn end_job(
         &mut self,
         now: Time,
@@ -754,7 +769,8 @@ impl Leases {
         is_alive: impl Fn(u64) -> bool,
     ) -> Option<LeaseRef> {
         let LeasedPayload { lease: number, files, worker, result_bytes, .. } = payload;
-        // A worker that has not answered may still run the job, and could write a result after the next job has begun.
+        // A worker that has not replied may still run the job, and could write a result after the next job
+        // has begun.
         let user = worker.filter(|_| !is_answered);
         if let Some(lease) = self.by_number.get_mut(&number) {
             lease.is_busy = false;

@@ -1,12 +1,13 @@
 //! The data plane: a thread that owns every socket, every bulkhead and every job.
 //!
-//! Each iteration of the event loop takes new events (a frame, a death, a timer, a command) and applies each event to
-//! a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the end. The
-//! data plane decides nothing itself. It never blocks or sleeps, and never formats text or writes a log. Work that
-//! could block runs on another thread (`background.rs`).
+//! Each iteration of the event loop takes new events (such as a frame, a death, a timer or a command) and
+//! applies each event to a bulkhead. The loop then performs the actions that policy returns, and writes each
+//! socket once at the end. The data plane itself makes no decisions about jobs. It never blocks or sleeps,
+//! and never formats text or writes logs. Work that can block runs on another thread (`background.rs`).
 //!
-//! From `/proc` the data plane reads only `stat`, at about 7 µs each. This happens for the ancestors of a process
-//! that connects for the first time, and for a worker that closed the link a second ago and is not reported dead.
+//! The only file that the data plane reads from `/proc` is `stat`, which takes about 7 µs. This happens for
+//! the ancestors of a process that connects for the first time, and for a worker that closed its link a
+//! second ago and has not been reported dead.
 
 mod acceptor;
 mod background;
@@ -97,10 +98,11 @@ use spans::{Spans, Trace};
 use templates::Templates;
 use unread_loans::UnreadLoans;
 
-/// Maximum number of socket events per iteration.
+/// Maximum number of socket events handled per iteration.
 const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as checks for stalled peers. Checks run only while needed.
+/// Interval between periodic checks, such as checks for stalled peers. The checks run only while a part needs
+/// them.
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
@@ -111,14 +113,14 @@ const FIRST_CONNECTION: usize = 4;
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
-/// Size of header and metadata of a job without names.
+/// Size of the header and metadata of a job's frame without names, in bytes.
 const FRAME_BYTES: usize = 128;
 
-/// Message for a peer that has sent out-of-band data.
+/// Message for a peer that sent out-of-band data.
 const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
 
-/// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
-/// records small.
+/// The data plane's record of a job. Policy stores the record in a box and moves the box with every action,
+/// so the record should be small.
 #[derive(Default)]
 pub(crate) struct JobData {
     session: SessionId,
@@ -128,20 +130,20 @@ pub(crate) struct JobData {
     trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
-    /// Label of the tenant in the metrics.
+    /// Label of the job's tenant in the metrics.
     label: u32,
     held: HeldPayload,
-    /// Position on the link of the job's worker.
+    /// Position of the job's frame on the link of its worker.
     position: JobPosition,
     charge: Charge,
-    /// Exit status of the program that ran the job.
+    /// Exit status of the program that ran the job, if reported.
     status: Option<i32>,
-    /// State of a job that can go, or has gone, to a fallback.
+    /// State of a job that can be passed on, or was passed on, to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
 
 impl JobData {
-    /// Returns the payload if it is held in memory.
+    /// Returns the payload, or `None` if it is not held in memory.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
@@ -155,23 +157,23 @@ impl JobData {
     }
 }
 
-/// Returns the size of a job on a link, given the `own` bytes of its payload and names.
+/// Returns the number of bytes that a job takes on a link. `own` is the size of its payload and names.
 fn link_bytes(own: usize) -> u32 {
     u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
 }
 
-/// Payload of a job while it is held here.
+/// The parts of a job's payload that the data plane holds.
 #[derive(Default)]
 struct HeldPayload {
-    /// Payload of a waiting job. A large payload of a repeatable job is kept until the job's end. Counts towards the
-    /// memory for waiting payloads.
+    /// Payload of a waiting job. If a job with a large payload can be repeated, its payload is kept until the
+    /// job ends. Counts towards the memory for waiting payloads.
     payload: Option<Vec<u8>>,
-    /// Copy of a small payload while a worker has the job.
+    /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// Set if the payload is in a memory file.
+    /// Present if the payload is in a memory file.
     file: Option<Box<LeasedPayload>>,
-    /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
-    /// reading the job.
+    /// True if the payload may have to be sent to another worker. Always true for a small payload, because a
+    /// worker can die before it has read the job.
     is_resendable: bool,
 }
 
@@ -180,13 +182,13 @@ impl HeldPayload {
         self.payload.is_none() && self.copy.is_none() && self.file.is_none()
     }
 
-    /// Returns the number of bytes that count towards the memory for waiting data.
+    /// Returns the number of bytes that count towards the memory limit for waiting data.
     fn bytes(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// Returns the payload for a worker: the held payload if any, otherwise `coming`. Keeps the payload if it is
-    /// repeatable.
+    /// Returns the payload to send to a worker. This is the held payload or, if none is held, `coming`. Keeps
+    /// the payload if the job may have to be sent again.
     fn take_for_worker<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
@@ -213,18 +215,18 @@ impl HeldPayload {
     }
 }
 
-/// The data plane: the event loop, and the parts that handle the events.
+/// The data plane: the event loop and the parts that handle its events.
 pub struct DataPlane {
-    // The loop.
+    // The event loop.
     poll: Poll,
     events: Events,
-    /// True if there were more events than the maximum per iteration.
+    /// True if there were more socket events than the maximum per iteration.
     has_more_events: bool,
     origin: Instant,
     now: Time,
-    /// Next time of periodic checks, while a part needs checks.
+    /// Time of the next periodic checks, or `None` if no part needs checks.
     check_at: Option<Time>,
-    /// Next deadline, as of the last [`DataPlane::finish_iteration`].
+    /// Next deadline, as computed by the last [`DataPlane::finish_iteration`].
     due: Option<Time>,
     limits: DataPlaneLimits,
     is_stopping: bool,
@@ -248,7 +250,7 @@ pub struct DataPlane {
     crashes: Crashes,
     leases: Leases,
     links: Links,
-    /// Memory of waiting data: jobs in queues, kept payloads, and frames that workers have not read.
+    /// Memory used by waiting data: jobs in queues, kept payloads, and frames that workers have not read.
     memory: Memory,
     pause_detector: PauseDetector,
     rejections: RejectionReports,
@@ -259,7 +261,7 @@ pub struct DataPlane {
     templates: Templates,
 }
 
-/// A connection that the event loop serves.
+/// A connection that the event loop handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
     Session(SessionIndex),
@@ -284,7 +286,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that came with the current event.
+/// Payload that arrived with the current event.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -313,33 +315,34 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Components that a [`DataPlane`] is built from.
+/// Components from which a [`DataPlane`] is built.
 pub struct Components {
-    /// Configuration at the start.
+    /// Configuration at the start of the supervisor.
     pub config: Arc<Config>,
     /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket. `None` in an embedded supervisor, whose clients connect with
+    /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
     pub listener: Option<UnixListener>,
-    /// The running keeper.
+    /// The keeper, which is already running.
     pub keeper: Keeper,
-    /// Channels for notices to the control plane.
+    /// Channels that carry notices to the control plane.
     pub notices: NoticeSender,
-    /// Channel for spans of sampled jobs, if tracing is on.
+    /// Channel for the spans of sampled jobs, or `None` if tracing is off.
     pub spans: Option<SpanSender>,
-    /// Counters shared with the control plane.
+    /// Counters that are shared with the control plane.
     pub counters: Arc<SharedCounters>,
-    /// Path of the host for `exec` and `library`, if needed.
+    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs it.
     pub host: Option<std::path::PathBuf>,
-    /// Sorted names of the tenants that metrics report.
+    /// Sorted names of the tenants that have metrics of their own.
     pub labels: Arc<[String]>,
-    /// Supervision of the essential threads.
+    /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
 }
 
 impl DataPlane {
-    /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
+    /// Creates a data plane that has not started any worker, and a handle that sends commands to the data
+    /// plane.
     pub fn new(components: Components) -> io::Result<(Self, CommandSender)> {
         let Components { config, support, listener, keeper, notices, spans, counters, host, labels, threads } =
             components;
@@ -400,7 +403,8 @@ impl DataPlane {
         Ok((plane, command_sender))
     }
 
-    /// Runs until everything is stopped. Errors are those of [`DataPlane::run_iteration`] and [`DataPlane::end`].
+    /// Runs until all bulkheads have stopped. Returns the errors of [`DataPlane::run_iteration`] and
+    /// [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
         while self.is_running() {
@@ -410,8 +414,9 @@ impl DataPlane {
         self.end()
     }
 
-    /// Orders the first workers. A thread with other work can use this in place of [`DataPlane::run`], and then call
-    /// [`DataPlane::settle`] and [`DataPlane::run_iteration`] in turns while [`DataPlane::is_running`] returns true.
+    /// Orders the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
+    /// The thread must then call [`DataPlane::settle`] and [`DataPlane::run_iteration`] alternately while
+    /// [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
         for index in self.compartments.indices() {
@@ -419,13 +424,14 @@ impl DataPlane {
         }
     }
 
-    /// Returns true until everything is stopped or an essential thread has ended.
+    /// Returns true until all bulkheads have stopped or an essential thread has ended.
     pub fn is_running(&self) -> bool {
         !self.is_over() && self.threads.lost().is_none()
     }
 
-    /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
-    /// [`DataPlane::event_descriptor`] becomes readable, or `None` if no timer is set.
+    /// Completes the previous iteration and writes its output. Returns the maximum time that the caller may
+    /// sleep before the next iteration, or `None` if no timer is set. The caller must not sleep longer than
+    /// until [`DataPlane::event_descriptor`] becomes readable.
     pub fn finish_iteration(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
         self.report_starvation_results();
@@ -448,13 +454,13 @@ impl DataPlane {
         self.wait_time(self.due)
     }
 
-    /// Returns a descriptor that is readable when an event has arrived.
+    /// Returns a descriptor that becomes readable when an event arrives.
     pub fn event_descriptor(&self) -> io::Result<OwnedFd> {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits up to `wait_time` for events and applies them. Errors are those of `epoll_wait(2)`, and of a keeper that
-    /// can neither be reached nor replaced.
+    /// Waits for events for up to `wait_time` and applies them. Returns the errors of `epoll_wait(2)`, and an
+    /// error if the keeper can be neither reached nor replaced.
     pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
         let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
         let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
@@ -475,14 +481,15 @@ impl DataPlane {
         heard
     }
 
-    /// Returns ready when an in-process client has signalled; [`DataPlane::handle_in_process_clients`] is then sufficient.
-    /// Otherwise registers the task to be woken.
+    /// Returns ready if an in-process client has signalled. It is then sufficient to call
+    /// [`DataPlane::handle_in_process_clients`]. Otherwise, registers the task to be woken by the next
+    /// signal.
     pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
         self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles the input of in-process clients without waiting. Works like [`DataPlane::run_iteration`], but leaves all
-    /// socket events for the next iteration.
+    /// Handles the input of in-process clients without waiting. In contrast to [`DataPlane::run_iteration`],
+    /// leaves all socket events for the next iteration.
     pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
         self.in_process_waker.unpark();
         self.read_clock();
@@ -490,7 +497,7 @@ impl DataPlane {
         self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
-    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before.
+    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before this call.
     pub fn end(self) -> io::Result<()> {
         match self.threads.lost() {
             Some(name) => Err(self.abort(name)),
@@ -502,7 +509,7 @@ impl DataPlane {
     }
 
     fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
+        // Workers and the keeper are handled first, so that many clients cannot delay heartbeats and reports.
         for link in self.links.take_unfinished_reads(self.now) {
             self.read_link(link);
         }
@@ -528,7 +535,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Handles clients, new connections, commands, and results of the background threads.
+    /// Handles clients, new connections, commands, and the results of the background threads.
     fn handle_other_events(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
@@ -575,11 +582,12 @@ impl DataPlane {
         }
     }
 
-    /// Ends a connection with out-of-band bytes, which break the order of all other bytes and are reported only once.
+    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not in order with the other
+    /// bytes, and the kernel reports them only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // If the process of a worker is not known yet, `worker_spawned` checks for out-of-band bytes later.
+            // If the process of a worker is not known yet, `worker_spawned` will check for out-of-band bytes.
             Endpoint::Link(index) if self.links.get(index).is_some_and(Link::is_running) => {
                 self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }
@@ -605,17 +613,17 @@ impl DataPlane {
             || self.sessions.has_input()
             || self.commands.is_waiting()
             || !self.snapshots.is_empty();
-        // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
+        // Reporting failed spawns can cause further failures, and workers may be waiting to be started.
         if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
-        // epoll counts in milliseconds. The time is rounded up so that the loop does not wake just before the
-        // deadline.
+        // epoll counts in milliseconds. The time is rounded up, so that the loop does not wake shortly before
+        // the deadline.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
 
-    /// Updates the timers of all compartments with events, once per iteration.
+    /// Updates the timers of all compartments to which events were applied. Called once per iteration.
     fn set_timers(&mut self) {
         while let Some(index) = self.compartments.next_touched() {
             self.bulkheads.record_load(&mut self.compartments, index, self.now);
@@ -641,7 +649,7 @@ impl DataPlane {
         }
     }
 
-    /// Schedules periodic checks if a part needs checks.
+    /// Schedules the next periodic checks if a part needs them.
     fn schedule_checks(&mut self) {
         let needs_checks = self.sessions.needs_checks()
             || self.acceptor.needs_checks()
@@ -658,8 +666,8 @@ impl DataPlane {
         }
     }
 
-    /// Detects a pause of the supervisor. Returns true if timers must wait for the next iteration, because answers that
-    /// arrived during the pause may be unread and take precedence.
+    /// Detects a pause of the supervisor. Returns true if timers must not fire until the next iteration,
+    /// because replies that arrived during the pause may not have been read and must be handled first.
     fn detect_pause(&mut self) -> bool {
         let clock = clock_gettime(ClockId::Boottime);
         let boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
@@ -675,7 +683,7 @@ impl DataPlane {
         true
     }
 
-    /// Reports that all compartments have started, once.
+    /// Reports once that all compartments have started.
     fn check_started(&mut self) {
         if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.has_started = true;
@@ -694,9 +702,9 @@ impl DataPlane {
         mut incoming: Incoming<'_>,
     ) -> Option<JobId> {
         let now = self.now;
-        // A late event can refer to a compartment that was removed.
+        // A late event can refer to a compartment that was already removed.
         let compartment = self.compartments.get_mut(index)?;
-        // Taken out because an action can apply another event, which needs a list too.
+        // Moved out of `self`, because an action can apply another event, which also needs a list of actions.
         let mut actions = std::mem::take(&mut self.buffers.actions);
         let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
@@ -713,7 +721,8 @@ impl DataPlane {
         job
     }
 
-    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory file.
+    /// Keeps the payload of a job that was accepted but not dispatched. Does nothing if the payload is in a
+    /// memory file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
@@ -762,9 +771,9 @@ impl DataPlane {
         }
     }
 
-    /// Writes the output of this iteration, with a single write per connection.
+    /// Writes the output of the current iteration. Each connection is written once.
     fn flush_connections(&mut self) {
-        // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
+        // Disconnecting a client that has too many unread bytes cancels its jobs, which produces more output.
         loop {
             if let Some(index) = self.sessions.next_dirty() {
                 self.flush_session(index);
@@ -787,7 +796,7 @@ impl DataPlane {
             return self.keeper_lost();
         }
         loop {
-            // Deferred reports are handled before newer reports.
+            // Deferred reports are handled first, because they are older.
             self.handle_deferred_reports();
             match self.keeper.serving().and_then(Keeper::receive) {
                 Ok(Some(report)) => self.handle_report(report),
@@ -842,7 +851,7 @@ impl DataPlane {
         }
     }
 
-    /// Handles the results of the background threads. Errors are those of a keeper that cannot be replaced.
+    /// Handles the results of the background threads. Returns an error if the keeper cannot be replaced.
     fn handle_background_results(&mut self) -> io::Result<()> {
         while let Some(done) = self.background.done() {
             match done {
@@ -866,7 +875,7 @@ impl DataPlane {
 
     // Commands.
 
-    /// Performs a bounded part of the pending commands.
+    /// Performs pending commands, up to the maximum per iteration.
     fn run_commands(&mut self) {
         for _ in 0..self.commands.take_stops() {
             self.stop();
@@ -883,7 +892,7 @@ impl DataPlane {
 
     fn run_command(&mut self, command: Command) {
         self.count_http_rejections();
-        // A result for a caller that has gone is dropped.
+        // If the sender of a command has gone, the result is dropped.
         match command {
             Command::Listen(listener) => {
                 if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
@@ -935,15 +944,15 @@ impl DataPlane {
         }
     }
 
-    /// Performs a command that changes the bulkheads' states, and replies.
+    /// Performs a command that changes the state of bulkheads, and sends the reply.
     fn reply<T>(&mut self, reply: oneshot::Sender<T>, perform: impl FnOnce(&mut Self) -> T) {
         let result = perform(self);
         self.reporter.states_have_changed();
-        // The caller may have gone.
+        // The receiver of the reply may have gone.
         let _ = reply.send(result);
     }
 
-    /// Counts the jobs that the HTTP server has rejected, so that the next counts include them.
+    /// Counts the jobs that the HTTP server has rejected, so that they are included in the following counts.
     fn count_http_rejections(&mut self) {
         for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
             let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
@@ -965,7 +974,7 @@ impl DataPlane {
         }
     }
 
-    /// Returns the processes of all workers, with the bulkhead of each.
+    /// Returns the processes of all workers, each with its bulkhead.
     fn worker_processes(&self) -> Vec<WorkerProcess> {
         let process = |link: &Link| {
             let compartment = &self.compartments[link.compartment];
@@ -980,7 +989,7 @@ impl DataPlane {
         self.is_stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Waits up to a second for clients to read their last answers, then ends the keeper.
+    /// Waits for up to a second until clients have read their last outcomes, and then ends the keeper.
     fn shut_down(mut self) {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
@@ -1002,7 +1011,7 @@ impl DataPlane {
         self.end_keeper();
     }
 
-    /// Ends the keeper and all workers after an essential thread has ended.
+    /// Ends the keeper and all workers because an essential thread has ended.
     fn abort(self, name: &str) -> io::Error {
         self.threads.begin_shutdown();
         self.counters.has_ended.store(true, Ordering::SeqCst);
@@ -1010,7 +1019,7 @@ impl DataPlane {
         io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 
-    /// Reads from all clients once more. Every bulkhead has stopped, so each job is rejected.
+    /// Reads from all clients once more. All bulkheads have stopped, so every new job is rejected.
     fn handle_last_events(&mut self) {
         while let Some(command) = self.commands.next_unlimited() {
             if let Command::AddClient { .. } | Command::AddInProcessClient { .. } = command {
@@ -1019,7 +1028,8 @@ impl DataPlane {
         }
         for index in self.sessions.indices() {
             self.read_session(index, usize::MAX);
-            // A client that keeps sending has its answers so far, and is disconnected with the others.
+            // If a client continues to send, it is disconnected with the others. It has all outcomes that
+            // were sent so far.
             self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
         }
     }
@@ -1031,7 +1041,7 @@ impl DataPlane {
     }
 }
 
-/// Returns a number that differs between runs, used only for jitter.
+/// Returns a number that differs in each run of the supervisor. Used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

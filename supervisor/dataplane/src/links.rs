@@ -1,6 +1,6 @@
 //! Links to workers: the state of each worker's process and connection.
 //!
-//! This part reads and writes no socket, and sends nothing to the keeper. `wiring` does both.
+//! This part does not read or write sockets, and sends nothing to the keeper. `wiring` does both.
 
 mod read_position;
 mod unsolicited_frames;
@@ -29,13 +29,16 @@ use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
 use super::unread_loans::ReceiverLoans;
 
-/// Time limit for a worker to exit after closing the link. A worker that stays longer counts as broken.
+/// Time within which a worker must exit after it has closed its link. If it does not exit in time, it is
+/// killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Maximum number of violations remembered per worker until the worker reports the end of the program.
+/// Maximum number of violations that are remembered per worker until the worker reports the death of the
+/// program.
 const VIOLATIONS_MAX: usize = 64;
 
-/// Maximum number of replies for jobs that a worker does not have. A worker that sends more counts as broken.
+/// Maximum number of replies that a worker may send for jobs that it does not have. A worker that sends more
+/// is killed.
 const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
@@ -44,77 +47,79 @@ pub(super) struct Link {
     pub(super) slot: u32,
     /// Spawn number of the worker.
     pub(super) spawn: u64,
-    /// Program with which the worker was started.
+    /// Program that the worker was started with.
     pub(super) program: Arc<Program>,
-    /// Template that forked the worker, if any.
+    /// Template that forked the worker, or `None` if the worker was not forked.
     pub(super) template: Option<u64>,
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Tracks which bytes the worker has read. Used after the worker's death.
+    /// Tracks which bytes the worker has read. Evaluated after the death of the worker.
     pub(super) read_position: ReadPosition,
-    /// Loans that the worker may not have read yet.
+    /// Loans that the worker may not have received yet.
     pub(super) unread: ReceiverLoans,
-    /// Answers that the worker has not sent yet. Used after the worker's death.
+    /// Journal with the replies that the worker has not sent yet. Read after the death of the worker.
     pub(super) journal: Option<Journal>,
     process: Process,
-    /// User id of the worker, if the worker has a separate user id.
+    /// User id of the worker, or `None` if workers have no separate user ids.
     id: Option<u32>,
     end: EndCause,
     reads: ReadState,
     is_dirty: bool,
-    /// Size of the outbox in bytes, as last counted.
+    /// Last counted size of the outbox, in bytes.
     counted_waiting: usize,
-    /// True if the worker writes heartbeats into the journal instead of sending frames.
+    /// True if the worker writes heartbeats to the journal instead of sending frames.
     beats_in_journal: bool,
     phase: Phase,
-    /// Budget for frames that answer no job.
+    /// Budget for frames that are not replies to jobs.
     pub(super) unsolicited: UnsolicitedFrames,
     status: Option<String>,
 }
 
 /// State of a worker's process.
 enum Process {
-    /// Ordered. `output` contains the reading ends of stdout and stderr.
+    /// The process was ordered from the keeper. `output` contains the reading ends of its standard output and
+    /// error.
     Ordered { output: Output },
-    /// Running, or ended.
+    /// The process is running or has ended.
     Running(Box<Running>),
 }
 
-/// The reading ends of a worker's standard output and error.
+/// Reading ends of a worker's standard output and error.
 pub(super) type Output = (OwnedFd, OwnedFd);
 
 struct Running {
     pid: u32,
     pidfd: OwnedFd,
-    /// Confinement as read back from the kernel.
+    /// Confinement of the process, as read back from the kernel.
     observed: Observed,
-    /// Set while a silent worker is watched.
+    /// Present while the processor time of a silent worker is observed.
     watch: Option<Arc<Watch>>,
-    /// Set until the control plane has room for the output.
+    /// Output of the worker, until it was passed to the control plane.
     output: Option<Output>,
-    /// Forbidden system calls of programs that the worker has started: process and call number.
+    /// Forbidden system calls of programs that the worker started. Each entry contains the process id and the
+    /// number of the system call.
     violations: VecDeque<(u32, u32)>,
 }
 
 /// State of the reading side of a link.
 enum ReadState {
     Open,
-    /// The worker has closed its end. Only the bytes in the socket are left to read.
+    /// The worker has closed its end. The bytes that are still in the socket must be read.
     Closing,
-    /// Everything has been read.
+    /// The worker has closed its end, and everything has been read.
     Closed {
         at: Time,
     },
 }
 
-/// Cause of a worker's end that policy did not decide.
+/// Cause of the end of a worker, if policy did not decide it.
 enum EndCause {
     /// No such cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
     TmpFull,
-    /// The process has ended. Reported to policy when none of the worker's programs is left.
+    /// The process has ended. The death is reported to policy when none of the worker's programs is left.
     Dead { death: Death, usage: Usage },
 }
 
@@ -125,15 +130,15 @@ enum Phase {
         unknown_replies: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker broke the protocol. Further frames are ignored.
+    /// The worker violated the protocol, so its further frames are ignored.
     ProtocolViolated,
 }
 
-/// A result that is too large and still arriving. The client has the outcome, but the job holds a permit until the
-/// worker has sent the whole result.
+/// A result that is too large and is still arriving. The client already has the outcome, but the job holds
+/// its permit until the worker has sent the whole result.
 pub(super) type Oversized = (JobId, HandlerFailure);
 
-/// A worker that was ordered from the keeper.
+/// A worker whose process was ordered from the keeper.
 pub(super) struct OrderedWorker {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -194,7 +199,7 @@ impl Link {
         }
     }
 
-    /// Returns true if the process was started.
+    /// Returns true if the process was started, even if it has ended since.
     pub(super) fn is_running(&self) -> bool {
         self.running().is_some()
     }
@@ -207,11 +212,11 @@ impl Link {
         self.running().map(|running| &running.pidfd)
     }
 
-    /// Records that the process runs.
+    /// Records that the process is running.
     pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
         let violations = VecDeque::new();
         let running = Running { pid, pidfd, observed, watch: None, output: None, violations };
-        // The output moves from the order to the running process.
+        // Moves the output to the running process.
         let ordered = std::mem::replace(&mut self.process, Process::Running(Box::new(running)));
         if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
             running.output = Some(output);
@@ -223,13 +228,14 @@ impl Link {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    /// Takes the pid and the output, unless the control plane has the output already.
+    /// Returns the process id and the output, and removes the output. Returns `None` if the output was
+    /// already passed to the control plane.
     pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
         let running = self.running_mut()?;
         Some((running.pid, running.output.take()?))
     }
 
-    /// Keeps the output until the control plane has room.
+    /// Stores the output again, because it could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, output: Output) {
         if let Some(running) = self.running_mut() {
             running.output = Some(output);
@@ -246,9 +252,10 @@ impl Link {
         self.running_mut()?.watch.take()
     }
 
-    /// Remembers a forbidden system call of a process. Returns the worker's pid.
+    /// Records a forbidden system call of a process that the worker started. Returns the process id of the
+    /// worker.
     pub(super) fn add_violation(&mut self, process: u32, call: u32) -> Option<u32> {
-        // The keeper reports the start of a process before any violation.
+        // The keeper reports the start of a process before it reports violations of the process.
         let Running { pid, violations, .. } = self.running_mut()?;
         if violations.len() >= VIOLATIONS_MAX {
             violations.pop_front();
@@ -257,21 +264,22 @@ impl Link {
         Some(*pid)
     }
 
-    /// Takes the forbidden system call of a process.
+    /// Returns and removes the forbidden system call of a process.
     pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
         let violations = &mut self.running_mut()?.violations;
         let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
         violations.remove(at).map(|(_, call)| call)
     }
 
-    /// Takes the user id of the worker, if the worker has a separate user id.
+    /// Returns and removes the user id of the worker. Returns `None` if workers have no separate user ids.
     pub(super) fn take_id(&mut self) -> Option<u32> {
         self.id.take()
     }
 
     // The end of the worker.
 
-    /// Records that the worker's temporary folder is too large. Returns false if another cause is known.
+    /// Records that the worker is killed because its temporary folder is too large. Returns false if another
+    /// cause is already known.
     pub(super) fn end_as_overfull(&mut self) -> bool {
         let is_first = matches!(self.end, EndCause::None);
         if is_first {
@@ -280,17 +288,17 @@ impl Link {
         is_first
     }
 
-    /// Returns true if the worker was ended because of a temporary folder that was too large.
+    /// Returns true if the worker was killed because its temporary folder was too large.
     fn is_overfull(&self) -> bool {
         matches!(self.end, EndCause::TmpFull)
     }
 
-    /// Keeps a death that must not be reported to policy yet.
+    /// Stores a death that must not be reported to policy yet.
     pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
         self.end = EndCause::Dead { death, usage };
     }
 
-    /// Takes a death that was kept.
+    /// Returns and removes the stored death.
     pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
         match std::mem::replace(&mut self.end, EndCause::None) {
             EndCause::Dead { death, usage } => Some((death, usage)),
@@ -300,14 +308,14 @@ impl Link {
 
     // Reading.
 
-    /// Records that the worker has closed its end.
+    /// Records that the worker has closed its end of the link.
     pub(super) fn peer_closed(&mut self) {
         if matches!(self.reads, ReadState::Open) {
             self.reads = ReadState::Closing;
         }
     }
 
-    /// Returns true if the worker has closed its end and there are bytes left to read.
+    /// Returns true if the worker has closed its end but not all bytes have been read.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.reads, ReadState::Closing)
     }
@@ -324,12 +332,12 @@ impl Link {
 
     // The protocol.
 
-    /// Returns true if the worker has not sent a hello.
+    /// Returns true if the worker has not sent its hello yet.
     pub(super) fn awaits_hello(&self) -> bool {
         matches!(self.phase, Phase::AwaitingHello)
     }
 
-    /// Returns true if the handshake is complete, and the worker has not violated the protocol since.
+    /// Returns true if the handshake is complete and the worker has not violated the protocol since.
     pub(super) fn is_welcomed(&self) -> bool {
         matches!(self.phase, Phase::Welcomed { .. })
     }
@@ -348,7 +356,7 @@ impl Link {
         self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
     }
 
-    /// Sets that the worker writes heartbeats into the journal.
+    /// Sets whether the worker writes heartbeats to the journal.
     pub(super) fn set_beats_in_journal(&mut self, beats_in_journal: bool) {
         self.beats_in_journal = beats_in_journal && self.journal.is_some();
     }
@@ -362,15 +370,15 @@ impl Link {
         self.journal.as_ref().filter(|_| self.beats_in_journal).and_then(Journal::since_beat)
     }
 
-    /// Counts a frame about a job that the worker does not have.
+    /// Counts a reply for a job that the worker does not have.
     pub(super) fn count_unknown_reply(&mut self) {
         if let Phase::Welcomed { unknown_replies, .. } = &mut self.phase {
             *unknown_replies = unknown_replies.saturating_add(1);
         }
     }
 
-    /// Tolerates a limited number of replies that match no job, because replies can be late. A worker that sends very
-    /// many is broken.
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. A limited
+    /// number is tolerated, because replies can be late.
     pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
         match self.phase {
             Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
@@ -380,7 +388,7 @@ impl Link {
         }
     }
 
-    /// Records that a result is too large and still arriving.
+    /// Records that a result that is too large has begun to arrive.
     pub(super) fn begin_oversized(&mut self, begun: Oversized) {
         if let Phase::Welcomed { oversized, .. } = &mut self.phase {
             *oversized = Some(begun);
@@ -391,7 +399,7 @@ impl Link {
         matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Records that a result that was too large has arrived.
+    /// Returns and removes the result that was too large, because it has arrived completely.
     pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
         match &mut self.phase {
             Phase::Welcomed { oversized, .. } => oversized.take(),
@@ -400,33 +408,35 @@ impl Link {
     }
 }
 
-/// All links, by index and by spawn number, and work that is deferred to the end of an iteration.
+/// All links, by index and by spawn number, and work that is deferred to the end of the iteration.
 #[derive(Default)]
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
-    /// Links by the worker's spawn number.
+    /// Links, by the spawn number of the worker.
     by_spawn: HashMap<u64, LinkIndex>,
-    /// Number of workers and templates ordered so far.
+    /// Number of workers and templates that were ordered so far.
     spawned: u64,
-    /// Pool of user ids, if each worker has a separate user id.
+    /// Pool of user ids, or `None` if workers have no separate user ids.
     ids: Option<Arc<IdAllocator>>,
-    /// Dead workers whose descendants are still being reaped, with separate user ids.
+    /// Dead workers whose descendants are still being reaped. The last field is the separate user id of the
+    /// worker.
     reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
-    /// Links of dead workers. The descriptors are closed after the clients have been answered.
+    /// Links of dead workers. Their descriptors are closed after the clients have got their outcomes.
     closed: Vec<Link>,
-    /// Links with more input than the maximum per iteration.
+    /// Links that have more input than is read per iteration.
     unfinished_reads: Vec<LinkIndex>,
-    /// Next time to read a paused link.
+    /// Time at which the next paused link must be read.
     resume_at: Option<Time>,
-    /// Workers that could not be ordered. Reported to policy at the end of the iteration.
+    /// Workers that could not be ordered. They are reported to policy at the end of the iteration.
     failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
-    /// Results about silent workers that needed no check. Reported to policy at the end of the iteration.
+    /// Results about silent workers for which no check was necessary. They are reported to policy at the end
+    /// of the iteration.
     starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
-    /// Links with pending output.
+    /// Links with output that must be written.
     dirty: VecDeque<LinkIndex>,
-    /// True if a link may be closed while the worker has not been reported dead.
+    /// True if there may be a link whose worker has closed its end but has not been reported dead.
     has_closed: bool,
-    /// True if the output of some worker found no room in the control plane.
+    /// True if the output of a worker could not be passed to the control plane because its channel was full.
     has_outputs: bool,
 }
 
@@ -461,20 +471,20 @@ impl Links {
         self.by_spawn.get(&spawn).copied()
     }
 
-    /// Returns the link of a worker among these processes.
+    /// Returns the link of the worker whose process id is among `pids`.
     pub(super) fn of_process(&self, pids: &[u32]) -> Option<&Link> {
         self.slab.values().find(|link| link.pid().is_some_and(|pid| pids.contains(&pid)))
     }
 
     // Workers.
 
-    /// Returns the spawn number for another worker or template.
+    /// Returns the spawn number for the next worker or template.
     pub(super) fn next_spawn(&mut self) -> u64 {
         self.spawned += 1;
         self.spawned
     }
 
-    /// Adds the link of an ordered worker.
+    /// Adds the link of a worker that was ordered from the keeper.
     pub(super) fn add(&mut self, link: Link) -> LinkIndex {
         let spawn = link.spawn;
         let index = self.slab.insert(link);
@@ -493,7 +503,7 @@ impl Links {
         Some((index, link))
     }
 
-    /// Keeps the link of a dead worker until the end of the iteration.
+    /// Stores the link of a dead worker until the end of the iteration.
     pub(super) fn keep_closed(&mut self, link: Link) {
         self.closed.push(link);
     }
@@ -502,31 +512,31 @@ impl Links {
         self.closed.clear();
     }
 
-    /// Returns the spawn numbers of all workers. Workers for which `is_first` returns true come first.
+    /// Returns the spawn numbers of all workers. The workers for which `is_first` returns true come first.
     pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
         spawns
     }
 
-    /// Takes a user id for a worker, if each worker has a separate user id.
+    /// Takes a user id for a new worker from the pool. Returns `None` if workers have no separate user ids.
     pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
         self.ids.as_ref().map(|ids| ids.allocate()).transpose()
     }
 
-    /// Returns the user id of a worker to the pool. None of the worker's processes must be left.
+    /// Returns a worker's user id to the pool. All processes of the worker must be gone.
     pub(super) fn give_back(&self, id: Option<u32>) {
         if let (Some(ids), Some(id)) = (&self.ids, id) {
             ids.free(id);
         }
     }
 
-    /// Records that the descendants of a dead worker are being reaped.
+    /// Records that the descendants of a dead worker are now being reaped.
     pub(super) fn begin_reaping(&mut self, link: &mut Link) {
         self.reaping.insert(link.spawn, (link.compartment, link.worker, link.id.take()));
     }
 
-    /// Returns the dead worker whose descendants have been reaped. The user id returns to the pool.
+    /// Returns the dead worker whose descendants have been reaped. Returns its user id to the pool.
     pub(super) fn end_reaping(&mut self, spawn: u64) -> Option<(CompartmentIndex, WorkerId)> {
         let (compartment, worker, id) = self.reaping.remove(&spawn)?;
         self.give_back(id);
@@ -540,8 +550,9 @@ impl Links {
         spawns
     }
 
-    /// Defers the report of a failed spawn to the end of the iteration, like the report of a failure in the keeper.
-    /// Reporting it within the action would recurse while no descriptors are free.
+    /// Defers the report of a failed spawn to the end of the iteration, when failures in the keeper are also
+    /// reported. If it were reported while the action is performed, the calls would recurse as long as no
+    /// descriptors are free.
     pub(super) fn defer_spawn_failure(
         &mut self,
         compartment: CompartmentIndex,
@@ -559,7 +570,7 @@ impl Links {
         !self.failed_spawns.is_empty()
     }
 
-    /// Defers the result about a silent worker that needs no check to the end of the iteration.
+    /// Defers the result about a silent worker to the end of the iteration. Used if no check is necessary.
     pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.starvation_results.push((compartment, worker, true));
     }
@@ -570,12 +581,12 @@ impl Links {
 
     // Output of workers.
 
-    /// Records that the output of a worker found no room in the control plane.
+    /// Records that the output of a worker could not be passed to the control plane.
     pub(super) fn output_waits(&mut self) {
         self.has_outputs = true;
     }
 
-    /// Returns the links whose output may have found no room.
+    /// Returns the links whose output may not have been passed to the control plane yet.
     pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
         let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
         self.slab.indices().take(count)
@@ -583,7 +594,7 @@ impl Links {
 
     // Reading.
 
-    /// Schedules another read of a link in the next iteration.
+    /// Schedules another read of a link for the next iteration.
     pub(super) fn schedule_read(&mut self, index: LinkIndex) {
         if !self.unfinished_reads.contains(&index) {
             self.unfinished_reads.push(index);
@@ -594,7 +605,7 @@ impl Links {
         !self.unfinished_reads.is_empty()
     }
 
-    /// Returns the links to read, including paused links whose pause is over.
+    /// Returns the links that must be read now, including paused links whose pause is over.
     pub(super) fn take_unfinished_reads(&mut self, now: Time) -> Vec<LinkIndex> {
         if self.resume_at.is_some_and(|at| at <= now) {
             self.resume_at = None;
@@ -610,7 +621,7 @@ impl Links {
         std::mem::take(&mut self.unfinished_reads)
     }
 
-    /// Returns the next time to read a paused link.
+    /// Returns the time at which the next paused link must be read.
     pub(super) fn resume_at(&self) -> Option<Time> {
         self.resume_at
     }
@@ -619,8 +630,9 @@ impl Links {
         self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
     }
 
-    /// Ends a read of a worker with `jobs` concurrent jobs. Returns `None` if no frames came that answer no job, and
-    /// otherwise the last status text, and an error message if the worker must be ended.
+    /// Completes a read from a worker, which can run `jobs` jobs at once. Returns `None` if all frames were
+    /// replies to jobs. Otherwise, returns the last status text, and an error message if the worker must be
+    /// killed.
     pub(super) fn end_read(
         &mut self,
         index: LinkIndex,
@@ -643,13 +655,13 @@ impl Links {
         self.has_closed = true;
     }
 
-    /// Returns true if links or outputs must be checked.
+    /// Returns true if links or the output of workers must be checked.
     pub(super) fn needs_checks(&self) -> bool {
         self.has_closed || self.has_outputs
     }
 
-    /// Returns the links that were closed by workers that are not reported dead. The flag is true if the worker
-    /// should have exited by now.
+    /// Returns the links whose workers have closed their ends but have not been reported dead. The flag is
+    /// true if the worker should have exited by now.
     pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
         let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
             ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),
@@ -660,14 +672,14 @@ impl Links {
         closed
     }
 
-    /// Records that a closed link must be checked again.
+    /// Records that a link whose worker has closed its end must be checked again.
     pub(super) fn check_closed_again(&mut self) {
         self.has_closed = true;
     }
 
     // Writing.
 
-    /// Schedules a write of the link's output for the end of the iteration.
+    /// Schedules the link's output to be written at the end of the iteration.
     #[inline]
     pub(super) fn schedule_flush(&mut self, index: LinkIndex) {
         if let Some(link) = self.slab.get_mut(index)
@@ -677,12 +689,12 @@ impl Links {
         }
     }
 
-    /// Returns the next link with pending output. [`Self::flushed`] follows.
+    /// Returns the next link whose output must be written. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<LinkIndex> {
         self.dirty.pop_front()
     }
 
-    /// Queues a frame without a payload for a worker.
+    /// Adds a frame without a payload to the output for a worker.
     pub(super) fn send(
         &mut self,
         index: LinkIndex,
@@ -695,15 +707,16 @@ impl Links {
         }
     }
 
-    /// Queues a frame without a payload for the worker with this spawn number, if still alive.
+    /// Adds a frame without a payload to the output for the worker with this spawn number. Does nothing if
+    /// the worker is gone.
     pub(super) fn send_to_spawn(&mut self, spawn: u64, frame: (u8, u64), message: &impl bincode::Encode) {
         if let Some(index) = self.index_of_spawn(spawn) {
             self.send(index, frame, message);
         }
     }
 
-    /// Records a flush. `before` is the size of the outbox before the flush. Returns the size of the outbox as last
-    /// counted, and the size to count from now on.
+    /// Records that the output of a link was written. `before` is the size of the outbox before that. Returns
+    /// the last counted size of the outbox, and its current size.
     pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
         let link = &mut self.slab[index];
         link.is_dirty = false;
@@ -713,7 +726,7 @@ impl Links {
     }
 }
 
-/// Returns the cause of a worker's death. `link` is the worker's link.
+/// Returns the cause of death of a worker. `link` is the link of the worker.
 pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
     let is_filtered = || link.is_some_and(|link| link.program.sandbox().filters_calls());
     match exit {
@@ -727,7 +740,7 @@ pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
 }
 
 impl Link {
-    /// Returns the size of the outbox in bytes, as last counted.
+    /// Returns the last counted size of the outbox, in bytes.
     pub(super) fn counted_waiting(&self) -> usize {
         self.counted_waiting
     }

@@ -1,6 +1,6 @@
-//! Memory of waiting data: incomplete frames, waiting jobs with names and records, and frames that workers have not
-//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this part chooses the
-//! memory to free, and `wiring` frees the memory.
+//! Memory of waiting data: incomplete frames, waiting jobs with their names and records, and frames that
+//! workers have not read. Each piece of memory is charged to a holder (`shares.rs` contains the tree of
+//! holders). When the limit is exceeded, this part chooses the memory to free, and `wiring` frees it.
 
 use std::collections::HashMap;
 
@@ -12,24 +12,29 @@ use super::JobData;
 use super::shares::{self, Holder, Kind, Owner, Shares};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum memory of an incomplete small frame for which the connection is closed.
+/// Minimum size of an incomplete small frame, in bytes. Below this size, its connection is not closed in
+/// order to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed memory of a waiting job: its entries in tables here, in policy and in the session.
+/// Fixed size of a waiting job, in bytes. Includes its entries in the tables of this part, of policy and of
+/// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// Memory of a request in a session's table, which may be half empty, and in the list of waiting jobs.
+/// Size of a request's entries in the table of the session and in the list of waiting jobs, in bytes. Twice
+/// the size of an entry, because up to half of a table can be unused.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Memory for a tenant with jobs: another copy of the name, the numbers, and the place in the fair queue.
+/// Size of a tenant with jobs, in bytes. Includes a copy of the name, the counters, and the entry in the fair
+/// queue.
 const TENANT_BYTES: usize = 512;
 
-/// Maximum number of entries in a list of waiting jobs beyond twice the number of waiting jobs.
+/// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting
+/// jobs.
 const STALE_MAX: usize = 64;
 
-/// Memory charged for a job, with the holder.
+/// Memory charged for a job, and its holder.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -37,7 +42,8 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Last counted size of memory that is not charged to a job, such as an incomplete frame.
+/// Last counted size of memory that is not charged to a job, such as an incomplete frame, and the holder of
+/// this memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
     holder: Holder,
@@ -46,12 +52,12 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Returns the size of `bytes` that cannot be freed early.
+    /// Returns the size of memory that cannot be freed early.
     pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Fixed }
     }
 
-    /// Returns the size of an incomplete frame that can be discarded.
+    /// Returns the size of an incomplete frame, which can be discarded.
     pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
         Self { holder, bytes, kind: Kind::Frame }
     }
@@ -64,29 +70,30 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// This number of bytes of the payloads that arrive by HTTP.
+    /// This number of bytes of the payloads that are arriving over HTTP.
     Spool(usize),
-    /// The incomplete frame of a connection.
+    /// The incomplete frame of this connection.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
+    /// The newest waiting job of the lowest priority class, of this connection in one bulkhead.
     Job(Holder),
 }
 
-/// Kind of memory charged to a job.
+/// Reason why memory is charged to a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ChargeKind {
-    /// The job waits here.
+    /// The job is waiting, and its payload is held here.
     Waiting,
-    /// The payload is kept while a worker has the job, because another worker may need it.
+    /// A worker has the job, and the payload is kept because another worker may need it.
     Kept,
-    /// The job is prefetched. It is charged for the memory that a waiting job would hold here.
+    /// The job is prefetched. It is charged for the same memory as a waiting job.
     Prefetched,
 }
 
-/// Waiting jobs of a connection in a bulkhead, newest last. Some entries may refer to jobs that no longer wait.
+/// Waiting jobs of one connection in one bulkhead, newest last. Some entries can refer to jobs that are no
+/// longer waiting.
 #[derive(Default)]
 struct Waiting {
-    /// Compartment and job, indexed by the code of the priority.
+    /// Compartments and ids of the jobs, indexed by the code of their priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
@@ -94,11 +101,11 @@ struct Waiting {
 pub(super) struct Memory {
     shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder of bytes that workers have not read.
+    /// Holder of the bytes that workers have not read.
     workers: Holder,
-    /// Holder of the supervisor's own jobs (replays).
+    /// Holder of the jobs that the supervisor itself submits (replays).
     own: Holder,
-    /// Holder of payloads that arrive by HTTP without a known length.
+    /// Holder of payloads without a known length that are arriving over HTTP.
     spool: Holder,
     spooled: usize,
 }
@@ -107,18 +114,19 @@ impl Memory {
     pub(super) fn new(own_uid: u32) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
-        // Session numbers start at 1.
+        // The keys do not collide with sessions, because session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
         let spool = shares.open(Owner::User(own_uid), u64::MAX);
         Self { shares, waiting: HashMap::default(), workers, own, spool, spooled: 0 }
     }
 
-    /// Returns the memory held in the data plane, in bytes.
+    /// Returns the total memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
         self.shares.held() - self.spooled
     }
 
-    /// Returns the memory held in the data plane and for payloads that arrive by HTTP, in bytes.
+    /// Returns the total memory held in the data plane and for payloads that are arriving over HTTP, in
+    /// bytes.
     pub(super) fn held_in_all(&self) -> usize {
         self.shares.held()
     }
@@ -130,7 +138,7 @@ impl Memory {
         self.shares.open(Owner::User(uid), connection)
     }
 
-    /// Releases the memory that a closed connection still holds, apart from the memory of jobs.
+    /// Releases the memory that a closed connection still holds, except the memory of its jobs.
     pub(super) fn close(&mut self, connection: Holder, counted: Counted) {
         self.recount(counted, Counted::fixed(connection, 0));
         self.shares.close(connection);
@@ -141,8 +149,8 @@ impl Memory {
         self.shares.leaf(connection, bulkhead)
     }
 
-    /// Returns true if a connection may hold `more` bytes, within `most` bytes for all. Other holders may then have to
-    /// free memory, which happens when the bytes are held.
+    /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes.
+    /// If necessary, other holders must then free memory when the bytes are held.
     pub(super) fn can_hold(
         &self,
         connection: Holder,
@@ -153,10 +161,10 @@ impl Memory {
         self.shares.can_hold_share(connection, bulkhead, more, most)
     }
 
-    /// Replaces a counted size.
+    /// Replaces a size that was counted before.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
-            // Adds before subtracting, so that the holder is not forgotten in between.
+            // Adds before subtracting, so that the holder is not removed in between.
             self.shares.add(is.holder, is.kind, is.bytes);
             self.shares.subtract(was.holder, was.kind, was.bytes);
         }
@@ -168,26 +176,26 @@ impl Memory {
         self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
     }
 
-    /// Updates the size of the payloads that arrive by HTTP.
+    /// Updates the size of the payloads that are arriving over HTTP.
     pub(super) fn set_spooled(&mut self, is: usize) {
         let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
         self.recount(Counted::frame(holder, was), Counted::frame(holder, is));
     }
 
-    /// Releases memory of the payloads that arrive by HTTP.
+    /// Releases memory of payloads that were arriving over HTTP.
     pub(super) fn release_spooled(&mut self, bytes: usize) {
         self.set_spooled(self.spooled - bytes);
     }
 
-    /// Returns the number of bytes that each owner can always hold.
+    /// Returns the number of bytes that every owner can hold, whatever others hold.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         self.shares.equal_share(most)
     }
 
     // Jobs.
 
-    /// Charges the client of a job in a bulkhead. `connection` is `None` if the client is gone, or if the supervisor
-    /// itself submitted the job.
+    /// Charges the client of a job in a bulkhead for memory. `connection` is `None` if the client is gone or
+    /// the supervisor itself submitted the job.
     pub(super) fn charge(
         &mut self,
         record: &mut JobData,
@@ -213,7 +221,8 @@ impl Memory {
         holder
     }
 
-    /// Lists a job that was charged as waiting. `is_waiting` tells which of the jobs listed earlier still wait.
+    /// Adds a job to the list of its holder's waiting jobs. `is_waiting` returns true if a job that was
+    /// listed earlier is still waiting.
     pub(super) fn list_waiting(
         &mut self,
         (holder, priority): (Holder, Priority),
@@ -224,7 +233,8 @@ impl Memory {
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
         let stack = &mut waiting.stacks[usize::from(priority.code())];
-        // The cost is amortised, because at least as many entries were added since the last removal.
+        // The cost is amortised, because at least as many entries were added since outdated entries were last
+        // removed.
         if stack.len() >= most {
             stack.retain(|&(compartment, job)| is_waiting(compartment, job));
             stack.shrink_to(most);
@@ -252,8 +262,8 @@ impl Memory {
 
     // Eviction.
 
-    /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
-    /// `wants`.
+    /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
+    /// bulkhead that need the memory.
     pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
@@ -268,21 +278,21 @@ impl Memory {
         })
     }
 
-    /// Returns the newest job of the lowest priority that a holder has listed. The job may not wait any more, and the
-    /// number may belong to another job by now. The entry is removed.
+    /// Removes and returns the newest job of the lowest priority class in a holder's list. The job may no
+    /// longer be waiting, and its number may even belong to another job.
     pub(super) fn pop_waiting(&mut self, holder: Holder) -> Option<(CompartmentIndex, JobId)> {
         self.waiting.get_mut(&holder)?.stacks.iter_mut().find_map(Vec::pop)
     }
 }
 
 impl Charge {
-    /// Returns true if the job waits, and this holder is charged for the job.
+    /// Returns true if the job is waiting and this holder is charged for it.
     pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
         self.is_waiting && self.holder == holder
     }
 }
 
-/// Returns the reason for rejecting data that does not fit into `most` bytes.
+/// Returns the reason and the message for rejecting data that does not fit into `most` bytes.
 pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
     let message = format!(
         "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
@@ -291,7 +301,7 @@ pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
 }
 
 impl JobData {
-    /// Returns the memory held for a waiting job, in bytes.
+    /// Returns the memory that a waiting job holds, in bytes.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
@@ -299,7 +309,7 @@ impl JobData {
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
     }
 
-    /// Returns the size of the payload, in memory or in a file.
+    /// Returns the size of the payload in bytes, whether it is in memory or in a file.
     fn payload_bytes(&self) -> usize {
         self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes())
     }
@@ -323,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_newest_job_of_lowest_priority_of_largest_client() {
+    fn newest_low_priority_job_of_largest_client_is_evicted_first() {
         let mut memory = Memory::new(0);
         let (small, large) = (memory.open(1, 1), memory.open(2, 2));
         let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
@@ -331,7 +341,9 @@ mod tests {
             jobs.push(charge_waiting(&mut memory, large, number, priority));
         }
         let most = memory.held() - 1;
-        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else { panic!("no job") };
+        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else {
+            panic!("expected the eviction of a job")
+        };
         let lowest = usize::from(Priority::ALL[0].code()) < usize::from(Priority::ALL[1].code());
         assert_eq!(memory.pop_waiting(holder), Some(job(if lowest { 4 } else { 2 })));
         assert!(jobs[3].charge.is_of_waiting(holder) && !jobs[0].charge.is_of_waiting(holder));
@@ -341,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_spooled_payloads_as_far_as_necessary() {
+    fn only_as_many_spooled_bytes_as_necessary_are_evicted() {
         let mut memory = Memory::new(0);
         memory.set_spooled(1000);
         assert_eq!((memory.held(), memory.held_in_all()), (0, 1000));

@@ -1,5 +1,5 @@
-//! Converts notes of policy to events for operators. No text is formatted here, because an event is a value that
-//! another thread renders.
+//! Converts the operator events of policy to events of the admin API. No text is formatted here. An event is
+//! a value, which another thread renders.
 
 use bulkhead_api::{EventKind, Severity, Text, millis};
 use bulkhead_policy::{BreakerState, Death, JobOutcome, KillReason, OperatorEvent, Transition};
@@ -7,7 +7,7 @@ use bulkhead_shared::Verdict;
 
 use super::JobData;
 
-/// Returns the event for the end of a job, if the job crashed or exceeded its deadline while running.
+/// Returns the event about the end of a job if the job crashed or exceeded its deadline while running.
 pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<EventKind> {
     let JobOutcome { job, record, verdict, .. } = answer;
     if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -44,17 +44,18 @@ pub(super) fn failed_job_event(answer: &JobOutcome<Box<JobData>>) -> Option<Even
     })
 }
 
-/// Returns the exit status or the signal.
+/// Returns the exit status or the signal of a death.
 fn exit_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
         Death::Exit(code) => (Some(code), None),
         Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
-        // The process is killed in all of these cases.
+        // In all these cases, the process was killed.
         Death::Violation(_) | Death::Oom | Death::TmpFull => (None, Some("SIGKILL".into())),
     }
 }
 
-/// Converts a note to an event. `job_names` contains the operation and tenant of the note's job.
+/// Converts an operator event of policy. `job_names` contains the operation and the tenant of the job to
+/// which the event refers.
 pub(super) fn describe(note: OperatorEvent, job_names: Option<(String, String)>) -> (Severity, EventKind) {
     use Severity::{Critical, Info, Warning};
     let (operation, job_tenant) = job_names.unzip();
@@ -166,7 +167,7 @@ fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
         [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
     let severity = match transition.to {
         BreakerState::Open => Severity::Critical,
-        // An operator has ordered this.
+        // An operator has forced the breaker open.
         BreakerState::ForcedOpen => Severity::Warning,
         BreakerState::HalfOpen | BreakerState::Closed => Severity::Info,
     };
@@ -180,7 +181,7 @@ fn breaker_event(transition: &Transition) -> (Severity, EventKind) {
     (severity, what)
 }
 
-/// Rounds a share to three decimals.
+/// Rounds a share to three decimal places.
 fn rounded(share: f64) -> f64 {
     (share * 1e3).round() / 1e3
 }

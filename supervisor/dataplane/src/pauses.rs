@@ -9,24 +9,25 @@ use bulkhead_policy::Time;
 /// Minimum delay of an iteration that counts as a pause of the supervisor.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 
-/// Minimum interval between events about pauses.
+/// Minimum time between two events about pauses.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// State of the pause detection.
 #[derive(Default)]
 pub(super) struct PauseDetector {
-    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the data plane's clock, in
-    /// nanoseconds.
+    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of the data plane,
+    /// in nanoseconds.
     suspended_ns: Option<u64>,
     reported_at: Option<Time>,
-    /// True if the previous iteration came too late.
+    /// True if a pause was detected in the previous iteration.
     was_late: bool,
 }
 
 impl PauseDetector {
-    /// Checks for a pause at the beginning of an iteration that was due at `due`. `boot_ns` is the time since the boot
-    /// of the machine, including suspended time. The data plane's clock, and with it every deadline, stands still while
-    /// the machine is suspended. Returns the delay of the iteration, and an event unless there was one a short time ago.
+    /// Checks at the beginning of an iteration whether the supervisor was paused. The iteration was due at
+    /// `due`. `boot_ns` is the time since the machine was booted, including suspended time. While the machine
+    /// is suspended, the clock of the data plane and so all deadlines stand still. If there was a pause,
+    /// returns the delay of the iteration, and an event unless a pause was reported a short time ago.
     pub(super) fn detect(
         &mut self,
         now: Time,
@@ -59,7 +60,7 @@ mod tests {
         Time::ZERO + Duration::from_millis(ms)
     }
 
-    /// Detects a pause of a machine that was suspended for `suspended_ms` in total.
+    /// Checks for a pause on a machine that has been suspended for `suspended_ms` in total.
     fn detect(
         detector: &mut PauseDetector,
         now_ms: u64,
@@ -70,20 +71,29 @@ mod tests {
     }
 
     #[test]
-    fn reports_late_iteration_once() {
+    fn late_iteration_is_reported_once() {
         let mut detector = PauseDetector::default();
-        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second is no pause");
+        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second does not count as a pause");
         let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
         assert_eq!(pause.0, Duration::from_millis(600));
         assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 600, suspended_ms: None })));
-        assert!(detect(&mut detector, 3200, 0, 2600).is_none(), "the iteration after a pause is late too");
-        assert!(detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(), "reported a short time ago");
+        assert!(
+            detect(&mut detector, 3200, 0, 2600).is_none(),
+            "the iteration after a pause is also late, but must not be reported"
+        );
+        assert!(
+            detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(),
+            "a pause was reported a short time ago"
+        );
     }
 
     #[test]
-    fn reports_suspended_machine() {
+    fn suspension_of_the_machine_is_reported() {
         let mut detector = PauseDetector::default();
-        assert!(detect(&mut detector, 1000, 100, 1000).is_none(), "suspended before the first call");
+        assert!(
+            detect(&mut detector, 1000, 100, 1000).is_none(),
+            "time suspended before the first call must not count"
+        );
         let pause = detect(&mut detector, 1100, 60_100, 1100).unwrap();
         assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 0, suspended_ms: Some(60_000) })));
     }

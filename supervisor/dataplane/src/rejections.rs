@@ -1,6 +1,6 @@
-//! Reports rejected clients to operators, for both sockets and for single jobs. The first rejection is reported at
-//! once, and later rejections are counted and reported at intervals. The number of events is bounded for any number
-//! of clients.
+//! Reports rejected clients to operators, for the jobs socket, the admin socket and individual jobs. The
+//! first rejection is reported at once. Later rejections are counted and reported at intervals, so that the
+//! number of events is bounded for any number of clients.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,36 +12,36 @@ use bulkhead_shared::RejectReason;
 
 use super::slab::BulkheadIndex;
 
-/// Minimum interval between events about a subject.
+/// Minimum time between two events about the same user or the same bulkhead's workers.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum number of subjects before further users are reported together.
+/// Maximum number of users and bulkheads that are reported separately. Further users are reported together.
 const SUBJECTS_MAX: usize = 64;
 
-/// Subject of events about rejections. All rejections of a subject are reported together.
+/// The user or the workers whose rejections are reported together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Subject {
-    /// A user with all processes, because a user can start any number of them.
+    /// All processes of a user, because a user can start any number of processes.
     User(u32),
-    /// The workers of a bulkhead. `None` if the bulkhead is not known.
+    /// The workers of a bulkhead, or `None` if the bulkhead is not known.
     Worker(Option<BulkheadIndex>),
-    /// Users beyond [`SUBJECTS_MAX`], and clients of unknown identity.
+    /// All users beyond [`SUBJECTS_MAX`], and clients whose identity is not known.
     Others,
 }
 
-/// Last event about a subject, and the rejections after it.
+/// Last event about a subject, and the rejections since that event.
 struct Reported {
     at: Time,
     unreported: u64,
     last: (SocketKind, ClientRejection),
 }
 
-/// Recently rejected clients.
+/// Rejections within the last seconds, by subject.
 #[derive(Default)]
 pub(super) struct RejectionReports(HashMap<Subject, Reported>);
 
 impl RejectionReports {
-    /// Returns the subject of a rejection.
+    /// Determines which rejections this one is reported with.
     fn subject(
         &self,
         refusal: &ClientRejection,
@@ -52,13 +52,13 @@ impl RejectionReports {
             Some(peer) => Subject::User(peer.uid),
             None => Subject::Others,
         };
-        // The number of bulkheads is bounded by the configuration, but the number of users is not.
+        // The configuration limits the number of bulkheads, but not the number of users.
         let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
         if is_known || self.0.len() < SUBJECTS_MAX { subject } else { Subject::Others }
     }
 
-    /// Records a rejection. Returns an event if the rejection must be reported now. `worker` returns the bulkhead with a
-    /// worker among the ancestors of a process.
+    /// Records a rejection. Returns an event if the rejection must be reported now. `worker` returns the
+    /// bulkhead whose worker is among the given ancestors of a process.
     pub(super) fn add(
         &mut self,
         now: Time,
@@ -77,17 +77,18 @@ impl RejectionReports {
         Some(event)
     }
 
-    /// Returns true if rejections may have to be reported or forgotten later.
+    /// Returns true if [`Self::due`] must be called later.
     pub(super) fn needs_checks(&self) -> bool {
         !self.0.is_empty()
     }
 
-    /// Forgets a bulkhead whose index will be reused.
+    /// Removes the entry of a bulkhead whose index will be reused.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
         self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// Returns the due events about rejections since the last event. Forgets subjects without new rejections.
+    /// Returns the rejection events that must be sent now, each with the number of rejections since the
+    /// previous event. Removes entries that have had no new rejections.
     pub(super) fn due(&mut self, now: Time) -> Vec<RejectionEvent> {
         let mut due = Vec::new();
         self.0.retain(|&subject, reported| {
@@ -106,7 +107,7 @@ impl RejectionReports {
     }
 }
 
-/// Event about one or more rejections of a subject, with the bulkhead of workers that were rejected.
+/// Event about one or more rejections. If the rejected clients were workers, also contains their bulkhead.
 pub(super) type RejectionEvent = (Option<BulkheadIndex>, Severity, EventKind);
 
 impl Subject {
@@ -116,14 +117,14 @@ impl Subject {
         let pid = refusal.peer.and_then(|peer| peer.pid);
         let message = refusal.message.to_string();
         match self {
-            // An honest worker does not do that.
+            // An honest worker does not connect to this socket.
             Self::Worker(bulkhead) => {
                 let what = EventKind::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 (bulkhead, Severity::Critical, what)
             }
             Self::User(_) | Self::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
-                // All other clients disconnected before being identified, as probes do.
+                // All other clients disconnected before they were identified, as probes of the socket do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
                 let what = EventKind::AccessRefused { socket, uid, gid, pid, reason, message, refused };
                 (None, severity, what)
@@ -151,14 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn reports_crowd_at_intervals() {
+    fn rejections_of_many_users_are_reported_at_intervals() {
         let mut rejections = RejectionReports::default();
         let mut reported = 0;
         for n in 0..100_000u32 {
             let event = rejections.add(Time::ZERO, SocketKind::Jobs, refusal(n % 1000, &[]), |_| None);
             reported += event.as_ref().map_or(0, count);
         }
-        // The subjects beyond the maximum share an entry.
+        // All users beyond the maximum share one entry.
         assert_eq!((reported as usize, rejections.0.len()), (SUBJECTS_MAX + 1, SUBJECTS_MAX + 1));
         assert!(rejections.due(Time::ZERO).is_empty());
         let later = Time::ZERO + REPEAT_INTERVAL;
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_workers_separately_from_many_users() {
+    fn rejected_workers_are_reported_separately_from_users() {
         let mut rejections = RejectionReports::default();
         for uid in 0..100 {
             rejections.add(Time::ZERO, SocketKind::Jobs, refusal(uid, &[]), |_| None);

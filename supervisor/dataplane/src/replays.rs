@@ -1,5 +1,5 @@
-//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a fresh worker, and is not
-//! counted anywhere. The bulkhead must be configured, but the state of the bulkhead does not matter.
+//! Replays of jobs from crash reports. Each replay runs in a separate compartment with a new worker, and is
+//! not counted in any statistics. The bulkhead must be configured, but it may be in any state.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use super::JobData;
 use super::slab::CompartmentIndex;
 
-/// Replays in progress.
+/// Replays that are in progress.
 #[derive(Default)]
 pub(super) struct Replays(Vec<Replay>);
 
@@ -21,7 +21,7 @@ struct Replay {
     compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
-    /// Cause of death of the worker or program.
+    /// Cause of the death of the worker or program, or `None` if it has not died.
     cause: Option<Cause>,
     end: Option<(Result<Verdict, String>, Duration)>,
     done: oneshot::Sender<ReplayResult>,
@@ -30,29 +30,29 @@ struct Replay {
 enum Stage {
     /// The worker is starting.
     Starting(ReplayRequest),
-    /// The worker is ready for the job.
+    /// The worker is ready, and the job must be submitted.
     Ready(ReplayRequest),
-    /// The worker has the job.
+    /// The worker is running the job.
     Running,
-    /// The worker is ending.
+    /// The job has ended, and the worker is ending.
     Ending,
 }
 
-/// Next step of a replay, in its compartment.
+/// Next step of a replay, to be performed in the replay's compartment.
 pub(super) enum Step {
     Submit(CompartmentIndex, ReplayRequest),
     Stop(CompartmentIndex),
-    /// Removes the compartment, because the replay is over.
+    /// Removes the compartment, because the replay has ended.
     Remove(CompartmentIndex),
 }
 
 impl Replays {
-    /// Checks that there is room for another replay.
+    /// Returns an error if the maximum number of replays is in progress.
     pub(super) fn check_room(&self) -> Result<(), ReplayError> {
         if self.0.len() < REPLAYS_MAX { Ok(()) } else { Err(ReplayError::Busy) }
     }
 
-    /// Adds a replay in a new compartment. `done` receives the result.
+    /// Adds a replay that runs in a new compartment. The result is sent to `done`.
     pub(super) fn add(
         &mut self,
         compartment: CompartmentIndex,
@@ -72,7 +72,7 @@ impl Replays {
         self.0.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
-    /// Handles a note of policy about a replay.
+    /// Handles an operator event of policy about a replay's compartment.
     pub(super) fn note(&mut self, compartment: CompartmentIndex, note: OperatorEvent) {
         let Some(replay) = self.of(compartment) else { return };
         match note {
@@ -93,14 +93,14 @@ impl Replays {
         }
     }
 
-    /// Records the death of a replayed job's program, while the worker continues.
+    /// Records the death of the program that ran a replayed job. The worker continues.
     pub(super) fn program_died(&mut self, compartment: CompartmentIndex, cause: Cause) {
         if let Some(replay) = self.of(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = Some(cause);
         }
     }
 
-    /// Records the end of a replayed job.
+    /// Records the outcome of a replayed job.
     pub(super) fn answered(&mut self, compartment: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         let Some(replay) = self.of(compartment) else { return };
         match &answer.verdict {
@@ -110,8 +110,8 @@ impl Replays {
         }
     }
 
-    /// Returns the next step of a replay. Called until there is none, because a replay that ends at once causes no
-    /// further event. The step must be performed before the next call.
+    /// Returns the next step of a replay. The caller must perform the step before the next call, and call
+    /// again until there are no more steps, because a replay that ends at once causes no other event.
     pub(super) fn next_step(&mut self, is_stopped: impl Fn(CompartmentIndex) -> bool) -> Option<Step> {
         if let Some(at) = self.0.iter().position(|replay| is_stopped(replay.compartment)) {
             let replay = self.0.remove(at);
@@ -150,12 +150,13 @@ impl Replay {
         let (verdict, ran) = self.end.unwrap_or_else(stopping);
         let is_crash = matches!(verdict, Ok(Verdict::Crashed { .. }));
         let cause = self.cause.filter(|_| is_crash);
-        // The caller may have gone.
+        // The requester may have gone.
         let _ = self.done.send(ReplayResult { pid: self.pid, verdict, cause, ran });
     }
 }
 
-/// Returns limits for a worker with a single job. Timeouts are unchanged, and nothing can reject the job.
+/// Returns limits for a single worker that runs a single job. The timeouts are unchanged, and the job cannot
+/// be rejected.
 pub(super) fn limits_for_one(limits: &Limits) -> Limits {
     let mut limits = limits.clone();
     limits.processes = 1;
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn submits_job_to_ready_worker_and_removes_compartment_at_the_end() {
+    fn replay_runs_the_job_and_removes_its_compartment() {
         let (mut replays, compartment, mut result) = replay();
         assert!(replays.next_step(|_| false).is_none());
         let worker = WorkerId { place: 0, generation: 1 };
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn stops_compartment_of_worker_that_dies_before_the_job() {
+    fn worker_death_before_the_job_ends_the_replay() {
         let (mut replays, compartment, _result) = replay();
         let worker = WorkerId { place: 0, generation: 1 };
         replays.note(

@@ -1,5 +1,5 @@
-//! Sends events, notices and workers' output to the control plane. Formats nothing and never waits. Dropped messages
-//! are counted.
+//! Sends events, notices and the output of workers to the control plane. Never formats text and never waits.
+//! If a channel is full, the message is dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +13,8 @@ use bulkhead_policy::OperatorEvent;
 pub(super) struct Reporter {
     notices: NoticeSender,
     counters: Arc<SharedCounters>,
-    /// Suppresses the events of single compartments during a command for a whole bulkhead.
+    /// True while events of individual compartments are suppressed, because a command applies to the whole
+    /// bulkhead.
     is_quiet: bool,
 }
 
@@ -32,12 +33,12 @@ impl Reporter {
         self.notices.send_milestone(milestone);
     }
 
-    /// Passes a worker's output to the control plane. Returns the output if there is no room.
+    /// Passes the output of a worker to the control plane. If the channel is full, returns the output.
     pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         self.notices.send_output(output)
     }
 
-    /// Signals that earlier observations of the bulkheads' states are outdated.
+    /// Tells the control plane that the states of bulkheads may have changed.
     pub(super) fn states_have_changed(&self) {
         self.counters.revision.fetch_add(1, Ordering::SeqCst);
     }
@@ -48,18 +49,18 @@ impl Reporter {
         self.notify(DroppableNotice::Event(Box::new(event)));
     }
 
-    /// Reports an event of the supervisor.
+    /// Reports an event that concerns the whole supervisor.
     pub(super) fn supervisor_event(&mut self, severity: Severity, what: EventKind) {
         self.event(Event::new(severity, None, what));
     }
 
-    /// Reports an event of a whole bulkhead.
+    /// Reports an event that concerns a whole bulkhead.
     pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: &Arc<str>, what: EventKind) {
         self.event(Event::new(severity, Some(bulkhead.clone()), what));
     }
 
-    /// Reports an event of a compartment. The event names the tenant if the compartment serves a single tenant, and a
-    /// crash report if there is one about the event.
+    /// Reports an event that concerns one compartment. The event contains the tenant if the compartment
+    /// serves a single tenant, and the crash report if there is one about this event.
     pub(super) fn compartment_event(
         &mut self,
         severity: Severity,
@@ -77,12 +78,12 @@ impl Reporter {
         self.supervisor_event(Severity::Critical, trouble);
     }
 
-    /// Sets whether the events of single compartments are suppressed.
+    /// Sets whether events of individual compartments are suppressed.
     pub(super) fn set_quiet(&mut self, is_quiet: bool) {
         self.is_quiet = is_quiet;
     }
 
-    /// Returns true if a note causes no event now, because a single event covers all tenants.
+    /// Returns true if an operator event must not be reported now, because a single event covers all tenants.
     pub(super) fn is_suppressed(&self, note: &OperatorEvent) -> bool {
         self.is_quiet
             && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))

@@ -1,6 +1,7 @@
-//! Client connections: state, timeouts, requests, and the order of reading and writing.
+//! Client connections: their states, timeouts and requests, and the order in which they are read and written.
 //!
-//! This part reads and writes no socket. `wiring` moves bytes between the endpoints and the buffers of a session.
+//! This part does not read or write sockets. `wiring` moves bytes between the endpoints and the buffers of a
+//! session.
 
 pub(super) mod endpoint;
 mod fair_queue;
@@ -32,58 +33,60 @@ use super::unread_loans::ReceiverLoans;
 use endpoint::ClientEndpoint;
 use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 
-/// Timeout for a client's hello.
+/// Time limit for a client's hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Timeout for a whole frame, from the first byte.
+/// Time limit for receiving a whole frame, counted from its first byte.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time in which a client with pending output reads nothing.
+/// Maximum time during which a client with pending output may read nothing.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Send backlog above which a client is not read, in bytes.
+/// Number of bytes in a client's send backlog above which no more input is read from the client.
 const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Reciprocal of the processor share for reading clients that can wait.
+/// Reciprocal of the share of processor time that may be used for reading low-priority clients.
 const LOW_PRIORITY_PART: i64 = 16;
 
 /// Maximum number of unfinished jobs per client.
 pub(super) const REQUESTS_MAX: usize = 1 << 20;
 
-/// Capacity up to which a client's request table never shrinks.
+/// Capacity up to which the request table of a client is never shrunk.
 const REQUESTS_CAPACITY_KEPT: usize = 1024;
 
 pub(super) struct Session {
     pub(super) end: ClientEndpoint,
-    /// Process that connected, if known.
+    /// Process that opened the connection, or `None` if not known.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) phase: Phase,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Memory holder of the client's data.
+    /// Holder to which the client's memory is charged.
     pub(super) holder: Holder,
-    /// Bulkhead of the current large frame, or else of the last job.
+    /// Bulkhead of the large frame that is being received. If no large frame is being received, bulkhead of
+    /// the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    /// Memory files that were lent to the client and may be unread.
+    /// Memory files that were lent to the client and may not have been received yet.
     pub(super) unread: ReceiverLoans,
-    /// Jobs with compartments, by request number.
+    /// Compartments and ids of the client's jobs, by request number.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory of the current frame, as last counted.
+    /// Last counted memory of the frame that is being received.
     pub(super) counted_frame: Counted,
     epoch: u64,
-    /// State in the fair queue.
+    /// State of the connection in the fair queue.
     queue_state: QueueState,
-    /// Size of the outbox in bytes, as last counted.
+    /// Last counted size of the outbox, in bytes.
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
     frames_begun: u64,
     unread_since: Option<Time>,
     is_dirty: bool,
-    /// True if the client is not read because of the send backlog.
+    /// True if the client is not read because its send backlog is too large.
     is_paused: bool,
-    /// Permit of a control-plane client, which does not count as a client of the jobs socket.
+    /// Permit of a client that was accepted by the control plane. Such a client does not count as a client of
+    /// the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
     uid: u32,
     /// Time of the last input or output.
@@ -96,25 +99,26 @@ pub(super) enum Phase {
         since: Time,
     },
     Open,
-    /// Rejected. The session is closed when the rejection is sent.
+    /// The client was rejected. The session is closed after the rejection was sent.
     Closing,
 }
 
-/// Violation of the protocol, which ends the session, and the message for the client.
+/// Violation of the protocol that ends the session, with the reason and the message for the client.
 pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
 
-/// Identity of a client.
+/// Identity of a client, with its permissions.
 pub(super) struct Client {
-    /// Process that connected, if known.
+    /// Process that opened the connection, or `None` if not known.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
     pub(super) uid: u32,
-    /// Permit of a control-plane client.
+    /// Permit of a client that was accepted by the control plane.
     pub(super) permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Session {
-    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not continue either.
+    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not proceed
+    /// during the pause.
     fn extend_timeouts(&mut self, late: Duration, now: Time) {
         let hello_since = match &mut self.phase {
             Phase::AwaitingHello { since } => Some(since),
@@ -124,14 +128,14 @@ impl Session {
         times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
     }
 
-    /// Returns true if the client has no jobs and nothing is being sent or received.
+    /// Returns true if the client has no jobs and no data is being sent or received.
     fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // Input that has just arrived makes the session busy.
+        // If input has just arrived, the session is not idle.
         self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
     }
 
-    /// Returns true if the client must not be read because of the send backlog.
+    /// Returns true if the client must not be read because its send backlog is too large.
     pub(super) fn pause_if_behind(&mut self) -> bool {
         let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
         self.is_paused |= is_behind;
@@ -145,35 +149,36 @@ impl Session {
     }
 }
 
-/// All sessions by index, the order of reading, and totals.
+/// All sessions by index, the order in which they are read, and totals.
 pub(super) struct Sessions {
     slab: Slab<SessionIndex, Session>,
-    /// Number of sessions so far.
+    /// Epoch of the newest session. Each session has a different epoch.
     last_epoch: u64,
-    /// Number of clients, without clients of the control plane.
+    /// Number of clients, not including clients of the control plane.
     clients: usize,
-    /// Clients with input.
+    /// Clients that have input.
     fair_queue: FairQueue,
-    /// Clients with input that can wait, and the time budget for reading them.
+    /// Low-priority clients that have input, and the time budget for reading them.
     low_priority: FairQueue,
     low_priority_budget: TimeBudget,
-    /// Total size of unread output to clients, in bytes.
+    /// Total size of the output that clients have not read, in bytes.
     unread_bytes: usize,
-    /// Sessions with pending output.
+    /// Sessions with output that must be written.
     dirty: VecDeque<SessionIndex>,
-    /// True if a timeout may be running.
+    /// True if a timeout of a session may be running.
     needs_checks: bool,
 }
 
 owns_slab!(Sessions, SessionIndex, Session);
 
-/// Next step for a session after a flush.
+/// Next step for a session after its output was written.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum AfterFlush {
     Keep,
-    /// Everything was sent to a rejected client.
+    /// Everything was sent to a rejected client, so the connection must be shut down.
     Finish,
-    /// The client has too many unread bytes. Closes this session, which may be another client's.
+    /// A client has too many unread bytes. Close this session. It can be a different session than the written
+    /// one.
     CloseBehind(SessionIndex),
 }
 
@@ -194,13 +199,13 @@ impl Sessions {
 
     // Opening and closing.
 
-    /// Returns the number of the next session, which is unique.
+    /// Returns the epoch for the next session. Each epoch is used only once.
     pub(super) fn next_epoch(&mut self) -> u64 {
         self.last_epoch += 1;
         self.last_epoch
     }
 
-    /// Adds a session with a unique number and a memory holder.
+    /// Adds a session with its epoch and its memory holder.
     pub(super) fn open(
         &mut self,
         end: ClientEndpoint,
@@ -238,10 +243,10 @@ impl Sessions {
         })
     }
 
-    /// Removes a session. Returns the session and the memory counted for its frame.
+    /// Removes a session. Returns the session, and the memory that was counted for its current frame.
     pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
         let session = self.slab.retire(index)?;
-        // A free index must not be flushed for the former session.
+        // The index may be reused, and the next session must not be flushed in place of this one.
         self.dirty.retain(|dirty| *dirty != index);
         self.unread_bytes -= session.counted_unread;
         self.clients -= usize::from(session.permit.is_none());
@@ -249,12 +254,12 @@ impl Sessions {
         Some((session, counted))
     }
 
-    /// Returns the number of clients, without clients of the control plane.
+    /// Returns the number of clients, not including clients of the control plane.
     pub(super) fn clients(&self) -> usize {
         self.clients
     }
 
-    /// Returns the total size of unread output to clients, in bytes.
+    /// Returns the total size of the output that clients have not read, in bytes.
     pub(super) fn unread_bytes(&self) -> usize {
         self.unread_bytes
     }
@@ -263,7 +268,7 @@ impl Sessions {
         SessionId { index, epoch: self.slab[index].epoch }
     }
 
-    /// Returns the session with this id, if still open.
+    /// Returns the session with this id, or `None` if it was closed.
     #[inline]
     pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
         self.slab.get(id.index).filter(|session| session.epoch == id.epoch)
@@ -284,12 +289,12 @@ impl Sessions {
         self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection to close for a new client of user `uid`. Only the user with the most connections
-    /// must give up a connection. Returns `None` if `uid` would then have more connections than that user, or if that
-    /// user has no idle connection. So a single user can have all connections, and gives some up when another user
-    /// finds none free.
+    /// Returns the idle connection that must be closed to make room for a new client of user `uid`. Only the
+    /// user with the most connections must give up a connection. Returns `None` if `uid` would then have more
+    /// connections than that user, or if that user has no idle connection. A single user can therefore have
+    /// all connections, but must give up some of them when another user connects.
     pub(super) fn idle_session_for(&self, uid: u32) -> Option<SessionIndex> {
-        // Clients of the control plane have separate permits.
+        // Clients of the control plane have separate permits, so they are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
         clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);
@@ -303,8 +308,8 @@ impl Sessions {
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }
 
-    /// Begins to close a session, and queues the reason for the client. Returns false if the session is closing
-    /// already.
+    /// Starts to close a session by sending the client the reason for its rejection. Returns false if the
+    /// session is already closing.
     pub(super) fn reject(&mut self, index: SessionIndex, reason: RejectReason, message: &str) -> bool {
         let Some(session) = self.slab.get_mut(index) else { return false };
         if session.phase == Phase::Closing {
@@ -312,7 +317,7 @@ impl Sessions {
         }
         session.phase = Phase::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // The message is the supervisor's own and short, so it fits.
+        // The message fits into a frame, because the supervisor's own messages are short.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
         self.needs_checks = true;
         self.schedule_flush(index);
@@ -321,7 +326,7 @@ impl Sessions {
 
     // Reading.
 
-    /// Queues a client that may have input.
+    /// Schedules a read from a client that may have input.
     pub(super) fn schedule_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             let is_low_priority = session.queue_state.is_low_priority();
@@ -330,28 +335,28 @@ impl Sessions {
         }
     }
 
-    /// Returns true if clients should be read now.
+    /// Returns true if a client that is not low-priority has input.
     pub(super) fn has_input(&self) -> bool {
         !self.fair_queue.is_empty()
     }
 
-    /// Returns true if clients that can wait should be read now.
+    /// Returns true if a low-priority client has input and the time budget allows reading it.
     pub(super) fn can_read_low_priority(&mut self, now: Time) -> bool {
         !self.low_priority.is_empty() && self.low_priority_budget.has_time(now)
     }
 
-    /// Returns the next time to read clients that can wait.
+    /// Returns the time at which low-priority clients can be read again.
     pub(super) fn low_priority_at(&self) -> Option<Time> {
         (!self.low_priority.is_empty()).then(|| self.low_priority_budget.resume_at())
     }
 
-    /// Charges the time since `began` for reading clients that can wait.
+    /// Charges the time since `began` to the time budget for reading low-priority clients.
     pub(super) fn charge_low_priority(&mut self, began: Instant) {
         self.low_priority_budget.charge(began);
     }
 
-    /// Begins the read of the next client, or of the next client that can wait. Returns the client and the maximum
-    /// number of bytes to read.
+    /// Begins a read from the next client in one of the two queues. Returns the client and the maximum number
+    /// of bytes to read.
     pub(super) fn begin_read(&mut self, is_low_priority: bool) -> Option<(SessionIndex, usize)> {
         let slab = &mut self.slab;
         let begin =
@@ -364,15 +369,16 @@ impl Sessions {
         }
     }
 
-    /// Ends a read. Returns the cost, even if the client is gone, so that disconnecting clients are bounded like
-    /// others. `frames_before` is the value of [`Inbox::frames_begun`] before the read.
+    /// Completes a read from a client. Returns the cost of the read. The cost also counts if the session is
+    /// gone, so that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
+    /// [`Inbox::frames_begun`] before the read.
     pub(super) fn end_read(&mut self, index: SessionIndex, bytes: usize, frames_before: u64) -> usize {
         let Some(session) = self.slab.get_mut(index) else { return read_cost(bytes, 0) };
         let frames = session.inbox.frames_begun().saturating_sub(frames_before) as usize;
         session.queue_state.end_read(bytes, frames)
     }
 
-    /// Records the result of a read that did not end the session.
+    /// Records the result of a read after which the session remains open.
     pub(super) fn received(&mut self, index: SessionIndex, received: Received, now: Time) {
         let session = &mut self.slab[index];
         session.active_at = now;
@@ -390,15 +396,16 @@ impl Sessions {
         }
     }
 
-    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived at the same
-    /// time, and is not reported again. The connection must therefore be read to the end.
+    /// Records that the client has closed its side. The end of the stream can follow bytes that arrived at
+    /// the same time, and the event loop does not report it again. The connection must therefore be read to
+    /// the end.
     pub(super) fn peer_closed(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.queue_state.close_read();
         }
     }
 
-    /// Handles a signal of an in-process client, which has written, read or closed the connection.
+    /// Handles a signal from an in-process client that has written, read or closed the connection.
     pub(super) fn in_process_signalled(&mut self, id: SessionId) {
         let Some(session) = self.of_mut(id) else { return };
         let ClientEndpoint::InProcess(end) = &session.end else { return };
@@ -411,15 +418,15 @@ impl Sessions {
         self.schedule_read(id.index);
     }
 
-    /// Counts a frame that was rejected before becoming a job.
+    /// Counts a frame that was rejected before it became a job.
     pub(super) fn count_rejection(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             session.queue_state.count_rejection();
         }
     }
 
-    /// Returns the memory of the incomplete frame as last counted, and the memory to count from now on. `leaf` returns
-    /// the holder for a connection in a bulkhead.
+    /// Returns the last counted memory of the incomplete frame, and its current memory. `leaf` returns the
+    /// holder of a connection in a bulkhead.
     pub(super) fn count_frame(
         &mut self,
         index: SessionIndex,
@@ -428,7 +435,8 @@ impl Sessions {
         let session = self.slab.get_mut(index)?;
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
-        // The frame can be given up if no job is lost with the connection.
+        // The frame can be discarded only if the connection has no jobs, because it is closed along with the
+        // frame.
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
         let holder = match session.frame_for.filter(|_| is_large) {
             Some(bulkhead) => leaf(session.holder, bulkhead),
@@ -443,7 +451,7 @@ impl Sessions {
 
     // Requests.
 
-    /// Records the job of a request, so that the client can cancel the job.
+    /// Records the job for a request number, so that the client can cancel the job.
     pub(super) fn record_request(
         &mut self,
         id: SessionId,
@@ -475,11 +483,11 @@ impl Sessions {
         self.slab.get(index)?.requests.get(&number).copied()
     }
 
-    /// Forgets a request that has its outcome. Returns true if the client is still connected.
+    /// Removes a request whose outcome is known. Returns true if the client is still connected.
     pub(super) fn finish_request(&mut self, id: SessionId, number: u64) -> bool {
         let Some(session) = self.of_mut(id) else { return false };
         session.requests.remove(&number);
-        // Frees the memory of a burst of requests.
+        // Frees memory that was used by a burst of requests.
         let (len, capacity) = (session.requests.len(), session.requests.capacity());
         if capacity > REQUESTS_CAPACITY_KEPT && len < capacity / 8 {
             session.requests.shrink_to(2 * len);
@@ -487,7 +495,7 @@ impl Sessions {
         true
     }
 
-    /// Forgets and returns the jobs of all requests of a client.
+    /// Removes all requests of a client and returns their jobs.
     pub(super) fn take_requests(&mut self, index: SessionIndex) -> Vec<(CompartmentIndex, JobId)> {
         let requests = self.slab.get_mut(index).map(|session| std::mem::take(&mut session.requests));
         requests.unwrap_or_default().into_values().collect()
@@ -495,7 +503,7 @@ impl Sessions {
 
     // Writing.
 
-    /// Schedules a write of the session's output for the end of the iteration.
+    /// Schedules the session's output to be written at the end of the iteration.
     #[inline]
     pub(super) fn schedule_flush(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index)
@@ -505,12 +513,12 @@ impl Sessions {
         }
     }
 
-    /// Returns the next session with pending output. [`Self::flushed`] follows.
+    /// Returns the next session whose output must be written. The caller must then call [`Self::flushed`].
     pub(super) fn next_dirty(&mut self) -> Option<SessionIndex> {
         self.dirty.pop_front()
     }
 
-    /// Sends a frame without contents to a client that has completed the handshake.
+    /// Sends a frame without contents to a client whose handshake is complete.
     pub(super) fn send_signal(&mut self, client: SessionId, kind: u8, number: u64) {
         if let Some(session) = self.of_mut(client)
             && session.phase == Phase::Open
@@ -520,8 +528,8 @@ impl Sessions {
         }
     }
 
-    /// Records a flush that has left `before - waiting_bytes` bytes fewer in the outbox. `result_bytes_max` is the
-    /// maximum size of a result, and `buffered_bytes_max` the memory budget.
+    /// Records that `before - waiting_bytes` bytes of the output were written. `result_bytes_max` is the
+    /// maximum size of a result, and `buffered_bytes_max` is the memory budget.
     pub(super) fn flushed(
         &mut self,
         index: SessionIndex,
@@ -558,9 +566,9 @@ impl Sessions {
         }
     }
 
-    /// Chooses a client to disconnect because of unread output: this client if its output exceeds the maximum size of
-    /// a result by more than 16 MiB, or the client with the most if the output of all clients exceeds the memory
-    /// budget.
+    /// Chooses a client that must be disconnected because of its unread output. This is the given client if
+    /// its output exceeds the maximum size of a result by more than 16 MiB. If the output of all clients
+    /// together exceeds the memory budget, it is the client with the most unread output.
     fn enforce_unread_limit(
         &self,
         index: SessionIndex,
@@ -581,13 +589,13 @@ impl Sessions {
 
     // Timeouts.
 
-    /// Returns true if a timeout may be running.
+    /// Returns true if a timeout of a session may be running.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }
 
-    /// Returns the clients over a timeout. A client with a message must be rejected, and a client without a message
-    /// does not read.
+    /// Returns the clients that have exceeded a time limit. A client with a message must be rejected. A
+    /// client without a message does not read its output and must be disconnected.
     pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
         let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
         let (mut late, mut is_any_watched) = (Vec::new(), false);

@@ -1,4 +1,4 @@
-//! Checks of submissions that need no state: the form of a job from a client.
+//! Checks of a submission's form, which need no state.
 
 use std::time::Duration;
 
@@ -9,27 +9,27 @@ use bulkhead_shared::memory_files::LeaseRef;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Extensions of a submission.
+/// Extensions of a SUBMIT frame.
 #[derive(Clone, Copy, Default)]
 pub(super) struct SubmitExtensions {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
-    /// Location of a payload in a memory file.
+    /// Location of the payload, if it is in a memory file.
     pub(super) leased: Option<LeaseRef>,
 }
 
-/// Decodes a submission.
+/// Decodes a submission and its extensions.
 pub(super) fn decode(metadata: &[u8]) -> Result<(Submit<'_>, Extensions<'_>), codec::CodecError> {
     codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
 }
 
-/// Returns the trace context. An invalid context is ignored, as the W3C specification requires.
+/// Returns the trace context. Ignores an invalid context, as the W3C specification requires.
 pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
     let text = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok())?;
     Traceparent::parse(text)
 }
 
-/// Checks the form of a submission. Returns the extensions, or the reason for rejecting the job.
+/// Checks the form of a submission. Returns its extensions, or the reason for rejecting the job.
 pub(super) fn check_form(
     submit: &Submit<'_>,
     extensions: &Extensions<'_>,

@@ -1,10 +1,10 @@
-//! Templates (`start.mode = "fork"`): processes that fork the workers of a compartment. Policy does not know about
-//! templates. A worker that policy orders waits here until the template is ready. If the template ends first, the
-//! start of the worker fails.
+//! Templates (`start.mode = "fork"`): processes from which the workers of a compartment are forked. Policy
+//! has no knowledge of templates. A worker that policy orders waits here until the template is ready. If the
+//! template ends before it is ready, the start of the worker fails.
 //!
-//! A template is started when a worker is ordered and no template exists. The template is replaced when the program
-//! of workers changes, or when many of the forked workers have died by a signal. In the latter case, an attacker may
-//! have guessed the addresses that the workers share.
+//! A template is started when a worker is ordered and there is no template. A template is replaced when
+//! workers must run another program, or when many of the forked workers have died by a signal. In the latter
+//! case, an attacker may have guessed the addresses that all forked workers share.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,19 +18,20 @@ use bulkhead_policy::{Death, Time, WorkerId};
 use super::links::Output;
 use super::slab::CompartmentIndex;
 
-/// Number of workers that died by a signal after which their template is replaced. The workers share addresses and
-/// stack canaries.
+/// Number of forked workers that died by a signal, after which the template is replaced. The template and its
+/// workers share addresses and stack canaries.
 const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
 pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
-    /// Templates that fork workers, by compartment.
+    /// Templates that can fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// User ids of templates that have ended, until the descendants have ended as well.
+    /// User ids of templates that have ended but whose descendants have not. Keyed by spawn number.
     leaving: HashMap<u64, u32>,
     effects: VecDeque<Effect>,
-    /// True if a template may be starting, or if the output of a template may have found no room.
+    /// True if a template may be starting, or if the output of a template may not have been passed to the
+    /// control plane.
     needs_checks: bool,
 }
 
@@ -38,58 +39,59 @@ struct Template {
     order: TemplateOrder,
     phase: Phase,
     pid: Option<u32>,
-    /// Workers that wait for the template, with slots.
+    /// Workers that are waiting for the template, with their slots.
     waiting: Vec<(WorkerId, u32)>,
-    /// Last status message.
+    /// Last status message that the template sent.
     last_status: Option<String>,
-    /// Number of forked workers that died by a signal.
+    /// Number of workers forked from the template that died by a signal.
     signal_deaths: u32,
 }
 
-/// A template that was ordered from the keeper.
+/// Data of a template that was ordered from the keeper.
 pub(super) struct TemplateOrder {
-    /// The compartment may be gone before the template, which then has no more workers to fork.
+    /// Compartment of the template. It may be removed before the template has ended, which then has no more
+    /// workers to fork.
     pub(super) compartment: CompartmentIndex,
     pub(super) bulkhead: Arc<str>,
-    /// Maximum time until the template is ready, and maximum length of an extension.
+    /// Maximum time until the template is ready. Also the maximum length of each extension.
     pub(super) ready: Duration,
     pub(super) program: Arc<Program>,
-    /// User id of the template, if the template has a separate user id.
+    /// User id of the template, or `None` if templates have no separate user ids.
     pub(super) id: Option<u32>,
     pub(super) output: Option<Output>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Ordered or initialising.
+    /// The template was ordered or is initialising.
     Starting {
         until: Time,
     },
     Ready,
-    /// Not ready in time.
+    /// The template was not ready in time.
     TimedOut,
 }
 
-/// Work for the wiring. Perform effects in order, right after the call that caused them.
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     Kill(u64),
-    /// Orders a worker that has waited for a template.
+    /// Orders a worker that was waiting for a template.
     OrderWorker(CompartmentIndex, WorkerId, u32),
     /// Reports to policy that a worker could not be started.
     FailSpawn(CompartmentIndex, WorkerId, String),
-    /// Returns a user id to the pool.
+    /// Returns a user id to the pool of user ids.
     ReleaseId(u32),
 }
 
 /// Result of a request for a forked worker.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Fork {
-    /// This template can fork the worker now.
+    /// The template with this spawn number can fork the worker now.
     From(u64),
     /// The worker waits for a template that is starting.
     Waits,
-    /// A template must be started first.
+    /// The compartment has no template, so one must be started first.
     NoTemplate,
 }
 
@@ -98,14 +100,14 @@ impl Templates {
         self.effects.pop_front()
     }
 
-    /// Returns true if [`Self::check_deadlines`] has something to do, now or later.
+    /// Returns true if [`Self::check_deadlines`] must be called, now or later.
     pub(super) fn needs_checks(&self) -> bool {
         self.needs_checks
     }
 
     // Forking.
 
-    /// Requests a worker that runs a program.
+    /// Requests a template that can fork a worker for this program.
     pub(super) fn fork(
         &mut self,
         compartment: CompartmentIndex,
@@ -124,7 +126,7 @@ impl Templates {
         }
     }
 
-    /// Adds an ordered template, for which `waiting` workers wait.
+    /// Adds a template that was ordered. `waiting` contains the workers that are waiting for the template.
     pub(super) fn add(&mut self, now: Time, spawn: u64, order: TemplateOrder, waiting: Vec<(WorkerId, u32)>) {
         self.current.insert(order.compartment, spawn);
         let phase = Phase::Starting { until: now + order.ready };
@@ -133,8 +135,8 @@ impl Templates {
         self.needs_checks = true;
     }
 
-    /// Ends the template of a compartment. Forked workers continue. Returns the workers that were waiting for the
-    /// template.
+    /// Ends the template of a compartment. Forked workers continue to run. Returns the workers that were
+    /// waiting for the template.
     pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
         let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
         self.effects.push_back(Effect::Kill(spawn));
@@ -142,13 +144,14 @@ impl Templates {
         template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
     }
 
-    /// Ends the template of a compartment, and orders the waiting workers again.
+    /// Ends the template of a compartment, and orders the workers that were waiting for the template again.
     pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
         let waiting = self.end(compartment);
         self.order_workers(compartment, waiting);
     }
 
-    /// Removes a worker that waits for a template. Returns the reason for the failed start if the worker was waiting.
+    /// Removes a worker from the workers that are waiting for a template. If the worker was waiting, returns
+    /// the reason why its start has failed.
     pub(super) fn cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
         let templates = self.by_spawn.values_mut();
         templates.filter(|template| template.order.compartment == compartment).find_map(|template| {
@@ -165,7 +168,7 @@ impl Templates {
 
     // Reports.
 
-    /// Handles the start of a template's process. Returns false if `spawn` is not a template.
+    /// Handles the start of a template's process. Returns false if `spawn` does not belong to a template.
     pub(super) fn spawned(&mut self, now: Time, spawn: u64, pid: u32) -> bool {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return false };
         template.pid = Some(pid);
@@ -176,7 +179,7 @@ impl Templates {
         true
     }
 
-    /// Handles the failed start of a template. Returns false if `spawn` is not a template.
+    /// Handles the failure to start a template. Returns false if `spawn` does not belong to a template.
     pub(super) fn failed(&mut self, spawn: u64, message: &str) -> bool {
         let Some(template) = self.remove(spawn) else { return false };
         self.effects.extend(template.order.id.map(Effect::ReleaseId));
@@ -184,8 +187,8 @@ impl Templates {
         true
     }
 
-    /// Handles the end of a template's process. `death` is `None` if the template was ended together with the keeper.
-    /// Returns false if `spawn` is not a template.
+    /// Handles the end of a template's process. `death` is `None` if the template ended together with the
+    /// keeper. Returns false if `spawn` does not belong to a template.
     pub(super) fn ended(&mut self, spawn: u64, death: Option<Death>) -> bool {
         let Some(template) = self.remove(spawn) else { return false };
         let how = match death {
@@ -205,13 +208,13 @@ impl Templates {
         true
     }
 
-    /// Handles the end of a template and all descendants.
+    /// Handles the report that a template and all its descendants have ended.
     pub(super) fn reaped(&mut self, spawn: u64) {
         let id = self.leaving.remove(&spawn);
         self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Handles the end of all templates after the loss of the keeper.
+    /// Handles the end of all templates because the keeper was lost.
     pub(super) fn keeper_lost(&mut self) {
         let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
         spawns.sort_unstable();
@@ -221,7 +224,7 @@ impl Templates {
         self.effects.extend(self.leaving.drain().map(|(_, id)| Effect::ReleaseId(id)));
     }
 
-    /// Handles a message of a template.
+    /// Handles a message from a template.
     pub(super) fn message(&mut self, now: Time, spawn: u64, word: TemplateReport) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         match word {
@@ -243,7 +246,8 @@ impl Templates {
         }
     }
 
-    /// Ends a template whose temporary folder, not counting those of its workers, is too large.
+    /// Ends a template whose temporary folder is too large. `bytes` does not include the folders of its
+    /// workers.
     pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
@@ -252,7 +256,7 @@ impl Templates {
         }
     }
 
-    /// Handles the death of a worker that a template has forked.
+    /// Handles the death of a worker that was forked from a template.
     pub(super) fn forked_worker_died(&mut self, compartment: CompartmentIndex, spawn: u64, death: Death) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         template.signal_deaths += u32::from(matches!(death, Death::Signal(_)));
@@ -277,7 +281,7 @@ impl Templates {
 
     // Checks.
 
-    /// Kills templates that are not ready in time.
+    /// Kills templates that were not ready in time.
     pub(super) fn check_deadlines(&mut self, now: Time) {
         let mut late = Vec::new();
         self.needs_checks = false;
@@ -293,7 +297,7 @@ impl Templates {
         self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    /// Takes the output of all started templates, unless the control plane has the output already.
+    /// Returns the output of all started templates whose output was not passed to the control plane yet.
     pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
         let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
             let pid = template.pid?;
@@ -304,7 +308,7 @@ impl Templates {
         outputs.collect()
     }
 
-    /// Keeps an output that found no room.
+    /// Stores the output of a template that could not be passed to the control plane.
     pub(super) fn keep_output(&mut self, spawn: u64, output: Output) {
         if let Some(template) = self.by_spawn.get_mut(&spawn) {
             template.order.output = Some(output);
@@ -314,7 +318,7 @@ impl Templates {
 }
 
 impl Template {
-    /// Returns the last status message as the end of a sentence.
+    /// Returns the last status message in a form that is appended to a sentence.
     fn status_suffix(&self) -> String {
         self.last_status.as_deref().map(|status| format!(": {status}")).unwrap_or_default()
     }
@@ -351,7 +355,8 @@ mod tests {
         Arc::new(Program::new(&config.bulkheads[0], None, &support))
     }
 
-    /// Returns templates with template 10, which starts at `now`, and a worker that waits for it.
+    /// Returns a fixture with template 10, which has been starting since `now`, and a worker that is waiting
+    /// for the template.
     fn starting(now: Time) -> (Templates, Arc<Program>) {
         let (mut templates, program) = (Templates::default(), program());
         assert_eq!(templates.fork(compartment(), &program, (worker(1), 0)), Fork::NoTemplate);
@@ -372,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_waiting_workers_when_template_is_ready() {
+    fn waiting_workers_are_ordered_when_the_template_is_ready() {
         let (mut templates, program) = starting(at(0));
         assert_eq!(templates.fork(compartment(), &program, (worker(2), 1)), Fork::Waits);
         assert!(templates.spawned(at(1), 10, 99) && !templates.spawned(at(1), 11, 99));
@@ -385,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn kills_template_that_is_not_ready_in_time() {
+    fn template_that_is_not_ready_in_time_is_killed() {
         let (mut templates, _) = starting(at(0));
         templates.spawned(at(1), 10, 99);
         templates.message(at(4), 10, TemplateReport::Extend(Duration::from_secs(60)));
@@ -402,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn cancels_worker_that_waits_for_template() {
+    fn worker_waiting_for_a_template_can_be_cancelled() {
         let (mut templates, _) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Status("loading".into()));
         let message = templates.cancel(compartment(), worker(1));
@@ -411,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn replaces_template_after_many_deaths_by_signal() {
+    fn many_deaths_by_signal_replace_the_template() {
         let (mut templates, program) = starting(at(0));
         templates.message(at(1), 10, TemplateReport::Ready);
         effects(&mut templates);
@@ -426,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn releases_user_ids_when_keeper_is_lost() {
+    fn keeper_loss_releases_user_ids_of_templates() {
         let (mut templates, _) = starting(at(0));
         templates.keeper_lost();
         let all = effects(&mut templates);

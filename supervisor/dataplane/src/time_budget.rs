@@ -1,35 +1,36 @@
-//! Time budgets for work that clients can cause in large amounts at no cost, and that can wait: accepting
-//! connections, cleaning up after closed connections, and answering rejected frames. Each budget is a fixed share of
-//! a processor. Without a budget, the data plane would never sleep under such load. On a machine with no idle
-//! processor, this would slow down workers and clients.
+//! Time budgets for work that clients can cause in large amounts at no cost to themselves, and that can be
+//! delayed: accepting connections, cleaning up closed connections, and replying to rejected frames. Each
+//! budget is a fixed share of the time of one processor. Without budgets, the data plane would never sleep
+//! under such load, which would slow down workers and clients on a machine without an idle processor.
 
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// Maximum budget that can accumulate, enough to accept two dozen connections at once. Other jobs can be delayed by
-/// this time.
+/// Maximum budget that can accumulate, in nanoseconds. This is enough to accept about two dozen connections
+/// at once. Other work can be delayed by this time.
 const BALANCE_NS_MAX: i64 = 250_000;
 
-/// Maximum time charged for a piece of work. If a piece took longer, the thread was usually interrupted.
+/// Maximum time that is charged for one piece of work. If the work took longer, the thread was usually
+/// interrupted.
 const CHARGE_MAX: Duration = Duration::from_millis(1);
 
-/// Time budget for a kind of work.
+/// Time budget for one kind of work.
 pub(super) struct TimeBudget {
-    /// Reciprocal of the processor share.
+    /// Reciprocal of the share of processor time.
     divisor: i64,
-    /// Remaining time in nanoseconds. If negative, work must pause.
+    /// Remaining time, in nanoseconds. If negative, the work must pause.
     remaining_ns: i64,
     filled_at: Time,
 }
 
 impl TimeBudget {
-    /// Creates a budget of `1 / divisor` of a processor's time.
+    /// Creates a budget of one `divisor`-th of a processor's time.
     pub(super) const fn one_in(divisor: i64) -> Self {
         Self { divisor, remaining_ns: BALANCE_NS_MAX, filled_at: Time::ZERO }
     }
 
-    /// Refills the budget. Returns true if any time is left.
+    /// Refills the budget. Returns true if time is left.
     pub(super) fn has_time(&mut self, now: Time) -> bool {
         let passed = i64::try_from(now.since(self.filled_at).as_nanos()).unwrap_or(i64::MAX);
         self.remaining_ns = (self.remaining_ns.saturating_add(passed / self.divisor)).min(BALANCE_NS_MAX);
@@ -37,7 +38,7 @@ impl TimeBudget {
         self.remaining_ns > 0
     }
 
-    /// Charges the time since `began`.
+    /// Charges the time since `began` to the budget.
     pub(super) fn charge(&mut self, began: Instant) {
         self.charge_duration(began.elapsed());
     }
@@ -46,7 +47,7 @@ impl TimeBudget {
         self.remaining_ns -= took.min(CHARGE_MAX).as_nanos() as i64;
     }
 
-    /// Returns the earliest time at which work can continue.
+    /// Returns the earliest time at which the work can continue.
     pub(super) fn resume_at(&self) -> Time {
         let missing_ns = (1 - self.remaining_ns).max(0) * self.divisor;
         self.filled_at + Duration::from_nanos(missing_ns.unsigned_abs())
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_has_its_share_of_the_time_and_no_more() {
+    fn work_gets_exactly_its_share_of_the_time() {
         let mut budget = TimeBudget::one_in(4);
         let (mut now, mut worked) = (Time::ZERO + Duration::from_secs(60), Duration::ZERO);
         let end = now + Duration::from_secs(10);
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_crowd_after_a_quiet_hour_does_not_hold_up_a_turn() {
+    fn unused_budget_accumulates_only_up_to_a_maximum() {
         let mut budget = TimeBudget::one_in(8);
         let now = Time::ZERO + Duration::from_secs(3600);
         let piece = Duration::from_micros(10);
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_of_the_machine_is_not_made_up_for() {
+    fn charge_for_a_single_piece_of_work_is_limited() {
         let mut budget = TimeBudget::one_in(4);
         let now = Time::ZERO + Duration::from_secs(1);
         assert!(budget.has_time(now));

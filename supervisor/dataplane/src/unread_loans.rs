@@ -1,38 +1,38 @@
-//! Descriptors in transit: memory files in messages that the receivers have not read.
+//! Descriptors in transit: memory files in messages that their receivers have not read yet.
 //!
-//! A supervisor without privileges can have at most as many descriptors in transit, to all receivers together, as its
-//! limit of open files. A single receiver that never reads could use up this limit, and then no descriptor could be
-//! sent to the keeper. Each receiver is therefore sent a few descriptors, and no more until the kernel reports that
-//! everything has been read. All receivers together get a part of the limit. Unread lends of a closed connection
-//! count until the peer has closed it too.
+//! Without privileges, a supervisor can have at most as many descriptors in transit, to all receivers
+//! together, as its limit of open files. A single receiver that never reads could use up this limit, and then
+//! no descriptor could be sent to the keeper. Each receiver is therefore sent only a few descriptors until
+//! the kernel reports that everything was read. All receivers together can use only a part of the limit. When
+//! a connection is closed, its unread loans count until the peer has also closed the connection.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use bulkhead_linux::unread;
 
-/// Maximum number of unread lends per receiver.
+/// Maximum number of unread loans per receiver.
 const UNREAD_MAX: u8 = 4;
 
-/// Number of lends that a receiver may not have read yet.
+/// Number of loans that a receiver may not have read yet.
 #[derive(Debug, Default)]
 pub(super) struct ReceiverLoans(u8);
 
-/// Lends that the receivers may not have read yet.
+/// Loans that receivers may not have read yet.
 #[derive(Debug)]
 pub(super) struct UnreadLoans {
     unread: usize,
     most: usize,
-    /// Connections that are closed here but still have unread data at the peer.
+    /// Connections that were closed on this side, but whose peers have not read all data.
     closed: Vec<(OwnedFd, ReceiverLoans)>,
 }
 
 impl UnreadLoans {
-    /// Limits the number of unread lends to `most`.
+    /// Creates a record that allows at most `most` unread loans in total.
     pub(super) fn new(most: usize) -> Self {
         Self { unread: 0, most, closed: Vec::new() }
     }
 
-    /// Returns true if another lend can be sent.
+    /// Returns true if another loan can be sent to the receiver.
     pub(super) fn can_lend(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) -> bool {
         if receiver.0 > 0 && is_read(socket) {
             self.unread -= usize::from(std::mem::take(receiver).0);
@@ -40,13 +40,13 @@ impl UnreadLoans {
         receiver.0 < UNREAD_MAX && self.unread < self.most
     }
 
-    /// Counts a lend that was sent.
+    /// Counts a loan that was sent.
     pub(super) fn lent(&mut self, receiver: &mut ReceiverLoans) {
         receiver.0 += 1;
         self.unread += 1;
     }
 
-    /// Prepares a connection for closing. Lends that the receiver has not read still count as in transit.
+    /// Prepares a connection for closing. Loans that the receiver has not read still count as in transit.
     pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut ReceiverLoans) {
         let left = std::mem::take(receiver);
         if left.0 == 0 {
@@ -54,7 +54,7 @@ impl UnreadLoans {
         }
         match socket.as_fd().try_clone_to_owned() {
             Ok(kept) if !is_read(&kept) => {
-                // The receiver sees the end as if the socket were closed.
+                // For the receiver, this has the same effect as closing the socket.
                 let _ = rustix::net::shutdown(&kept, rustix::net::Shutdown::Both);
                 self.closed.push((kept, left));
             }
@@ -62,12 +62,12 @@ impl UnreadLoans {
         }
     }
 
-    /// Returns true if some closed connections may have unread loans.
+    /// Returns true if there may be closed connections with unread loans.
     pub(super) fn needs_checks(&self) -> bool {
         !self.closed.is_empty()
     }
 
-    /// Removes connections that the receivers have read completely or closed.
+    /// Removes closed connections whose receivers have read all data or have also closed the connection.
     pub(super) fn remove_closed(&mut self) {
         let unread = &mut self.unread;
         self.closed.retain(|(socket, left)| {
@@ -89,9 +89,9 @@ mod tests {
 
     use super::*;
 
-    /// Reconnecting does not help, because unread lends of a closed connection still count.
+    /// A new connection does not help, because the unread loans of the closed connection still count.
     #[test]
-    fn receiver_that_does_not_read_gets_few_lends() {
+    fn receiver_that_does_not_read_gets_few_loans() {
         let mut lends = UnreadLoans::new(2 * usize::from(UNREAD_MAX));
         let mut others = Vec::new();
         for _ in 0..2 {
@@ -109,7 +109,7 @@ mod tests {
         let (here, _there) = UnixStream::pair().unwrap();
         assert!(
             !lends.can_lend(&here, &mut ReceiverLoans::default()),
-            "all together have used up what there is"
+            "the limit for all receivers together must be reached"
         );
         lends.remove_closed();
         assert!(lends.needs_checks());
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_reads_is_lent_to_for_ever() {
+    fn receiver_that_reads_gets_any_number_of_loans() {
         let mut lends = UnreadLoans::new(1);
         let (mut here, mut there) = UnixStream::pair().unwrap();
         let mut unread = ReceiverLoans::default();

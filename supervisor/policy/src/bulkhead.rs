@@ -1,7 +1,7 @@
-//! State machine of one bulkhead: dispatch, deadlines and cancellation. The other parts are in submodules.
-//! [`admission`] has admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
-//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] bound the number of running jobs.
-//! [`spares`] has the spares, and [`size`] the number of workers.
+//! State machine of one bulkhead. This file contains dispatch, deadlines and cancellation. The submodule [`admission`]
+//! contains admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and [`recycle`] the lifecycle
+//! of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] contains the spares, and [`size`]
+//! the number of workers.
 
 mod adapt;
 mod admission;
@@ -46,56 +46,57 @@ use withheld::Withheld;
 pub use size::Activity;
 pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView};
 
-/// One bulkhead. `T` is the caller's record of a job.
+/// A bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
     activity: Activity,
-    /// Time at which the bulkhead became idle. Tracked only if `idle` is configured.
+    /// Time at which the bulkhead became idle. Only tracked if `idle` is configured.
     idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
     workers: Workers,
     queue: Queue,
-    /// Suspects, which wait for an idle worker; oldest first.
+    /// Suspects that are waiting for an idle worker, oldest first.
     suspects: VecDeque<u32>,
     tenants: Tenants,
     withheld: Vec<Withheld>,
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
-    /// The adaptive limit, if configured.
+    /// The adaptive limit, or `None` if not configured.
     adaptive: Option<Box<Adaptive>>,
-    /// Number of prefetched jobs that a client waits for.
+    /// Number of prefetched jobs whose clients are still waiting.
     prefetched: usize,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
     /// Workers that are late to begin a job.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent to the same worker again.
+    /// Recalled jobs that must be sent back to the worker from which they were recalled.
     to_resend: Vec<u32>,
-    /// Replaced workers that have left their slots but have not exited, oldest first.
+    /// Replaced workers that have left their slots but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
-    /// Permits in use before the current event.
+    /// Number of permits in use before the current event.
     in_use_before_event: u32,
-    /// Permits reserved for critical jobs before the current event (adaptive limit only).
+    /// Number of permits reserved for critical jobs before the current event. Only set if there is an
+    /// adaptive limit.
     reserved_before_event: u32,
     spacing: RestartSpacing,
-    /// True if a worker or slot has changed so that a spare may have to take over.
+    /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must check for slots that need a spare.
     spares_changed: bool,
-    /// Slots that a rolling restart has not reached yet.
+    /// Slots that the rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     counters: Counters,
     /// Adaptive `Retry-After` by priority code, created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure has been reported.
+    /// True if queue pressure was reported and has not subsided since.
     is_pressure_reported: bool,
     evictions: Evictions,
     last_failure: String,
-    /// Actions of the current event, in the caller's buffer.
+    /// Actions caused by the current event. The memory is the caller's buffer.
     actions: Vec<Action<T>>,
-    /// Reports to send after the answers that they refer to.
+    /// Events to report after the outcomes that they refer to.
     deferred_events: Vec<OperatorEvent>,
 }
 
@@ -107,11 +108,13 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
-    /// Memory per waiting job in the tables of policy, which may be half empty, in bytes.
+    /// Size of the table entries of a waiting job, in bytes. Twice the size of an entry, because up to half of a table
+    /// can be unused.
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
-    /// Returns a bulkhead that has not started. Equal seeds and equal histories give equal decisions.
+    /// Returns a bulkhead that has not started. Two bulkheads with the same seed and the same history make the same
+    /// decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
         let retries = RetryBudget::new(limits.retry.clone());
@@ -156,8 +159,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Applies an event that occurred at `now`, and appends the resulting actions to `out`. Returns the id of
-    /// a job that was accepted by [`Event::Submit`].
+    /// Applies an event that occurred at `now` and appends the resulting actions to `out`. If a job was accepted by
+    /// [`Event::Submit`], returns its id.
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
         self.actions = std::mem::take(out);
         let job = self.handle(now, event);
@@ -232,9 +235,9 @@ impl<T> Bulkhead<T> {
         self.report_deferred_events();
         let transition = self.breaker.advance(now, self.has_ready_worker());
         self.report_transition(transition);
-        // Any event may have freed a permit, or reduced the number of reserved permits.
+        // Any event can free a permit or reduce the number of reserved permits.
         self.pump(now);
-        // A recalled job can have been the last job of a replaced worker.
+        // A recalled job may have been the last job of a replaced worker.
         while self.release_slots(now) {
             self.fill_from_spares(now);
             self.release_withheld(now);
@@ -268,24 +271,24 @@ impl<T> Bulkhead<T> {
         earlier(earlier(jobs_or_workers, breaker), earlier(earlier(scale_to_zero, stop), report_or_release))
     }
 
-    /// Returns the caller's record of a job while its client waits.
+    /// Returns the caller's record of a job, or `None` if the client already has the outcome.
     pub fn record_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).record.as_mut()
     }
 
-    /// Returns true if the job is in the queue, so that [`Event::MemoryExhausted`] can reject it.
+    /// Returns true if the job is in the queue and can therefore be rejected by [`Event::MemoryExhausted`].
     pub fn is_waiting(&self, job: JobId) -> bool {
         let place = self.jobs.find(job).and_then(|index| self.jobs.state(index));
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
-    /// Returns true if this worker has this job with a permit.
+    /// Returns true if the job is in flight in this worker. A prefetched job is not in flight.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
 
-    /// Returns index and place of a job that this worker has, with a permit or prefetched.
+    /// Returns the index and the state of a job that is in flight or prefetched in this worker.
     fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, JobState)> {
         let index = self.jobs.find(job)?;
         let place = self.jobs.state(index)?;
@@ -295,13 +298,13 @@ impl<T> Bulkhead<T> {
         (at == worker.place && self.workers.by_id(worker).is_some()).then_some((index, place))
     }
 
-    /// Returns the limits in force.
+    /// Returns the current limits.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Counts a job that was rejected before it reached the state machine, because it was malformed or too
-    /// large, or because memory was short.
+    /// Counts a job that was rejected before it reached the state machine because it was malformed or too large, or
+    /// because memory was exhausted.
     pub fn count_rejected(&mut self, reason: RejectReason) {
         self.counters.count_rejected(reason);
     }
@@ -317,8 +320,8 @@ impl<T> Bulkhead<T> {
 
     // Dispatch.
 
-    /// Dispatches a job to a worker if the payload is not quarantined and the breaker lets the job pass.
-    /// Rejects the job otherwise.
+    /// Dispatches a job to a worker. Rejects the job instead if the payload is quarantined or the breaker does not let
+    /// the job pass.
     fn try_dispatch(&mut self, now: Time, index: u32, worker: u32) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
             self.send_outcome(now, index, rejection(RejectReason::Quarantined));
@@ -361,7 +364,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Assigns a job to a worker, together with another change of the worker.
+    /// Assigns a job to a worker and applies `change` to the worker at the same time.
     fn assign<R>(
         &mut self,
         now: Time,
@@ -393,9 +396,9 @@ impl<T> Bulkhead<T> {
         Some(result)
     }
 
-    // Answers.
+    // Outcomes.
 
-    /// Sends the client its answer. The job stays where it is.
+    /// Sends the outcome to the client. A job that is in a worker remains there.
     fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
@@ -426,7 +429,7 @@ impl<T> Bulkhead<T> {
         }
         match job.state {
             JobState::InFlight { since, .. } => ran += now.since(since),
-            // The verdict says that the job has begun.
+            // The job has begun according to the verdict, so this attempt counts.
             JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }
@@ -447,7 +450,8 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::SendOutcome(answer));
     }
 
-    /// Reports a call to the breaker. A job that is answered from the queue has no claim.
+    /// Records the result of a call in the breaker. A job that never left the queue has no claim, so nothing is
+    /// recorded for it.
     fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
@@ -470,7 +474,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client was answered earlier, for example at the deadline, and the worker has now finished.
+            // The client got its outcome earlier, for example at the deadline, and only now has the worker finished.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
@@ -500,7 +504,7 @@ impl<T> Bulkhead<T> {
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker, together with another change of the worker.
+    /// Removes a job in flight from its worker and applies `change` to the worker at the same time.
     fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
@@ -558,7 +562,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Answers a job in flight and asks its worker to cancel it. The permit stays in use.
+    /// Sends the outcome of a job in flight to the client and asks the worker to cancel the job. The permit stays in
+    /// use.
     fn abandon(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         let JobState::InFlight { worker: place, .. } = self.jobs.get(index).state else { return };
@@ -576,7 +581,7 @@ impl<T> Bulkhead<T> {
         let deadline_at = job.deadline_at;
         let unbegun = match job.state {
             JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit has expired before the job began, and starts again with the next dispatch.
+            // The run limit has expired before the job began. The run limit starts again with the next dispatch.
             _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
@@ -627,22 +632,21 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides if a worker must be killed because of its jobs. The worker is killed after `grace` if no
-    /// client waits for any of the worker's jobs. It is also killed if a job has passed the bulkhead's own
-    /// deadline or run limit. So a client can end its own job early, but not the jobs of others. A worker
-    /// that [ends each job itself](Self::kill_delay) has more time while clients wait for other jobs. Until the
-    /// kill, the worker takes no new jobs. While the worker sends a result that is too large, `grace` starts
-    /// again [with each data received](Self::extend_kill_time).
+    /// Updates the time at which a worker is killed because of its jobs. The worker is killed after `grace` if no
+    /// client waits for any of its jobs, or if a job has passed the bulkhead's own deadline or run limit. So a client
+    /// can end its own job early, but not the jobs of others. A worker that [ends each job itself](Self::kill_delay)
+    /// has more time while clients wait for other jobs. Until it is killed, the worker gets no new jobs. While the
+    /// worker sends a result that is too large, `grace` starts again [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if !matches!(worker.phase, Phase::Ready | Phase::Draining) {
             return;
         }
         let kill_at = if !worker.is_stuck() {
-            // An idle worker that drains keeps the time limit for its exit.
+            // An idle worker that is draining keeps its time limit for the exit.
             worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
         } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
-            // The delay may have become shorter, because no client waits any more.
+            // The delay may be shorter now, because no client waits for the worker's jobs any more.
             earlier(worker.kill_at, Some(now + self.kill_delay(place)))
         } else {
             worker.kill_at
@@ -674,12 +678,12 @@ impl<T> Bulkhead<T> {
 
     // Workers.
 
-    /// Changes a worker, and updates everything that follows from it.
+    /// Changes a worker and updates all values derived from it.
     fn edit<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit(&self.limits, place, change)
     }
 
-    /// Changes a worker and its assignment.
+    /// Changes a worker and its assignment, and updates all values derived from them.
     fn reassign<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.reassign(&self.limits, place, change)
     }
@@ -689,7 +693,7 @@ impl<T> Bulkhead<T> {
         self.workers.edit_by_id(&self.limits, id, change)
     }
 
-    /// Changes fields of a worker on which only its timer depends.
+    /// Changes only those fields of a worker that affect nothing but the worker's timer.
     fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         self.workers.edit_timing(place, change)
     }
@@ -699,13 +703,13 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Classifies a verdict as evidence about the dependency of the workers.
+/// Classifies a verdict as evidence about the dependency that the workers use.
 fn call_result(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,
         Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,
         Verdict::DeadlineRunning => CallResult::Failure,
-        // Another job crashed the worker, or the supervisor stopped it.
+        // Another job crashed the worker, or the supervisor stopped the worker.
         Verdict::Crashed { reason: CrashReason::Collateral | CrashReason::Stopped, .. } => {
             CallResult::Ignored
         }

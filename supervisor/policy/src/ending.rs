@@ -1,4 +1,4 @@
-//! Endings of workers and programs, and their consequences.
+//! Deaths of workers and programs, and their consequences.
 
 use std::fmt;
 
@@ -6,23 +6,24 @@ use bulkhead_shared::{CrashReason, Verdict, vocabulary};
 
 pub(crate) const SIGKILL: i32 = 9;
 
-/// Death of a process, and the reason if the supervisor killed the process.
+/// Death of a process, together with the supervisor's reason if it killed the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ending {
-    /// Cause of the process's end.
+    /// Cause of death.
     pub death: Death,
-    /// Reason for the kill.
+    /// Reason for the kill, or `None` if the supervisor did not kill the process.
     pub killed: Option<KillReason>,
 }
 
-/// Cause of a process's end.
+/// Cause of a process's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Death {
-    /// Exited with this status.
+    /// Exited with this exit status.
     Exit(i32),
     /// Killed by the signal with this number.
     Signal(i32),
-    /// Killed for this system call, which the sandbox forbids. Empty if the call has no known name.
+    /// Killed for a system call that the sandbox forbids. The string is the name of the system call, or empty
+    /// if unknown.
     Violation(&'static str),
     /// Killed by the kernel for exceeding the memory limit.
     Oom,
@@ -37,15 +38,15 @@ pub enum KillReason {
     Deadline,
     /// The worker sent no heartbeats.
     Hung,
-    /// The worker violated the protocol as described.
+    /// The worker violated the protocol. The string describes the violation.
     Protocol(String),
     /// The worker sent no hello within `start.handshake`.
     NoHello,
     /// The worker was not ready within `start.ready`.
     NotReady,
-    /// The worker was asked to exit and did not.
+    /// The worker was asked to exit and did not exit in time.
     ExitTimeout,
-    /// The worker has run no job and is no longer needed.
+    /// The worker has not begun any job and is no longer needed.
     NotNeeded,
     /// The keeper died.
     KeeperDied,
@@ -74,7 +75,7 @@ vocabulary! {
     #[repr(u8)]
     #[expect(missing_docs, reason = "the names are self-explanatory")]
     RestartCause {
-        // The previous worker ended by itself.
+        // The previous worker ended without being killed by the supervisor.
         Exit = "exit",
         Signal = "signal",
         Oom = "oom",
@@ -99,7 +100,7 @@ vocabulary! {
 }
 
 impl RestartCause {
-    /// Returns true if the previous worker was replaced because of a `recycle` limit.
+    /// Returns true if the previous worker was replaced because it reached a limit of `recycle`.
     pub(crate) const fn is_recycling(self) -> bool {
         matches!(self, Self::Jobs | Self::Memory | Self::Age)
     }
@@ -151,18 +152,18 @@ impl Ending {
         *self == Death::Exit(0).into()
     }
 
-    /// Returns true if a job of the worker may be the cause.
+    /// Returns true if a job of the worker may have caused the death.
     pub(crate) fn may_be_caused_by_job(&self) -> bool {
         matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
     }
 
     /// Returns true if the worker exited by itself, did not start, hung or violated the protocol. Returns
-    /// false if the supervisor killed it for another reason.
+    /// false if the supervisor killed the worker for another reason.
     pub(crate) fn is_fault_of_worker(&self) -> bool {
         self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
     }
 
-    /// Returns the cause of the restart that follows.
+    /// Returns the cause to report for the restart that follows this death.
     pub(crate) fn restart_cause(&self) -> RestartCause {
         match (&self.killed, self.death) {
             (Some(KillReason::Deadline), _) => RestartCause::Deadline,
@@ -178,7 +179,7 @@ impl Ending {
         }
     }
 
-    /// Returns the outcome of jobs that the process had.
+    /// Returns the verdict for jobs that were in the process.
     pub(crate) fn verdict(&self, message: String) -> Verdict {
         let (reason, status) = match (self.restart_cause(), self.death) {
             (RestartCause::Exit, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
@@ -196,7 +197,7 @@ impl Ending {
 }
 
 impl fmt::Display for Ending {
-    /// Writes a description to be appended to the worker's name.
+    /// Writes a description that continues a sentence after the worker's name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.killed {
             Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),
@@ -224,7 +225,7 @@ impl fmt::Display for Death {
     }
 }
 
-/// Returns the name of a signal, such as `SIGSEGV`, by its Linux number on x86-64 and AArch64.
+/// Returns the name of a signal, such as `SIGSEGV`. Signals are numbered as in Linux on x86-64 and AArch64.
 fn signal_name(signal: i32) -> String {
     const NAMES: [&str; 31] = [
         "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",

@@ -1,4 +1,4 @@
-//! One worker process: its relation to its slot, the phase of its life, and its jobs.
+//! One worker process: its slot, the phase of its life, and its jobs.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,12 +9,14 @@ use crate::messages::{JobJournal, WorkerId};
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Maximum time until an ordered process runs. Long, because the keeper starts processes one after the other.
-/// The time of `start.handshake` begins once the process runs.
+/// Maximum time between the order to start a process and the report that it is running. The time is long,
+/// because the keeper starts processes one after the other. The time limit `start.handshake` begins once the
+/// process is running.
 const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time until a process forked from a template runs. The template may ask for more time to initialise,
-/// and the owner of the workers kills a template that takes too long. The start then fails.
+/// Maximum time until a process forked from a template is running. The time is long, because the template may
+/// ask for more time to initialise. If a template takes too long, the caller kills it, and the start of the
+/// worker then fails.
 const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[derive(Default)]
@@ -27,57 +29,59 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard_at: Time,
     pub(crate) silence: SilenceCheck,
-    /// Number of consecutive silences that were blamed on the machine.
+    /// Number of consecutive silences that were blamed on a busy machine.
     pub(crate) excused_silences: u32,
     pub(crate) has_dispatch_thread: bool,
-    /// Heartbeat interval that the worker was given.
+    /// Heartbeat interval that was sent to the worker.
     pub(crate) heartbeat: Duration,
     pub(crate) revision: Revision,
-    /// True if the worker can change its `max_in_flight`.
+    /// True if the worker accepts a new `max_in_flight` after the welcome.
     pub(crate) can_resize: bool,
-    /// `max_in_flight` that the worker was last sent. `u32::MAX` before the welcome.
+    /// Last `max_in_flight` that was sent to the worker. `u32::MAX` before the welcome.
     pub(crate) sent_max_in_flight: u32,
-    /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
-    pub(crate) journal: Option<Box<dyn JobJournal>>,
-    /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were
+    /// Journal of the jobs that the worker has begun. Without a journal, jobs are neither prefetched nor
     /// recalled.
+    pub(crate) journal: Option<Box<dyn JobJournal>>,
+    /// Number of jobs that were sent to the worker.
     pub(crate) sent: u64,
+    /// Number of the last job that the worker is known to have begun.
     pub(crate) last_begun: u64,
+    /// Number of the last job that had been sent when all jobs were last recalled.
     pub(crate) recalled_up_to: u64,
-    /// Next time to check for jobs that the worker is late to begin.
+    /// Time of the next check for jobs that the worker is late to begin.
     pub(crate) next_begin_check: Option<Time>,
-    /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
+    /// True if the worker was late to begin a job in flight, and has shown no sign of life since.
     pub(crate) is_stalled: bool,
     /// Prefetched jobs, oldest first.
     pub(crate) prefetched: VecDeque<u32>,
     pub(crate) prefetched_bytes: u32,
-    /// Last time that the worker was given a job with a permit or answered a job.
+    /// Last time at which the worker was given a job with a permit or sent the result of a job.
     pub(crate) last_progress_at: Time,
     /// Number of checks since `last_progress_at` that found the worker late to begin a job.
     pub(crate) late_checks: u8,
-    /// Tenant of the worker's jobs, if all belong to the same tenant.
+    /// Tenant of the worker's jobs, or `None` if the jobs belong to different tenants.
     pub(crate) tenant: Option<TenantId>,
     /// Exclusive use of the worker by one suspect job.
     pub(crate) exclusivity: Exclusivity,
-    /// Indexes of the jobs with a permit.
+    /// Indexes of the jobs in flight.
     pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the dead worker had not begun, according to the worker's own record.
+    /// Number of jobs that the worker had not begun when it died, according to its own record.
     pub(crate) unbegun: usize,
-    /// Number of jobs with a permit that a client still waits for.
+    /// Number of jobs in flight whose clients are still waiting.
     pub(crate) awaited_jobs: u32,
-    /// Number of jobs with a permit that have passed the bulkhead's own deadline or run limit.
+    /// Number of jobs in flight that have passed the bulkhead's own deadline or run limit.
     pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed, unless it replies or exits before.
+    /// Time at which the worker is killed unless the reason for the kill has disappeared by then.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
-    /// Number of jobs given to the worker.
+    /// Number of jobs that the worker has been given.
     pub(crate) jobs_given: u64,
-    /// No replacement of this worker is tried before this time. For a successor on standby, the next time to
-    /// check if the slot's worker still gets jobs.
+    /// Earliest time at which a replacement of this worker is attempted. For a successor on standby, the time
+    /// of the next check whether the slot's worker is idle.
     pub(crate) next_replacement_at: Time,
-    /// Next time to check `recycle.age`.
+    /// Time of the next check of `recycle.age`.
     pub(crate) next_age_check: Time,
-    /// Last status received before the worker became ready.
+    /// Last status that the worker reported before it became ready.
     pub(crate) last_start_status: Option<String>,
 }
 
@@ -89,14 +93,14 @@ pub(crate) enum Assignment {
     Active { slot: u32, is_at_job_limit: bool },
     /// The worker fills a spare slot.
     Spare { slot: u32 },
-    /// The worker takes over the slot once ready. If the reason is `recycle.jobs`, the successor first waits
-    /// until the slot's worker was given its last job.
+    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker first
+    /// waits until the slot's current worker was given its last job.
     Successor { slot: u32, reason: RecycleReason },
     /// The worker was replaced, and its running jobs are charged to the last slot that it filled. The slot
-    /// waits for the worker until `has_released_slot`.
+    /// waits for the worker unless `has_released_slot` is set.
     Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
-    /// The worker was already killed when a spare took over, and fills the spare slot until it is gone. Its
-    /// end is charged to the last slot that it filled.
+    /// The worker had already been killed when a spare took over its slot, and fills the spare slot until it
+    /// is gone. Its end is charged to the last slot that it filled.
     Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
 }
 
@@ -121,8 +125,8 @@ impl Assignment {
         slot
     }
 
-    /// Returns the last slot that the worker filled. Running jobs and the end of the worker are charged to
-    /// this slot.
+    /// Returns the last slot that the worker filled. The running jobs and the end of the worker are charged
+    /// to this slot.
     pub(crate) fn charged_slot(self) -> u32 {
         match self {
             Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
@@ -155,12 +159,12 @@ impl Assignment {
         )
     }
 
-    /// Returns true if the running jobs are an overcommit of the charged slot.
+    /// Returns true if the running jobs count as overcommit of the charged slot.
     pub(crate) fn is_overcommit(self) -> bool {
         matches!(self, Self::Replaced { was_killed: false, .. })
     }
 
-    /// Returns the slot that waits for this replaced worker.
+    /// Returns the slot that is waiting for this replaced worker, or `None` if no slot is waiting.
     pub(crate) fn unreleased_slot(self) -> Option<u32> {
         match self {
             Self::Replaced { slot, has_released_slot: false, .. } => Some(slot),
@@ -172,10 +176,10 @@ impl Assignment {
 /// Program and configuration that a worker runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Revision {
-    /// Current program and configuration.
+    /// The current program and configuration.
     #[default]
     UpToDate,
-    /// Outdated program or configuration. If a replacement failed to start, the next attempt is made at
+    /// An outdated program or configuration. If a replacement failed to start, the next attempt is made at
     /// `retry_at`.
     Outdated { retry_at: Option<Time> },
 }
@@ -186,9 +190,9 @@ pub(crate) enum SilenceCheck {
     /// The worker is not silent.
     #[default]
     None,
-    /// Processor time is being observed until this time.
+    /// The worker is silent, and its processor time is observed until this time.
     Observing { until: Time },
-    /// The caller was asked for the result of the observation.
+    /// The observation is complete, and the caller was asked for its result.
     AwaitingResult,
 }
 
@@ -198,25 +202,25 @@ pub(crate) enum Exclusivity {
     /// The worker runs ordinary jobs.
     #[default]
     Shared,
-    /// The worker takes no new jobs, so that it becomes idle for a suspect.
+    /// The worker gets no new jobs, so that it becomes idle for a suspect.
     Draining,
-    /// A suspect runs alone in the worker.
+    /// The worker runs one suspect and gets no other jobs.
     Exclusive,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The process was ordered or spawned, and has sent no hello.
+    /// The process was ordered or is running, but has not sent its hello.
     Handshaking { until: Time },
-    /// The worker has sent its hello and initialises.
+    /// The worker has sent its hello and is initialising.
     Initializing { until: Time },
-    /// The worker takes jobs.
+    /// The worker accepts jobs.
     Ready,
-    /// The worker finishes its jobs and exits.
+    /// The worker finishes its jobs and then exits.
     Draining,
-    /// The worker was sent SIGKILL and has not exited.
+    /// The worker was sent SIGKILL and has not exited yet.
     Killing(KillReason),
-    /// The worker has exited, and its descendants are being reaped.
+    /// The process of the worker has exited, and its descendants are being reaped.
     Dead(EndEffect),
 }
 
@@ -229,13 +233,13 @@ impl Default for Phase {
 /// Consequences of a worker's end for its slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EndEffect {
-    /// The worker did not start, or ended without having done a job.
+    /// The worker did not start, or ended while idle without ever having completed a job.
     pub(crate) is_failure: bool,
     /// The worker exited with status 0 while idle.
     pub(crate) is_clean: bool,
     /// The worker became ready and died during its first jobs.
     pub(crate) is_early_death: bool,
-    /// The worker was killed before it had begun a job, because it was no longer needed.
+    /// The worker was killed before it had begun any job, because it was no longer needed.
     pub(crate) is_not_needed: bool,
     /// The worker had been given all jobs that `recycle.jobs` allows.
     pub(crate) is_at_job_limit: bool,
@@ -276,7 +280,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker has neither running nor prefetched jobs.
+    /// Returns true if the worker has neither jobs in flight nor prefetched jobs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.prefetched.is_empty()
     }
@@ -286,7 +290,7 @@ impl Worker {
         matches!(self.phase, Phase::Dead(_))
     }
 
-    /// Returns the reason of a kill that has not been followed by an exit.
+    /// Returns the reason why the worker was killed, or `None` if it was not killed or has already exited.
     pub(crate) fn killed(&self) -> Option<KillReason> {
         match &self.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -294,7 +298,7 @@ impl Worker {
         }
     }
 
-    /// Returns the process id while the process runs.
+    /// Returns the process id, or `None` if the process is not running.
     pub(crate) fn living_pid(&self) -> Option<u32> {
         self.pid.filter(|_| !self.is_dead())
     }
@@ -303,7 +307,7 @@ impl Worker {
         self.phase == Phase::Ready
     }
 
-    /// Returns true if the worker was started and is not ready yet.
+    /// Returns true if the worker was started but is not ready yet.
     pub(crate) fn is_starting(&self) -> bool {
         matches!(self.phase, Phase::Handshaking { .. } | Phase::Initializing { .. })
     }
@@ -313,22 +317,22 @@ impl Worker {
         matches!(self.phase, Phase::Killing(_) | Phase::Dead(_))
     }
 
-    /// Returns true if the worker's permits are part of the limit.
+    /// Returns true if the worker's permits count towards the limit.
     pub(crate) fn is_available(&self) -> bool {
         self.is_ready() && self.kill_at.is_none() && self.assignment.is_active()
     }
 
-    /// Returns true if the worker is a spare that is ready for jobs.
+    /// Returns true if the worker is a spare and is ready.
     pub(crate) fn is_ready_spare(&self) -> bool {
         self.is_ready() && self.assignment.is_spare()
     }
 
-    /// Returns true if the worker is a successor that is ready and waits for the slot.
+    /// Returns true if the worker is a ready successor that is waiting to take over the slot.
     pub(crate) fn is_standby(&self) -> bool {
         self.is_ready() && matches!(self.assignment, Assignment::Successor { .. })
     }
 
-    /// Returns true if the worker exits because it was given its last job.
+    /// Returns true if the worker is exiting because it was given its last job.
     pub(crate) fn is_leaving_at_job_limit(&self) -> bool {
         self.phase == Phase::Draining && self.assignment.is_at_job_limit()
     }
@@ -338,13 +342,13 @@ impl Worker {
         self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
     }
 
-    /// Returns true if the worker may be given another job as far as its permits allow.
+    /// Returns true if the worker may be given another job, provided that it has a free permit.
     pub(crate) fn takes_jobs(&self) -> bool {
         self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
     }
 
-    /// Returns true if the worker can prefetch jobs: all its permits are used, but not more. With more jobs
-    /// than permits, a reply would not free a permit for a prefetched job.
+    /// Returns true if the worker can prefetch jobs, which requires that exactly all its permits are in use.
+    /// If the worker had more jobs than permits, a reply would not free a permit for a prefetched job.
     pub(crate) fn can_prefetch(&self, permits: u32) -> bool {
         self.journal.is_some()
             && self.is_available()
@@ -355,20 +359,20 @@ impl Worker {
             && self.late_checks == 0
     }
 
-    /// Returns true if no client waits for any of the worker's jobs, or if a job has passed the bulkhead's own
-    /// deadline or run limit.
+    /// Returns true if no client is waiting for any of the worker's jobs, or if a job has passed the
+    /// bulkhead's own deadline or run limit.
     pub(crate) fn is_stuck(&self) -> bool {
         !self.jobs.is_empty() && (self.awaited_jobs == 0 || self.overdue_jobs > 0)
     }
 
-    /// Marks the worker as replaced. The worker stays in `slot` until it has finished its jobs.
+    /// Marks the worker as replaced. The worker remains in `slot` until it has finished its jobs.
     pub(crate) fn replace(&mut self, slot: u32, was_killed: bool) {
         let was_killed = was_killed || matches!(self.assignment, Assignment::Displaced { .. });
         let charged_slot = self.assignment.charged_slot();
         self.assignment = Assignment::Replaced { slot, charged_slot, was_killed, has_released_slot: false };
     }
 
-    /// Releases the slot of a replaced worker, and returns the slot.
+    /// Removes a replaced worker from its slot and returns the slot.
     pub(crate) fn release_slot(&mut self) -> u32 {
         if let Assignment::Replaced { has_released_slot, .. } = &mut self.assignment {
             *has_released_slot = true;
@@ -376,7 +380,7 @@ impl Worker {
         self.assignment.slot()
     }
 
-    /// Adds a job with a permit, and returns its index in the list of jobs.
+    /// Adds a job in flight and returns its index in the list of jobs.
     pub(crate) fn add_job(&mut self, now: Time, index: u32, tenant: TenantId, is_suspect: bool) -> u32 {
         let is_of_same = self.jobs.is_empty() || self.tenant == Some(tenant);
         self.tenant = is_of_same.then_some(tenant);
@@ -391,7 +395,7 @@ impl Worker {
         self.jobs.len() as u32 - 1
     }
 
-    /// Removes the job at `at` in the list of jobs. Returns the job that has moved to `at`.
+    /// Removes the job at index `at` from the list of jobs. Returns the job that was moved to `at`.
     pub(crate) fn remove_job(&mut self, at: u32, is_overdue: bool, is_suspect: bool) -> Option<u32> {
         self.jobs.swap_remove(at as usize);
         self.overdue_jobs -= u32::from(is_overdue);
@@ -401,8 +405,8 @@ impl Worker {
         self.jobs.get(at as usize).copied()
     }
 
-    /// Returns the number of the next job in the order of sending. With `check_at`, schedules a check for
-    /// jobs that should have begun.
+    /// Returns the number of the next job that is sent to the worker. If `check_at` is set, schedules a check
+    /// for jobs that the worker should have begun by then.
     pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
         self.sent += 1;
         if let Some(at) = check_at {
@@ -411,15 +415,16 @@ impl Worker {
         (self.id, self.sent)
     }
 
-    /// Schedules a check for jobs that the worker should have begun, unless one is scheduled.
+    /// Schedules a check for jobs that the worker should have begun by `at`. Does nothing if a check is
+    /// already scheduled.
     pub(crate) fn schedule_begin_check(&mut self, at: Time) {
         if self.journal.is_some() && self.next_begin_check.is_none() && self.may_have_unbegun() {
             self.next_begin_check = Some(at);
         }
     }
 
-    /// Records that the worker has begun or answered a job. A worker that was late is checked again at
-    /// `check_at`.
+    /// Records that the worker has begun a job or sent a result. If the worker was late, schedules the next
+    /// check for `check_at`.
     pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
         self.last_progress_at = now;
         if std::mem::take(&mut self.late_checks) > 0 {
@@ -428,7 +433,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if some jobs of the worker had not begun at the last reading.
+    /// Returns true if the worker had not begun all its jobs when its journal was last read.
     pub(crate) fn may_have_unbegun(&self) -> bool {
         self.last_begun.max(self.recalled_up_to) < self.sent
     }
@@ -443,12 +448,13 @@ impl Worker {
         limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
     }
 
-    /// Returns the maximum silence: the time of `missed` heartbeats, plus one that may be in transit.
+    /// Returns the maximum silence, which is the time of `missed` heartbeats plus one that may be in transit.
     pub(crate) fn silence_max(&self, missed: u32) -> Duration {
         self.heartbeat.saturating_mul(missed.saturating_add(1))
     }
 
-    /// Returns the time of the next attempt to replace an outdated worker after a failed attempt.
+    /// Returns the time of the next attempt to replace an outdated worker, or `None` if no attempt has
+    /// failed.
     pub(crate) fn retry_replacement_at(&self) -> Option<Time> {
         match self.revision {
             Revision::Outdated { retry_at } if self.assignment.is_current() => retry_at,
@@ -456,7 +462,7 @@ impl Worker {
         }
     }
 
-    /// Returns true if the worker must send heartbeats. A worker without a dispatch thread must send
+    /// Returns true if the worker must send heartbeats now. A worker without a dispatch thread must send
     /// heartbeats only while idle.
     pub(crate) fn owes_heartbeats(&self) -> bool {
         self.has_dispatch_thread || self.jobs.is_empty()
@@ -479,7 +485,7 @@ impl Worker {
     }
 }
 
-/// Names of worker states, as used in every interface.
+/// Names of the states of a worker, as used in every interface.
 pub const WORKER_STATES: [&str; 9] = [
     "spawning",
     "handshaking",

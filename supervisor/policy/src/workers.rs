@@ -1,11 +1,12 @@
-//! Owner of the workers and slots of a bulkhead. All changes go through [`Workers::edit`] and
-//! [`Workers::set_slot`], which also update everything that follows from a worker or slot: the number of
-//! permits, the tables for the choice of a worker, the links between workers and slots, and the timers.
+//! Workers and slots of a bulkhead. All changes go through [`Workers::edit`] and [`Workers::set_slot`], which
+//! also update all values derived from a worker or slot: the number of permits, the tables for the choice of
+//! a worker, the links between workers and slots, and the timers.
 //!
 //! The limit holds across generations of workers. Jobs that still run in a replaced worker are an overcommit
-//! of the slot. The overcommit is charged first to the part of the slot's share that is not in the limit.
-//! While no worker is ready, this is the whole share. Next comes the slot's new worker. The other slots bear
-//! only an excess over the slot's share.
+//! of the slot. The overcommit is charged first to the part of the slot's share that does not count towards
+//! the limit. While the slot has no ready worker, this part is the whole share. The rest of the overcommit
+//! uses permits of the slot's new worker. Only if the overcommit exceeds the share does it use permits of
+//! other slots.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -23,27 +24,27 @@ use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
 /// Maximum number of prefetched jobs per worker.
 const PREFETCHED_MAX: usize = 64;
 
-/// Position that should have a worker. While a worker is being replaced, its slot also has a successor or a
-/// worker that leaves.
+/// Position for a worker. While the worker is being replaced, the slot also has a successor or a worker that
+/// is leaving.
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
     pub(crate) is_spare_slot: bool,
     pub(crate) successor: Option<u32>,
-    /// Number of replaced workers that have not released the slot.
+    /// Number of replaced workers that have not left the slot yet.
     pub(crate) replaced: u32,
     permits: SlotPermits,
     pub(crate) record: SlotRecord,
 }
 
-/// Permits of a slot's workers.
+/// Numbers of permits of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SlotPermits {
-    /// Number of jobs still running in replaced workers.
+    /// Number of jobs that are still running in replaced workers.
     overcommit: u32,
-    /// Number of permits of the limit that the workers use.
+    /// Number of permits in use that count towards the limit.
     in_use: u32,
-    /// Number of permits that the workers hold, whether part of the limit or not.
+    /// Number of permits in use, whether they count towards the limit or not.
     held: u32,
 }
 
@@ -52,47 +53,49 @@ struct SlotPermits {
 pub(crate) struct SlotRecord {
     pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
-    /// State before the bulkhead was scaled to zero, if the next worker was not due then.
+    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
+    /// worker at that time.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the next worker is a restart.
+    /// True if the slot has had a worker, so that its next worker is a restart.
     pub(crate) has_had_worker: bool,
-    /// Cause of the last worker's end.
+    /// Cause recorded for the end of the last worker.
     pub(crate) last_end: Option<RestartCause>,
-    /// True if the first start has succeeded or failed.
+    /// True if the slot's first start has succeeded or failed.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// The bulkhead has not started, is scaled to zero, or stops.
+    /// The slot has no worker, because the bulkhead has not started, is scaled to zero, or is stopping.
     #[default]
     Empty,
     /// A worker will start at [`Event::Start`](crate::Event::Start), or once the previous worker is gone.
     Awaiting,
-    /// The slot exceeds the configured number of workers.
+    /// The slot is not needed for the configured number of workers.
     Closed,
-    /// This worker fills the slot.
+    /// The worker in this place fills the slot.
     Occupied(u32),
     /// The next worker starts at this time.
     Backoff { until: Time },
-    /// Workers failed too often, or `restart.policy` forbids a restart. The next probe starts at `probe_at`,
-    /// if at all.
+    /// The slot is stopped, because its workers failed too often or `restart.policy` forbids a restart. If
+    /// `probe_at` is set, another attempt is made at that time.
     Stopped { probe_at: Option<Time> },
 }
 
 impl SlotState {
-    /// Returns the place of the worker that fills the slot.
+    /// Returns the place of the worker that fills the slot, or `None` if there is no such worker.
     pub(crate) fn worker(self) -> Option<u32> {
         if let Self::Occupied(place) = self { Some(place) } else { None }
     }
 
-    /// Returns true if the slot has a worker or will get one without a probe.
+    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if another
+    /// attempt will be made.
     pub(crate) fn is_live(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
 
-    /// Returns true if the slot has a worker or gets one once the previous worker is gone.
+    /// Returns true if the slot has a worker, or gets one once the previous worker is gone.
     pub(crate) fn is_occupied(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
@@ -104,23 +107,24 @@ impl SlotState {
 }
 
 impl Slot {
-    /// Returns true if the slot has or will have a worker for jobs.
+    /// Returns true if the slot has or will have a worker that runs jobs.
     pub(crate) fn is_live(&self) -> bool {
         self.state.is_live() && !self.is_spare_slot
     }
 }
 
-/// Numbers that follow from the state of one worker.
+/// Numbers derived from the state of one worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Derived {
     is_available: bool,
-    /// Number of free permits, if the worker is available but gets no jobs until it shows a sign of life.
+    /// Number of free permits that cannot be used until the worker shows a sign of life. Zero unless the
+    /// worker is stalled.
     stalled_permits: u32,
-    /// Number of permits that the worker adds to the limit.
+    /// Number of permits that the worker contributes to the limit.
     permits: u32,
-    /// Number of jobs that the worker adds to the overcommit of its charged slot.
+    /// Number of jobs that the worker contributes to the overcommit of its charged slot.
     overcommit: u32,
-    /// Number of jobs, if the worker may take another one.
+    /// Number of jobs of the worker, or `None` if it cannot be given another one.
     load_level: Option<u32>,
 }
 
@@ -128,7 +132,7 @@ impl Derived {
     fn of(worker: &Worker, limits: &Limits) -> Self {
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        // Prefetched jobs may already have begun.
+        // Prefetched jobs are subtracted, because they may already have begun.
         let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
         let left = u32::try_from(left).unwrap_or(u32::MAX);
         let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
@@ -149,8 +153,8 @@ impl Derived {
 struct Entry {
     worker: Worker,
     derived: Derived,
-    /// Number of prefetched jobs, if the worker may prefetch another one. Not part of [`Derived`], because it
-    /// also depends on the run times at its last update.
+    /// Number of prefetched jobs, or `None` if the worker cannot prefetch another one. Not part of
+    /// [`Derived`], because it also depends on the run times at its last update.
     prefetch_level: Option<u32>,
 }
 
@@ -159,41 +163,41 @@ struct Entry {
 pub(crate) struct Totals {
     /// Number of workers that count towards the limit.
     pub(crate) ready: u32,
-    /// Number of free permits of ready workers that are late to begin a job and get no other until they show
-    /// a sign of life.
+    /// Number of free permits of stalled workers. Such a worker is late to begin a job and gets no other job
+    /// until it shows a sign of life.
     pub(crate) stalled_permits: u64,
-    /// Number of permits of all workers that count towards the limit.
+    /// Total number of permits of all workers that count towards the limit.
     pub(crate) permits: u64,
-    /// Number of permits in use.
+    /// Number of permits in use that count towards the limit.
     pub(crate) in_use: u32,
-    /// Number of permits held, including those of workers that no longer count towards the limit.
+    /// Number of permits in use, including those of workers that no longer count towards the limit.
     pub(crate) held: u32,
     /// Number of slots that have or will have a worker.
     pub(crate) live_slots: u32,
 }
 
-/// Workers, indexed by place, and slots.
+/// Workers, indexed by place, together with the slots.
 #[derive(Default)]
 pub(crate) struct Workers {
     table: Vec<Option<Entry>>,
     free_places: Vec<u32>,
     last_generation: u32,
     timers: Timers,
-    /// Workers whose timers must be set again at the end of the event.
+    /// Workers whose timers must be set again after the current event.
     touched: Vec<u32>,
     slots: Vec<Slot>,
     slot_timers: Timers,
     totals: Totals,
     by_load: WorkersByLoad,
-    /// Workers with free prefetch slots, by number of prefetched jobs.
+    /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
     prefetch_candidates: WorkersByLoad,
-    /// Worker that takes no new jobs, in order to become idle for the first suspect.
+    /// Worker that gets no new jobs, so that it becomes idle for the first suspect.
     reserved: Option<u32>,
-    /// Smoothed time that a worker has a job, in nanoseconds.
+    /// Smoothed time that a job spends in a worker, in nanoseconds.
     service_ns: u64,
-    /// Workers that may have prefetched jobs to recall, because they take no more jobs.
+    /// Workers that get no more jobs and may have prefetched jobs, which must be recalled.
     to_recall: Vec<u32>,
-    /// Replaced workers that have answered all their jobs since the last event.
+    /// Replaced workers that have finished all their jobs since the last event.
     finished: Vec<u32>,
 }
 
@@ -212,7 +216,8 @@ impl Workers {
         self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
     }
 
-    /// Returns a worker that has not exited. No further frames of an exited worker are valid.
+    /// Returns the worker with this id, or `None` if it has exited. Frames from an exited worker are no
+    /// longer valid.
     pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
         self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
     }
@@ -222,7 +227,7 @@ impl Workers {
         self.get(self.slot(slot).state.worker()?)
     }
 
-    /// Returns true if the worker fills a slot for jobs, even if it takes none because it was killed.
+    /// Returns true if the worker fills a slot for jobs. A worker that was killed still fills its slot.
     pub(crate) fn fills_job_slot(&self, worker: &Worker) -> bool {
         worker.assignment.is_current() && !self.slot(worker.assignment.slot()).is_spare_slot
     }
@@ -239,7 +244,7 @@ impl Workers {
         self.table.iter().all(Option::is_none)
     }
 
-    /// Adds a worker that is about to be started.
+    /// Adds a worker that is about to be started, and returns its id.
     pub(crate) fn insert(&mut self, limits: &Limits, now: Time, assignment: Assignment) -> WorkerId {
         let place = self.free_places.pop().unwrap_or_else(|| {
             reserve_one(&mut self.table);
@@ -272,8 +277,8 @@ impl Workers {
         Some(worker)
     }
 
-    /// Changes the jobs of a worker, and updates everything that follows from them. The timer only depends on
-    /// the check for jobs that the worker should have begun.
+    /// Changes the jobs of a worker and updates all values derived from them. The worker's timer is updated
+    /// only for the check for jobs that the worker should have begun.
     #[inline]
     pub(crate) fn edit_jobs<R>(
         &mut self,
@@ -290,7 +295,7 @@ impl Workers {
         Some(result)
     }
 
-    /// Changes a worker except its assignment, and updates everything that follows from it.
+    /// Changes a worker except its assignment, and updates all values derived from the worker.
     pub(crate) fn edit<R>(
         &mut self,
         limits: &Limits,
@@ -301,7 +306,7 @@ impl Workers {
         self.edit_jobs(limits, place, change)
     }
 
-    /// Changes a worker and its assignment, and updates everything that follows from it.
+    /// Changes a worker and its assignment, and updates all values derived from them.
     pub(crate) fn reassign<R>(
         &mut self,
         limits: &Limits,
@@ -331,14 +336,14 @@ impl Workers {
         self.edit(limits, id.place, change)
     }
 
-    /// Changes fields of a worker on which only its timer depends.
+    /// Changes only those fields of a worker that affect nothing but the worker's timer.
     pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
         let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
         self.touch(place);
         Some(result)
     }
 
-    /// Records a sign of life, which usually changes nothing else. The worker's timer is not postponed.
+    /// Records a sign of life, which usually changes no other values. The worker's timer is not postponed.
     /// Returns true if the worker was silent.
     #[inline]
     pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
@@ -378,7 +383,7 @@ impl Workers {
         &mut self.slots[slot as usize].record
     }
 
-    /// Adds closed slots until there are `count` slots.
+    /// Adds closed slots until the number of slots is `count`.
     pub(crate) fn add_slots(&mut self, count: usize) {
         while self.slots.len() < count {
             self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
@@ -395,7 +400,8 @@ impl Workers {
         self.edit_slot(limits, slot, |slot| slot.state = state);
     }
 
-    /// Turns a slot for jobs into a spare slot, or the reverse, with the worker in it.
+    /// Turns a slot for jobs into a spare slot, or a spare slot into a slot for jobs. The slot's worker
+    /// remains in it.
     pub(crate) fn set_spare_slot(&mut self, limits: &Limits, slot: u32, is_spare_slot: bool) {
         self.edit_slot(limits, slot, |slot| slot.is_spare_slot = is_spare_slot);
         if let Some(place) = self.slot(slot).state.worker() {
@@ -421,13 +427,13 @@ impl Workers {
         earlier(self.timers.next(), self.slot_timers.next())
     }
 
-    /// Returns a slot whose next worker is due.
+    /// Returns a slot whose next worker is due to start.
     pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
         self.slot_timers.pop_due(now)
     }
 
-    /// Returns a worker whose timer is due, so that its deadlines must be checked. A worker that need not
-    /// send heartbeats is not silent.
+    /// Returns a worker whose timer is due, so that its deadlines must be checked. Clears the silence of a
+    /// worker that need not send heartbeats.
     pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
         self.set_timers(limits, is_stopping);
         let place = self.timers.pop_due(now)?;
@@ -448,8 +454,8 @@ impl Workers {
             let place = self.touched[index];
             let Some(worker) = self.get(place) else { continue };
             match self.due(limits, is_stopping, worker) {
-                // Each frame from a worker postpones the deadline. The timer is not postponed, and the
-                // deadline is checked when the timer fires.
+                // Each frame from a worker postpones the deadline, but not the timer. The deadline is checked
+                // when the timer fires.
                 Some(at) => self.timers.set_at_latest(place, at),
                 None => self.timers.clear(place),
             }
@@ -484,7 +490,7 @@ impl Workers {
             Phase::Ready | Phase::Draining => {
                 let begun_or_killed = earlier(worker.next_begin_check, worker.kill_at);
                 let due = earlier(silence, begun_or_killed);
-                // A silent worker is not replaced before the cause of the silence is known.
+                // A silent worker is not replaced before the cause of its silence is known.
                 if worker.silence != SilenceCheck::None {
                     return due;
                 }
@@ -502,8 +508,9 @@ impl Workers {
         }
     }
 
-    /// Returns the time of the next attempt to start a successor for a worker that was given its last job.
-    /// For a successor on standby, returns the time of the next check for an idle slot.
+    /// Returns the time of the next attempt to start a successor for a worker that was given its last job. If
+    /// the worker itself is a successor on standby, returns the time of the next check whether the slot's
+    /// worker is idle.
     fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
         let can_start = || {
             let slot = self.slot(worker.assignment.slot());
@@ -515,23 +522,23 @@ impl Workers {
 
     // Choice of workers.
 
-    /// Returns the worker with the fewest jobs that may take another one.
+    /// Returns the worker with the fewest jobs among the workers that can be given another one.
     pub(crate) fn least_loaded(&self) -> Option<u32> {
         self.by_load.least_loaded()
     }
 
-    /// Returns true if the worker may take another job.
+    /// Returns true if the worker can be given another job.
     pub(crate) fn can_take_job(&self, id: WorkerId) -> bool {
         let entry = self.table.get(id.place as usize).and_then(Option::as_ref);
         entry.is_some_and(|entry| entry.worker.id == id && entry.derived.load_level.is_some())
     }
 
-    /// Returns the number of permits that a worker adds to the limit.
+    /// Returns the number of permits that a worker contributes to the limit.
     pub(crate) fn permits_of(&self, place: u32) -> u32 {
         self.table[place as usize].as_ref().map_or(0, |entry| entry.derived.permits)
     }
 
-    /// Returns the number of free permits of workers that may take a job.
+    /// Returns the total number of free permits of workers that can be given a job.
     pub(crate) fn free_permits(&self) -> u64 {
         let able = self.table.iter().flatten().filter(|entry| entry.derived.load_level.is_some());
         able.map(|Entry { worker, derived, .. }| {
@@ -540,7 +547,7 @@ impl Workers {
         .sum()
     }
 
-    /// Returns the worker with the fewest prefetched jobs that may prefetch another one.
+    /// Returns the worker with the fewest prefetched jobs among the workers that can prefetch another one.
     pub(crate) fn prefetch_candidate(&self) -> Option<u32> {
         self.prefetch_candidates.least_loaded()
     }
@@ -553,7 +560,7 @@ impl Workers {
         self.to_recall.pop()
     }
 
-    /// Returns a replaced worker that has answered all its jobs since the last event.
+    /// Removes and returns one replaced worker that has finished all its jobs since the last event.
     pub(crate) fn pop_finished(&mut self) -> Option<u32> {
         self.finished.pop()
     }
@@ -569,7 +576,7 @@ impl Workers {
         self.service_ns
     }
 
-    /// Records the time that a worker had a job.
+    /// Records the time that a job has spent in a worker.
     pub(crate) fn record_service_time(&mut self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
@@ -614,7 +621,8 @@ impl Workers {
         self.update_slots(limits, assignment);
     }
 
-    /// Adds a worker to the successor, the replaced workers and the overcommit of its slot, or removes it.
+    /// Records a worker in its slot as successor, replaced worker or overcommit. If `is_added` is false,
+    /// removes the worker from the slot's records instead.
     fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
         if let Assignment::Successor { slot, .. } = assignment {
             self.slots[slot as usize].successor = is_added.then_some(place);
@@ -629,7 +637,7 @@ impl Workers {
         }
     }
 
-    /// Replaces the numbers of a worker in the totals.
+    /// Updates the totals after a change of a worker's derived numbers.
     fn count(&mut self, before: Derived, after: Derived) {
         let totals = &mut self.totals;
         totals.ready = totals.ready + u32::from(after.is_available) - u32::from(before.is_available);
@@ -647,7 +655,7 @@ impl Workers {
         }
     }
 
-    /// Updates the number of permits that the workers of a slot use.
+    /// Recomputes the numbers of permits of a slot, and updates the totals.
     fn update_slot(&mut self, limits: &Limits, slot: u32) {
         let before = self.slot(slot).permits;
         let after = self.permits_of_slot(limits, slot);
@@ -659,8 +667,8 @@ impl Workers {
     fn permits_of_slot(&self, limits: &Limits, slot: u32) -> SlotPermits {
         let Slot { state, is_spare_slot, permits: SlotPermits { overcommit, .. }, .. } = *self.slot(slot);
         let (current, share) = match state {
-            // Workers in spare slots have no permits. Jobs that still run there are charged to the last slot
-            // of each worker.
+            // Workers in spare slots contribute no permits. Jobs that still run in such a worker are charged
+            // to the last slot that the worker filled.
             _ if is_spare_slot => (None, 0),
             SlotState::Occupied(place) => (self.table[place as usize].as_ref(), limits.max_in_flight),
             SlotState::Closed => (None, 0),
@@ -678,13 +686,14 @@ impl Workers {
             }
             _ => (0, 0, overcommit),
         };
-        // The part of the slot's share that is not in the limit bears as much of the overcommit as it can.
-        // While new limits are being applied, a worker may still have the number of permits from before.
+        // The part of the slot's share that does not count towards the limit absorbs as much of the
+        // overcommit as it can. While new limits are being applied, a worker may still have its previous
+        // number of permits.
         let in_use = taken + excess.saturating_sub(share.saturating_sub(permits));
         SlotPermits { overcommit, in_use, held: taken + excess }
     }
 
-    /// Checks all derived numbers against a full recount.
+    /// Compares all derived numbers with a full recount.
     #[cfg(debug_assertions)]
     pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
         let mut totals = Totals::default();
@@ -730,7 +739,7 @@ impl Workers {
     }
 }
 
-/// Returns the number of jobs that take about `lookahead` together, by recent run times.
+/// Returns the number of jobs that take about `lookahead` in total, based on recent run times.
 fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
     let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
     usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)

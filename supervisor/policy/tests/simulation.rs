@@ -1,4 +1,4 @@
-//! Random histories under a virtual clock. A model of the rules checks every step.
+//! Random histories with a virtual clock. A model of the rules checks every step.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
 
@@ -23,7 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time after a stop for the slowest event: a kill, or a delay of the supervisor itself.
+/// Maximum time between a stop and the last event. The slowest events are a kill and a delay of the
+/// supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -48,7 +49,7 @@ fn random_histories_follow_the_rules() {
     }
 }
 
-/// Situations that every simulation of sufficient length must reach.
+/// Situations that every long simulation must reach.
 const REQUIRED: [&str; 123] = [
     "death withholds no permit",
     "death withholds the permit of a tenant",
@@ -177,11 +178,11 @@ const REQUIRED: [&str; 123] = [
 
 fn variable(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} wants a number, not {value:?}")))
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history of a seed and returns its number of steps. A history that breaks a rule is run again with
-/// a trace.
+/// Runs the history for a seed and returns its number of steps. If the history breaks a rule, runs it again
+/// with a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -200,7 +201,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// Number of [`TENANTS`] in use.
+    /// Number of entries of [`TENANTS`] that this history uses.
     tenants: usize,
     trace: Trace,
 }
@@ -240,16 +241,20 @@ impl History {
             if is_urgent && self.world.chance(20) {
                 self.apply(Event::Stop { by: self.now });
             }
-            assert!(self.now <= by + STOP_MARGIN, "it does not stop");
+            assert!(self.now <= by + STOP_MARGIN, "the bulkhead has not stopped in time");
         }
         self.model.check_end(&self.bulkhead);
         self
     }
 
-    /// Advances to the next event, and applies one event.
+    /// Advances the clock to the next event and applies one event.
     fn step(&mut self) {
         let tick_at = self.bulkhead.next_deadline();
-        let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
+        let next = tick_at
+            .into_iter()
+            .chain(self.world.due())
+            .min()
+            .expect("a next arrival must always be scheduled");
         self.now = self.now.max(next);
         if let Some(held_up_for) = self.world.supervisor_delay() {
             self.now = self.now + held_up_for;
@@ -283,7 +288,7 @@ impl History {
     }
 }
 
-/// The last events of a history that broke a rule. Printed when dropped.
+/// Last events of a history that broke a rule. Printed when dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

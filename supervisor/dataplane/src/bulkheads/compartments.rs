@@ -1,4 +1,4 @@
-//! All compartments by index, with timers.
+//! All compartments, by index, together with their timers.
 
 use bulkhead_policy::{Time, Timers};
 
@@ -9,13 +9,13 @@ use crate::slab::SlabIndex;
 pub(crate) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
     timers: Timers,
-    /// Compartments whose timers may be outdated.
+    /// Compartments to which events were applied since their timers were set.
     touched: Vec<CompartmentIndex>,
-    /// Seed that differs between runs.
+    /// Random seed that differs in each run of the supervisor.
     seed: u64,
-    /// Number of seeds derived from `seed`.
+    /// Number of compartment seeds that were derived from `seed`.
     seeds: u64,
-    /// Number of jobs so far in all compartments, including removed ones.
+    /// Number of jobs submitted to all compartments so far, including compartments that were removed.
     jobs: u64,
 }
 
@@ -26,20 +26,20 @@ impl Compartments {
         Self { seed, ..Self::default() }
     }
 
-    /// Returns a seed for a new compartment. No two compartments get equal seeds.
+    /// Returns a seed for a new compartment. Each compartment gets a different seed.
     pub(crate) fn next_seed(&mut self, now: Time) -> u64 {
         self.seeds += 1;
         self.seed ^ self.seeds.rotate_left(32) ^ now.0
     }
 
-    /// Returns the sequence number of the next job, which is unique within a supervisor.
+    /// Returns the sequence number of the next job. The number is unique within a run of the supervisor.
     #[inline]
     pub(crate) fn next_job(&mut self) -> u64 {
         self.jobs += 1;
         self.jobs
     }
 
-    /// Marks a compartment in which an event was applied.
+    /// Marks a compartment to which an event was applied.
     #[inline]
     pub(crate) fn touch(&mut self, index: CompartmentIndex) {
         if !std::mem::replace(&mut self.slab[index].is_touched, true) {
@@ -47,7 +47,8 @@ impl Compartments {
         }
     }
 
-    /// Returns and unmarks a marked compartment, which may have been removed.
+    /// Returns a marked compartment and removes the mark. The compartment may have been removed in the
+    /// meantime.
     pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
         let index = self.touched.pop()?;
         if let Some(compartment) = self.slab.get_mut(index) {
@@ -56,7 +57,7 @@ impl Compartments {
         Some(index)
     }
 
-    /// Sets the timer to the policy's next deadline.
+    /// Sets the timer of a compartment to the next deadline of its policy.
     pub(crate) fn set_timer(&mut self, index: CompartmentIndex) {
         match self.slab.get(index).and_then(|compartment| compartment.policy.next_deadline()) {
             Some(at) => self.timers.set(index.number() as u32, at),
@@ -73,7 +74,7 @@ impl Compartments {
         self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
     }
 
-    /// Removes an empty compartment. The index can be reused at once.
+    /// Removes an empty compartment. Its index can be reused at once.
     pub(crate) fn vacate(&mut self, index: CompartmentIndex) {
         self.timers.clear(index.number() as u32);
         drop(self.slab.remove(index));

@@ -1,4 +1,4 @@
-//! Statistics of bulkheads: counters for the metrics, recent outcomes, latency, and demand.
+//! Statistics of bulkheads: counters for the metrics, recent outcomes, latencies, and demand.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use bulkhead_shared::{Priority, RejectReason, Verdict};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, CompartmentIndex, Compartments, Layout};
 use crate::JobData;
 
-/// Minimum interval between events about a fallback.
+/// Minimum time between two events about the same fallback.
 const FALLBACK_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Bulkheads {
     // Jobs.
 
-    /// Counts a job that was rejected before reaching a compartment.
+    /// Counts a job that was rejected before it reached a compartment.
     pub(crate) fn count_rejected(
         &mut self,
         compartments: &mut Compartments,
@@ -36,7 +36,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts a job that a compartment answers, including jobs from other bulkheads.
+    /// Counts the outcome of a job in a compartment. Includes jobs that another bulkhead has passed on.
     pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         if answer.job.is_some() {
@@ -48,7 +48,7 @@ impl Bulkheads {
         }
     }
 
-    /// Records the times of a job that a worker ran.
+    /// Records the queue time and the run time of a job that a worker has run.
     pub(crate) fn record_run(
         &mut self,
         compartment: &mut Compartment,
@@ -69,7 +69,7 @@ impl Bulkheads {
         }
     }
 
-    /// Counts the end of a job in the bulkhead that the client addressed.
+    /// Counts the outcome of a job for the bulkhead to which the client sent the job.
     pub(crate) fn count_end(
         &mut self,
         compartment: &Compartment,
@@ -89,7 +89,7 @@ impl Bulkheads {
 
     // Fallbacks.
 
-    /// Counts the end of a job in a fallback.
+    /// Counts the outcome of a job that another bulkhead has passed on to this fallback.
     pub(crate) fn count_guest_end(
         &mut self,
         compartment: &Compartment,
@@ -101,8 +101,8 @@ impl Bulkheads {
         self.slab[origin].counters.count_fallback(target, verdict);
     }
 
-    /// Counts a job that goes from `origin` to a fallback. Returns the number of jobs since the last event, if an event
-    /// is due.
+    /// Counts a job that `origin` passes on to a fallback. If an event must be reported now, returns the
+    /// number of jobs since the last event.
     pub(crate) fn count_fallback(
         &mut self,
         now: Time,
@@ -119,12 +119,13 @@ impl Bulkheads {
         Some(std::mem::take(jobs))
     }
 
-    /// Returns true if some jobs for fallbacks are not reported yet.
+    /// Returns true if jobs that went to a fallback have not been reported yet.
     pub(crate) fn needs_checks(&self) -> bool {
         self.has_unreported_fallbacks
     }
 
-    /// Returns the fallbacks that got jobs since the last event and have a due event, with the number of jobs.
+    /// Returns the fallbacks for which an event must be reported now, with the number of jobs since the last
+    /// event.
     pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
         self.has_unreported_fallbacks = false;
         let mut due = Vec::new();
@@ -144,14 +145,14 @@ impl Bulkheads {
 
     // Workers.
 
-    /// Counts a worker that replaces another worker.
+    /// Counts the start of a worker that replaces another worker.
     pub(crate) fn count_restart(&mut self, compartment: &Compartment, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !compartment.is_replay) {
             self.slab[compartment.bulkhead].counters.restarts[cause as usize] += 1;
         }
     }
 
-    /// Counts those events of policy that no other code counts.
+    /// Counts an event of policy, unless other code already counts events of this kind.
     pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
         let counters = &mut self.slab[compartment.bulkhead].counters;
         match note {
@@ -164,7 +165,8 @@ impl Bulkheads {
 
     // Demand.
 
-    /// Records the load of a compartment up to now. Called once per iteration for each compartment with events.
+    /// Records the load of a compartment since its last event. Called once per iteration for each compartment
+    /// with events.
     pub(crate) fn record_load(
         &mut self,
         compartments: &mut Compartments,
@@ -184,7 +186,7 @@ impl Bulkheads {
         entry.demand.record_load(before, now);
     }
 
-    /// Returns the recent measurements of a bulkhead, or `None` if there is no bulkhead with this name.
+    /// Returns the recent measurements of a bulkhead, or `None` if no bulkhead has this name.
     pub(crate) fn observation(
         &mut self,
         compartments: &mut Compartments,
@@ -202,7 +204,7 @@ impl Bulkheads {
         Some(Box::new(Observation { adaptive: entry.adaptive(compartments), ..observation }))
     }
 
-    /// Describes the process `pid` of a worker in a compartment.
+    /// Describes the process of a worker, which has the process id `pid`.
     pub(crate) fn worker_process(
         &self,
         compartment: &Compartment,
@@ -232,7 +234,7 @@ impl BulkheadEntry {
         self.demand.update(now, sizes, counters);
     }
 
-    /// Returns the counters since the start, including forgotten tenants.
+    /// Returns the counters since the start of the supervisor, including those of removed compartments.
     pub(super) fn counters(&self, compartments: &Compartments) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.layout {

@@ -1,4 +1,4 @@
-//! Limits of bulkheads and tenants: the configuration, and live changes by operators.
+//! Limits of bulkheads and tenants, from the configuration and from live changes by operators.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,12 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 
 use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
 
-/// Maximum number of tenants per bulkhead with individual limits.
+/// Maximum number of tenants with individual limits, per bulkhead.
 const TENANT_LIMITS_MAX: usize = 16_384;
 
 impl Bulkheads {
-    /// Returns the live changes that are not compatible with a reload.
+    /// Returns the live changes that a reload would drop, because they are not compatible with the new
+    /// configuration.
     pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
         let of = |reconfigured: &ChangedBulkhead| {
             let bulkhead = self.find(&reconfigured.spec.name)?;
@@ -28,7 +29,7 @@ impl Bulkheads {
 }
 
 impl BulkheadEntry {
-    /// Returns the limits in force for all tenants of a bulkhead.
+    /// Returns the current limits that apply to all tenants of a bulkhead.
     pub(crate) fn limits<'a>(&'a self, compartments: &'a Compartments) -> &'a Limits {
         match &self.layout {
             Layout::Shared(compartment) => compartments[*compartment].policy.limits(),
@@ -36,7 +37,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the individual limits of tenants.
+    /// Returns the individual limits of tenants, by tenant name.
     pub(super) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
@@ -54,7 +55,8 @@ impl BulkheadEntry {
 
     // The configuration.
 
-    /// Applies a configuration, except for the program of workers and the limits in compartments.
+    /// Applies a configuration to this entry. Does not change the program of workers or the limits in
+    /// compartments.
     pub(super) fn configure(
         &mut self,
         spec: &BulkheadSpec,
@@ -82,7 +84,7 @@ impl BulkheadEntry {
         self.own = own;
     }
 
-    /// Applies a reloaded configuration. Returns the events for the compartments.
+    /// Applies a reloaded configuration. Returns the events that must be applied to the compartments.
     pub(crate) fn reconfigure(
         &mut self,
         compartments: &Compartments,
@@ -106,8 +108,8 @@ impl BulkheadEntry {
         self.compartments().into_iter().map(event).collect()
     }
 
-    /// Merges a configuration with live changes. A live change stays if the key is unchanged in the file and the
-    /// result is valid.
+    /// Merges a configuration with live changes. A live change is kept if the key has not changed in the file
+    /// and the merged limits are valid.
     pub(crate) fn merge_live_changes(
         &self,
         compartments: &Compartments,
@@ -138,7 +140,8 @@ impl BulkheadEntry {
                 false => merged.dropped.push((*key).to_owned()),
             }
         }
-        // There can be thousands of tenants, so either all live changes of tenants stay or none.
+        // The live changes of tenants are either all kept or all dropped, because there can be thousands of
+        // tenants.
         if fits(&merged.limits, &own) {
             merged.own = own;
         } else if merged.own != own {
@@ -149,8 +152,8 @@ impl BulkheadEntry {
 
     // Live changes.
 
-    /// Checks and applies a live change for all tenants. Returns the events for the compartments. Individual limits of
-    /// tenants stay.
+    /// Checks and applies a live change that concerns all tenants. Individual limits of tenants are kept.
+    /// Returns the events that must be applied to the compartments.
     pub(crate) fn change(
         &mut self,
         compartments: &Compartments,
@@ -176,7 +179,8 @@ impl BulkheadEntry {
         Ok(events)
     }
 
-    /// Returns the individual limits of the compartment's tenant, if the compartment serves a single tenant.
+    /// Returns the individual limits of the compartment's tenant, or no limits if several tenants share the
+    /// compartment.
     fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
         match (self.isolated(), &compartment.tenant) {
             (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
@@ -184,8 +188,8 @@ impl BulkheadEntry {
         }
     }
 
-    /// Checks and applies a live change for a tenant. Returns all individual limits of the tenant, and the event for
-    /// the tenant's compartment.
+    /// Checks and applies a live change that concerns one tenant. Returns all individual limits of the
+    /// tenant, and the event that must be applied to the tenant's compartment.
     pub(crate) fn change_tenant(
         &mut self,
         compartments: &Compartments,
@@ -267,7 +271,7 @@ impl BulkheadEntry {
 }
 
 impl Isolated {
-    /// Returns the limits of a tenant, including individual limits.
+    /// Returns the limits that apply to a tenant, including its individual limits.
     pub(super) fn limits_of(&self, tenant: &str) -> Limits {
         let mut limits = self.limits.clone();
         if let Some(own) = self.own.get(tenant) {
@@ -281,11 +285,12 @@ impl Isolated {
 pub(crate) struct MergedLimits {
     limits: Limits,
     own: BTreeMap<String, TenantConfig>,
-    /// Live changes that were dropped.
+    /// Keys whose live changes were dropped.
     dropped: Vec<String>,
 }
 
-/// A key that can be changed live, and a function that copies the value.
+/// Name of a key that can be changed live, and a function that copies its value from the second argument to
+/// the first.
 type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
 
 const LIVE_LIMITS: &[LiveLimit] = &[
@@ -295,7 +300,7 @@ const LIVE_LIMITS: &[LiveLimit] = &[
     ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
 ];
 
-/// Returns the live value, unless the file has changed the key.
+/// Returns the live value, or the value of the new file if the key has changed in the file.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
     if before == after { live.clone() } else { after.clone() }
 }
@@ -332,7 +337,8 @@ fn own_with_live(
     merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }
 
-/// Rejects concurrent programs in a worker if nothing isolates the programs.
+/// Returns an error if several programs would run in a worker at once and nothing isolates them from each
+/// other.
 fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
     match sandbox.why_single_program() {
         Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
@@ -343,7 +349,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
-/// Rejects an adaptive limit above the number of permits.
+/// Returns an error if the adaptive limit exceeds the number of permits.
 fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
     let most = u64::from(processes) * u64::from(in_flight);
     match &limits.adaptive {
@@ -356,7 +362,7 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
     }
 }
 
-/// Limits the number of processes of a bulkhead with isolated tenants, including spares.
+/// Returns an error if a bulkhead with isolated tenants would have too many processes, including spares.
 fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), SteerError> {
     let each = u64::from(processes) + u64::from(spares);
     match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
@@ -367,16 +373,16 @@ fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), S
     }
 }
 
-/// Settings that cannot be changed live.
+/// Settings of a bulkhead that cannot be changed live.
 #[derive(Clone, Copy)]
 struct FixedSettings<'s> {
     sandbox: &'s Sandbox,
-    /// Maximum number of tenants with workers, if tenants are isolated.
+    /// Maximum number of tenants that have workers at once. `None` if tenants are not isolated.
     max_active: Option<usize>,
     has_own_pressure: bool,
 }
 
-/// Rejects settings that need a queue if there is no queue.
+/// Returns an error if a setting requires a queue but there is no queue.
 fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
     let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
     match limits.max_queue {
@@ -389,7 +395,7 @@ fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError
     }
 }
 
-/// Checks the relations between keys that apply to a configuration file too.
+/// Checks relations between keys. The same relations are checked in a configuration file.
 fn check_limits(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,

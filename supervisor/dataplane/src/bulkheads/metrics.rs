@@ -1,4 +1,4 @@
-//! The numbers of bulkheads for the metrics, all from the same moment so that sums are consistent.
+//! Metrics of bulkheads. All numbers are taken at the same moment, so that sums are consistent.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Time, WorkerSummary
 use super::snapshots::{CombinedState, worst};
 use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, Compartments, Layout, Presence};
 
-/// Maximum number of workers shown per bulkhead, more than a machine can run.
+/// Maximum number of workers of a bulkhead that metrics show. More workers than a machine can run.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl Bulkheads {
-    /// Returns the numbers of all bulkheads with metrics. `has_access` is true if the configuration has access rules.
+    /// Returns the metrics of all bulkheads. `has_access` is true if the configuration contains access rules.
     pub(crate) fn scrape(
         &mut self,
         compartments: &Compartments,
@@ -34,8 +34,8 @@ impl Bulkheads {
         numbers
     }
 
-    /// Returns the bulkheads to report. Removed bulkheads are included unless another bulkhead has the same name by
-    /// now.
+    /// Returns the bulkheads whose metrics are reported. A removed bulkhead is included unless another
+    /// bulkhead already has its name.
     fn with_metrics(&self) -> Vec<BulkheadIndex> {
         let is_reported = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
@@ -44,7 +44,7 @@ impl Bulkheads {
         self.iter().filter(|(_, entry)| is_reported(entry)).map(|(index, _)| index).collect()
     }
 
-    /// Returns a short description of each configured bulkhead's state.
+    /// Returns a short description of the state of each configured bulkhead.
     pub(crate) fn short_states(&self, compartments: &Compartments) -> Vec<ShortState> {
         let short = |bulkhead: BulkheadIndex| {
             let (state, detail) = self[bulkhead].state(compartments);
@@ -81,7 +81,7 @@ impl BulkheadEntry {
         }
     }
 
-    /// Returns the metric series that the current configuration permits.
+    /// Returns the metric series that can occur under the current configuration.
     fn possible_now(
         &self,
         compartments: &Compartments,
@@ -96,7 +96,7 @@ impl BulkheadEntry {
         possible
     }
 
-    /// Returns the state of a bulkhead, and the reason if the state is not `ready`.
+    /// Returns the state of a bulkhead. If the state is not `ready`, also returns the reason.
     pub(crate) fn state(&self, compartments: &Compartments) -> (BulkheadState, Option<String>) {
         let mut states = CombinedState::default();
         let mut trouble = None;
@@ -121,7 +121,8 @@ impl BulkheadEntry {
         (if is_draining { BulkheadState::Draining } else { state }, detail)
     }
 
-    /// Returns the state of the breaker. With isolated tenants, returns the most severe state.
+    /// Returns the state of the breaker. If tenants are isolated, returns the most severe state of all
+    /// compartments.
     fn breaker(&self, compartments: &Compartments) -> BreakerState {
         match &self.layout {
             Layout::Shared(index) => compartments[*index].policy.breaker(),
@@ -133,8 +134,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Returns the workers of all compartments. The slots of each compartment are numbered after those of the previous
-/// compartment.
+/// Returns the workers of all compartments. The slots are numbered consecutively across compartments.
 fn worker_views(compartments: &[&Compartment]) -> Vec<WorkerSummary> {
     let mut all = Vec::new();
     let mut first = 0;

@@ -1,8 +1,9 @@
-//! Snapshots of bulkheads: a single compartment, or the sum of all tenants' compartments.
+//! Snapshots of bulkheads. A snapshot describes a single compartment, or the sum of the compartments of all
+//! tenants.
 //!
-//! A bulkhead can have thousands of tenants, and visiting all of them would delay jobs for too long. [`SnapshotQueue`]
-//! therefore visits a bounded number of compartments per iteration. Each compartment is counted once, even if the
-//! compartment is forgotten before the visit.
+//! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
+//! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. Each compartment is
+//! counted once, even if it is removed before it is visited.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -21,29 +22,31 @@ use super::{
     LinkIndex, Presence,
 };
 
-/// Maximum number of compartments visited per iteration. A snapshot of fewer compartments shows a single moment.
+/// Maximum number of compartments that are visited per iteration. If there are no more than this, a snapshot
+/// shows a single moment.
 const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
 
-/// Maximum number of tenants in a snapshot.
+/// Maximum number of tenants that a snapshot lists.
 const TENANTS_SHOWN: usize = 10;
 
-/// Maximum number of tenants collected before all but the busiest are dropped.
+/// Number of tenants that are collected before all but the busiest ones are dropped.
 const TENANTS_SORTED_MAX: usize = 256;
 
-/// Information about a worker that policy does not have.
+/// Information about a worker that is not part of policy.
 #[derive(Default)]
 pub(crate) struct WorkerDetails {
     pub(crate) status: Option<String>,
     pub(crate) confinement: Option<Confinement>,
 }
 
-/// Provides [`WorkerDetails`].
+/// Source of [`WorkerDetails`].
 pub(crate) trait DescribeWorker {
-    /// Describes a worker, whose link has this index unless the worker has no link.
+    /// Returns the details of a worker. `link` is the index of the worker's link, or `None` if the worker has
+    /// no link.
     fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
 }
 
-/// Everything that a snapshot is made from.
+/// All parts of the data plane from which a snapshot is made.
 #[derive(Clone, Copy)]
 pub(crate) struct SnapshotSource<'a> {
     bulkheads: &'a Bulkheads,
@@ -62,7 +65,7 @@ impl<'a> SnapshotSource<'a> {
         Self { bulkheads, compartments, workers, now }
     }
 
-    /// Returns the snapshot of a whole bulkhead.
+    /// Returns a snapshot of a whole bulkhead.
     pub(crate) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
         let entry = &self.bulkheads[bulkhead];
         let mut sum = Sum::default();
@@ -73,7 +76,7 @@ impl<'a> SnapshotSource<'a> {
         self.complete(entry, sum)
     }
 
-    /// Completes the snapshot of a whole bulkhead from the sum of the compartments.
+    /// Makes the snapshot of a whole bulkhead from the sum of its compartments.
     fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
         let mut snapshot = sum.snapshot(self, entry);
         snapshot.latency_ms = entry.latency.percentiles();
@@ -96,7 +99,7 @@ impl<'a> SnapshotSource<'a> {
         snapshot
     }
 
-    /// Returns the snapshot of an isolated tenant.
+    /// Returns a snapshot of an isolated tenant.
     pub(crate) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
         let entry = &self.bulkheads[self.bulkheads.find(name).ok_or(SteerError::NotFound)?];
         let Some(isolated) = entry.isolated() else {
@@ -146,23 +149,23 @@ impl<'a> SnapshotSource<'a> {
     }
 }
 
-/// Requested snapshots, which are made one after another.
+/// Queue of requested snapshots. One snapshot is made at a time.
 #[derive(Default)]
 pub(crate) struct SnapshotQueue(VecDeque<PartialSnapshot>);
 
 struct PartialSnapshot {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads to visit, by index and name.
+    /// Bulkheads that must still be visited, by index and name.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     visit: Option<BulkheadVisit>,
     done: Vec<Snapshot>,
 }
 
-/// A partly visited bulkhead.
+/// A bulkhead whose compartments were partly visited.
 struct BulkheadVisit {
     bulkhead: BulkheadIndex,
     name: Arc<str>,
-    /// Compartments to visit.
+    /// Compartments that must still be visited.
     left: Vec<CompartmentIndex>,
     sum: Sum,
 }
@@ -183,13 +186,13 @@ impl SnapshotQueue {
         let wanted = configured.map(|index| (index, source.bulkheads[index].name.clone()));
         let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
         self.0.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
-        // A snapshot usually completes at once.
+        // If no other snapshot is in progress, the snapshot is usually complete at once.
         if self.0.len() == 1 {
             self.advance(source);
         }
     }
 
-    /// Continues the oldest snapshot.
+    /// Continues with the oldest requested snapshot.
     pub(crate) fn advance(&mut self, source: &SnapshotSource<'_>) {
         let Some(mut snapshot) = self.0.pop_front() else { return };
         if snapshot.reply.is_closed() {
@@ -213,7 +216,7 @@ impl SnapshotQueue {
                     }
                 }
                 None if snapshot.wanted.is_empty() => {
-                    // The caller may have gone.
+                    // The requester may have gone.
                     let _ = snapshot.reply.send(snapshot.done);
                     return;
                 }
@@ -223,7 +226,8 @@ impl SnapshotQueue {
         self.0.push_front(snapshot);
     }
 
-    /// Adds a tenant's compartment that is being forgotten, unless already visited.
+    /// Adds the compartment of a tenant that is about to be removed, unless the compartment was already
+    /// visited.
     pub(crate) fn add_forgotten(
         &mut self,
         source: &SnapshotSource<'_>,
@@ -252,19 +256,19 @@ impl BulkheadVisit {
         Some(visit)
     }
 
-    /// Returns the bulkhead, unless the bulkhead was removed.
+    /// Returns the bulkhead, or `None` if the bulkhead was removed.
     fn entry<'a>(&self, source: &SnapshotSource<'a>) -> Option<&'a BulkheadEntry> {
         let entry = source.bulkheads.get(self.bulkhead);
         entry.filter(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &self.name))
     }
 
-    /// Visits at most `budget` further compartments.
+    /// Visits at most `budget` more compartments.
     fn visit(&mut self, source: &SnapshotSource<'_>, budget: &mut usize) {
         while *budget > 0
             && let Some(index) = self.left.pop()
         {
             *budget -= 1;
-            // The compartment may have been removed meanwhile.
+            // The compartment may have been removed in the meantime.
             if let Some(compartment) = source.compartments.get(index) {
                 self.sum.add(source, compartment);
             }
@@ -273,7 +277,7 @@ impl BulkheadVisit {
 }
 
 impl BulkheadEntry {
-    /// Returns the adaptive limit, for all tenants together.
+    /// Returns the adaptive limit of all tenants together.
     pub(super) fn adaptive(&self, compartments: &Compartments) -> Option<Adaptive> {
         let numbers = self.limits(compartments).adaptive.as_ref()?;
         let mut seen = AdaptiveSeen::default();
@@ -282,7 +286,7 @@ impl BulkheadEntry {
     }
 }
 
-/// Sum of the compartments of a bulkhead.
+/// Sum over the compartments of a bulkhead.
 #[derive(Default)]
 struct Sum {
     counters: Counters,
@@ -331,7 +335,7 @@ impl Sum {
         }
     }
 
-    /// Adds the counters of forgotten tenants.
+    /// Adds the counters of tenants whose compartments were removed.
     fn add_forgotten(&mut self, isolated: &Isolated) {
         self.counters.add(&isolated.forgotten_counters);
         self.restarts += isolated.forgotten_restarts;
@@ -381,7 +385,7 @@ impl Sum {
     }
 }
 
-/// Adaptive limits of all compartments: the sum of the limits, and the latency of the slowest compartment.
+/// Sum of the adaptive limits of all compartments, and the latency of the slowest compartment.
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
@@ -419,7 +423,7 @@ fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// States of the compartments. Callers skip tenants without workers, because these tenants need no workers.
+/// States of several compartments. Does not include tenants without workers, because they need none.
 #[derive(Default)]
 pub(super) struct CombinedState {
     first: Option<BulkheadState>,
@@ -433,19 +437,19 @@ impl CombinedState {
         self.any_unhealthy |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
 
-    /// Returns a single state for all compartments.
+    /// Returns a single state that summarises all compartments.
     pub(super) fn combined(&self) -> BulkheadState {
         match self.first {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
             Some(_) if self.any_unhealthy => BulkheadState::Degraded,
-            // The first worker of some tenant is always starting.
+            // In a bulkhead with many tenants, some tenant's first worker is always starting.
             Some(_) => BulkheadState::Ready,
         }
     }
 }
 
-/// Returns the most severe state.
+/// Returns the most severe of the states.
 pub(super) fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
     let weight = |state: &BreakerState| match state {
         BreakerState::Closed => 0,

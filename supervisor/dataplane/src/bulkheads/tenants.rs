@@ -1,7 +1,9 @@
-//! Isolated tenants: which of them have workers, and which must release workers for another.
+//! Isolated tenants: decides which tenants have workers, and which tenants must release their workers to make
+//! room for others.
 //!
-//! A tenant's compartment is kept when no workers are left, with rate limit, breaker and restart history. A tenant
-//! therefore cannot reset these by a pause. The compartments that have rested the longest are forgotten first.
+//! The compartment of a tenant is kept after its last worker has ended. It contains the rate limit, the
+//! breaker and the restart history, so a tenant cannot reset these by being idle for a while. If there are
+//! too many compartments, those that have been without workers for the longest time are removed first.
 
 use std::sync::Arc;
 
@@ -13,33 +15,35 @@ use super::{Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, La
 use crate::JobData;
 use crate::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Maximum number of tenants remembered per bulkhead, more than can ever have workers at once.
+/// Maximum number of tenants whose compartments are kept, per bulkhead. More tenants than can ever have
+/// workers at once.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Maximum number of resting tenants examined to find one that can be forgotten.
+/// Maximum number of tenants without workers that are examined in search of one whose compartment can be
+/// removed.
 const FORGET_CANDIDATES_MAX: usize = 16;
 
-/// Work for the wiring. Perform effects in order, right after the call that caused them.
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
 pub(crate) enum Effect {
     Apply(CompartmentIndex, Event<Box<JobData>>),
-    /// Applies an event that was reported for the bulkhead as a whole already.
+    /// Applies an event that was already reported to operators for the bulkhead as a whole.
     ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
-    /// Adds a tenant that was forgotten to the snapshots that have not visited the tenant.
+    /// Adds a removed compartment to the snapshots that have not visited it yet.
     Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
 }
 
-/// State of a tenant's compartment, as recorded in [`Isolated`].
+/// State of a tenant's compartment that is recorded in [`Isolated`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TenantState {
-    /// No workers since this time.
+    /// The compartment has had no workers since this time.
     ScaledToZero(Time),
-    /// No workers, and waits for some.
+    /// The compartment has no workers and is waiting for some.
     StartAnnounced,
-    /// Workers, but no jobs since this time.
+    /// The compartment has workers but has had no jobs since this time.
     Idle(Time),
-    /// Workers and jobs.
+    /// The compartment has workers and jobs.
     Busy,
-    /// All workers are ending.
+    /// All workers of the compartment are ending.
     Leaving,
 }
 
@@ -50,7 +54,8 @@ impl TenantState {
 }
 
 impl Compartment {
-    /// Returns the current state. If the compartment has just started to rest, the state contains `now`.
+    /// Returns the current state. If the compartment has just changed to a state with a time, the time is
+    /// `now`.
     fn current_tenant_state(&self, now: Time) -> TenantState {
         match (self.policy.activity(), self.policy.idle_since()) {
             (Activity::Started, Some(since)) => TenantState::Idle(since),
@@ -66,15 +71,16 @@ impl Compartment {
 }
 
 impl Isolated {
-    /// Removes and returns a waiting tenant that has no jobs left, because the clients have gone.
+    /// Removes and returns a waiting tenant that has no jobs left because its clients have gone.
     fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
         let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
         self.waiting.remove(at)
     }
 
-    /// Returns the next tenant to get workers, or to release workers for a waiting tenant.
+    /// Returns the event for the next tenant that gets workers, or that must release its workers for a
+    /// waiting tenant.
     fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
-        // A compartment can have been stopped meanwhile.
+        // A waiting compartment may have been stopped in the meantime.
         while let Some(&next) = self.waiting.front()
             && compartments[next].policy.activity() != Activity::StartAnnounced
         {
@@ -97,7 +103,8 @@ impl Bulkheads {
         self.effects.pop_front()
     }
 
-    /// Returns the compartments of a tenant's bulkhead. The caller must have a compartment of a tenant.
+    /// Returns the compartments of the tenants of a bulkhead. Must only be called if tenants are isolated in
+    /// this bulkhead.
     fn tenants(&mut self, bulkhead: BulkheadIndex) -> &mut Isolated {
         match self.slab[bulkhead].isolated_mut() {
             Some(isolated) => isolated,
@@ -123,8 +130,8 @@ impl Bulkheads {
         }
     }
 
-    /// Creates a compartment for a tenant. If there are too many, the compartment that has rested the longest is
-    /// replaced.
+    /// Creates a compartment for a tenant. If there are too many, removes the compartment that has been
+    /// without workers for the longest time.
     fn add_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -137,7 +144,8 @@ impl Bulkheads {
         let limits = isolated.limits_of(tenant);
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let mut oldest = isolated.resting.iter().map(|&(_, index)| index).take(FORGET_CANDIDATES_MAX);
-        // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
+        // A compartment whose jobs are in other bulkheads is kept, because it must count the outcomes of
+        // these jobs.
         let has_no_claims = |index: &CompartmentIndex| compartments[*index].policy.counters().elsewhere == 0;
         let forgotten = if is_full { oldest.find(has_no_claims) } else { None };
         let seed = compartments.next_seed(now);
@@ -154,7 +162,7 @@ impl Bulkheads {
         let isolated = self.tenants(bulkhead);
         isolated.by_tenant.insert(name, index);
         isolated.resting.insert((now, index));
-        // These commands were given for the bulkhead as a whole.
+        // These commands were given for the whole bulkhead, so they also apply to a new compartment.
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
         let stop = is_stopping.then(|| Effect::Apply(index, Event::Stop { by: now }));
         let drain = is_draining.then(|| Effect::ApplyQuietly(index, Event::Drain));
@@ -163,7 +171,7 @@ impl Bulkheads {
         index
     }
 
-    /// Forgets a tenant, but keeps the counters of the compartment.
+    /// Removes the compartment of a tenant, but keeps its counters.
     fn forget_tenant(&mut self, bulkhead: BulkheadIndex, index: CompartmentIndex, gone: Compartment) {
         let isolated = self.tenants(bulkhead);
         isolated.tripped.remove(&index);
@@ -181,8 +189,9 @@ impl Bulkheads {
 
     // Tenants with workers.
 
-    /// Returns true if a tenant without workers can get some for the next job. There must be room for another tenant,
-    /// or an idle tenant, or more tenants that are ending workers than tenants that wait for workers.
+    /// Returns true if a tenant without workers can get workers for its next job. This requires that fewer
+    /// than the maximum number of tenants have workers, that a tenant with workers is idle, or that more
+    /// tenants are ending their workers than are waiting.
     #[inline]
     pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
         let compartment = &compartments[index];
@@ -203,13 +212,14 @@ impl Bulkheads {
         !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
     }
 
-    /// Queues a tenant without workers whose job was accepted.
+    /// Adds a tenant without workers, whose job was accepted, to the tenants that wait for workers.
     pub(crate) fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
         self.tenants(bulkhead).waiting.push_back(compartment);
         self.schedule_update(bulkhead);
     }
 
-    /// Updates the bulkhead's records about a tenant's compartment after an event.
+    /// Updates the records of the bulkhead about a tenant's compartment, after an event was applied to the
+    /// compartment.
     pub(crate) fn update_tenant(
         &mut self,
         compartments: &mut Compartments,
@@ -254,7 +264,7 @@ impl Bulkheads {
         }
     }
 
-    /// Schedules an update of the assignment of workers to tenants.
+    /// Schedules an update that assigns workers to tenants.
     pub(crate) fn schedule_update(&mut self, bulkhead: BulkheadIndex) {
         if let Some(isolated) = self.slab[bulkhead].isolated_mut()
             && !std::mem::replace(&mut isolated.needs_update, true)
@@ -263,11 +273,12 @@ impl Bulkheads {
         }
     }
 
-    /// Returns the next event of the scheduled updates. Workers start for waiting tenants while there is room, and the
-    /// workers of idle tenants end for the other waiting tenants. The event must be applied before the next call.
+    /// Returns the next event of the scheduled updates. Waiting tenants get workers as long as the maximum
+    /// number of tenants is not reached. For the remaining waiting tenants, the workers of idle tenants are
+    /// ended. The event must be applied before the next call.
     pub(crate) fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
         while let Some(&bulkhead) = self.needing_update.last() {
-            // The bulkhead may have been removed meanwhile.
+            // The bulkhead may have been removed in the meantime.
             if let Some(isolated) = self.slab.get_mut(bulkhead).and_then(|entry| entry.isolated_mut()) {
                 if let Some(idle) = isolated.take_idle_waiter(compartments) {
                     return Some((idle, Event::ScaleToZero));
@@ -282,10 +293,10 @@ impl Bulkheads {
         None
     }
 
-    // Commands for a whole bulkhead.
+    // Commands that apply to a whole bulkhead.
 
-    /// Applies a command to future compartments of a bulkhead with isolated tenants. Returns true if a single event
-    /// for operators must cover all tenants.
+    /// Applies a command to compartments that will be created in a bulkhead with isolated tenants. Returns
+    /// true if operators must get a single event for all tenants.
     pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
         let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
         match action {
@@ -297,7 +308,8 @@ impl Bulkheads {
         true
     }
 
-    /// Forces the breaker of future compartments. Returns the previous value if tenants are isolated.
+    /// Forces the breaker of compartments that will be created. Returns the previous value, or `None` if
+    /// tenants are not isolated.
     pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
         let isolated = self.slab[bulkhead].isolated_mut()?;
         Some(std::mem::replace(&mut isolated.is_forced_open, open))

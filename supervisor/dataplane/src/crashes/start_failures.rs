@@ -1,19 +1,21 @@
-//! Deaths of workers that were never ready, counted by cause. A program that never starts causes a crash report with
-//! a count instead of a hundred reports. The separate rate limit leaves room for reports about jobs.
+//! Deaths of workers that were never ready, counted by cause. A program that never starts causes one crash
+//! report with a count, instead of hundreds of reports. These reports have a rate limit of their own, so that
+//! they do not displace reports about jobs.
 
 use bulkhead_api::{Cause, CrashId};
 
 use super::ReportLimit;
 
-/// Maximum number of causes per bulkhead. When there are more, the least recently seen cause is forgotten.
+/// Maximum number of causes that are remembered per bulkhead. If there are more, the cause that was seen
+/// least recently is forgotten.
 const CAUSES_MAX: usize = 8;
 
 /// Start failures of a bulkhead.
 #[derive(Debug, Default)]
 pub(super) struct StartFailures {
-    /// Rate limit of crash reports.
+    /// Rate limit of the crash reports about start failures.
     pub(super) limit: ReportLimit,
-    /// Reported causes, the most recently seen last.
+    /// Causes that were reported, in the order in which they were last seen.
     seen: Vec<Seen>,
 }
 
@@ -25,7 +27,8 @@ struct Seen {
 }
 
 impl StartFailures {
-    /// Counts another failure with a cause that was reported before. Returns the crash report and the new count.
+    /// Counts another start failure with a cause that was already reported. Returns the crash report and the
+    /// new count.
     pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
         let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
         let mut seen = self.seen.remove(place);
@@ -35,7 +38,7 @@ impl StartFailures {
         Some(counted)
     }
 
-    /// Records the first report about a cause.
+    /// Records the first crash report about a cause.
     pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
         if self.seen.len() == CAUSES_MAX {
             self.seen.remove(0);
@@ -54,9 +57,9 @@ mod tests {
     use bulkhead_plane::crash::cause_of;
 
     #[test]
-    fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
+    fn least_recently_seen_start_failure_is_forgotten() {
         let mut failures = StartFailures::default();
-        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a cause");
+        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a failed start must have a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
         for code in 1..=8 {
             assert_eq!(failures.count_again(&cause(code)), None);
@@ -65,7 +68,7 @@ mod tests {
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 2)));
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 3)));
         failures.begin(cause(9), id(9));
-        assert_eq!(failures.count_again(&cause(2)), None, "seen longest ago");
+        assert_eq!(failures.count_again(&cause(2)), None, "the cause seen least recently must be forgotten");
         assert_eq!(failures.count_again(&cause(1)), Some((id(1), 4)));
     }
 }

@@ -49,7 +49,7 @@ impl Fixture {
         Some(lease)
     }
 
-    /// Returns leases with a lease that the client has confirmed.
+    /// Returns a fixture in which the client has confirmed one lease.
     fn held(now: Time) -> Self {
         let mut this = Self::new();
         assert_eq!(this.request(now, client(1), 40, MIB), ["create 1"]);
@@ -68,13 +68,13 @@ impl Fixture {
 }
 
 #[test]
-fn rejects_lease_beyond_the_budget() {
+fn lease_beyond_the_budget_is_rejected() {
     let mut leases = Fixture::new();
     assert_eq!(leases.request(at(0), client(1), 40, 33 * MIB), ["misuse", "reject 40"]);
 }
 
 #[test]
-fn recalls_idle_lease_and_revokes_it() {
+fn idle_lease_is_recalled_and_then_revoked() {
     let mut leases = Fixture::held(at(0));
     leases.0.check_deadlines(at(9));
     assert!(leases.effects().is_empty());
@@ -89,7 +89,7 @@ fn recalls_idle_lease_and_revokes_it() {
 }
 
 #[test]
-fn frees_files_of_an_offer_that_was_not_sent() {
+fn files_of_unsent_offer_are_freed() {
     let mut leases = Fixture::new();
     leases.request(at(0), client(1), 40, MIB);
     leases.created(1);
@@ -99,7 +99,7 @@ fn frees_files_of_an_offer_that_was_not_sent() {
 }
 
 #[test]
-fn lends_files_to_first_worker_only() {
+fn files_are_lent_only_to_the_first_worker() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     leases.0.worker_ready(8);
@@ -108,7 +108,7 @@ fn lends_files_to_first_worker_only() {
     assert!(named.is_none());
     leases.0.loan_sent(WORKER, &loan.unwrap(), Sent::Yes);
     assert!(leases.0.loan_confirmed(WORKER, 1));
-    assert!(!leases.0.loan_confirmed(WORKER, 1), "confirmed twice");
+    assert!(!leases.0.loan_confirmed(WORKER, 1), "a loan cannot be confirmed twice");
     leases.0.worker_done(WORKER, JobId(1), Some(&mut payload));
     let is_by_name = |leases: &mut Fixture, worker| {
         let mut payload = leases.begin_job(at(2));
@@ -125,7 +125,7 @@ fn lends_files_to_first_worker_only() {
 }
 
 #[test]
-fn keeps_files_until_worker_of_late_job_answers() {
+fn files_are_kept_until_the_late_worker_replies() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     let mut payload = leases.begin_job(at(0));
@@ -139,7 +139,7 @@ fn keeps_files_until_worker_of_late_job_answers() {
 }
 
 #[test]
-fn ends_leases_of_disconnected_client() {
+fn leases_end_when_the_client_disconnects() {
     let mut leases = Fixture::held(at(0));
     assert_eq!(leases.request(at(1), client(2), 41, MIB), ["create 2"]);
     leases.0.client_gone(client(2));
@@ -151,14 +151,14 @@ fn ends_leases_of_disconnected_client() {
 }
 
 #[test]
-fn recalls_unconfirmed_offer_and_rejects_later_requests() {
+fn unconfirmed_offer_is_recalled() {
     let mut leases = Fixture::new();
     leases.request(at(0), client(1), 40, MIB);
     leases.request(at(0), client(1), 41, MIB);
     leases.created(1);
     leases.created(2);
     assert_eq!(leases.send_offer(at(0), Sent::Yes), Some(1));
-    assert_eq!(leases.send_offer(at(0), Sent::Yes), None, "the first offer is not confirmed");
+    assert_eq!(leases.send_offer(at(0), Sent::Yes), None, "the first offer is not confirmed yet");
     leases.0.check_deadlines(at(4));
     assert!(leases.effects().is_empty());
     leases.0.check_deadlines(at(5));
@@ -166,7 +166,7 @@ fn recalls_unconfirmed_offer_and_rejects_later_requests() {
 }
 
 #[test]
-fn recalls_longest_idle_lease_over_the_budget() {
+fn longest_idle_lease_is_recalled_first() {
     let mut leases = Fixture::held(at(0));
     leases.request(at(1), client(1), 41, MIB);
     leases.created(2);
@@ -178,7 +178,7 @@ fn recalls_longest_idle_lease_over_the_budget() {
 }
 
 #[test]
-fn recalls_leases_of_bulkhead_that_needs_payload_bytes() {
+fn leases_of_one_bulkhead_can_be_recalled() {
     let mut leases = Fixture::held(at(0));
     leases.0.recall_for_bulkhead(at(1), "encode");
     assert!(leases.effects().is_empty());
@@ -187,7 +187,7 @@ fn recalls_leases_of_bulkhead_that_needs_payload_bytes() {
 }
 
 #[test]
-fn accepts_result_file_only_from_worker_that_has_the_job() {
+fn result_file_is_accepted_only_from_the_worker_of_the_job() {
     let mut leases = Fixture::held(at(0));
     leases.0.worker_ready(WORKER);
     let mut payload = leases.begin_job(at(1));

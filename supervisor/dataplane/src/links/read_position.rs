@@ -1,46 +1,47 @@
-//! Determines which jobs a dead worker cannot have begun, because the worker has read nothing of the frames.
+//! Determines which jobs a dead worker cannot have begun, because it has not read any byte of their frames.
 //!
-//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor reads
-//! the remaining bytes from the duplicate. No descendant of the worker can read these bytes any more, and the number
-//! of bytes tells how far the worker had read. While the duplicate is open, there is no end of file if a worker
-//! closes its end. The keeper reports the worker's death, and otherwise heartbeats are missed.
+//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor
+//! reads the remaining bytes from the duplicate. Descendants of the worker can then no longer read these
+//! bytes, and their number shows how far the worker had read. While the duplicate is open, the supervisor
+//! sees no end of file if a worker closes its end. Such a worker is noticed because the keeper reports its
+//! death or because it misses its heartbeats.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::net::RecvFlags;
 
-/// Size of the buffer for reading the rest from a dead worker's end.
+/// Size of the buffer for reading the remaining bytes of a dead worker, in bytes.
 const TAKEN_BYTES: usize = 16 * 1024;
 
-/// Tracks how far a worker has read.
+/// Tracks how many bytes of its link a worker has read.
 pub(crate) struct ReadPosition {
-    /// Duplicate of the worker's end of the link, until the worker is gone.
+    /// Duplicate of the worker's end of the link. Closed when the worker is gone.
     theirs: Option<OwnedFd>,
     /// Total number of bytes written to the link.
     written: u64,
-    /// Number of jobs queued on the link.
+    /// Number of jobs that were queued on the link so far.
     jobs: u64,
 }
 
 /// Position of a job on the worker's link.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct JobPosition {
-    /// Number of bytes on the link before the job's frame.
+    /// Number of bytes that were sent on the link before the job's frame.
     offset: u64,
-    /// Sequence number of the job on the link.
+    /// Sequence number of the job among all jobs on the link.
     number: u64,
-    /// True if the worker has reported the beginning of the job.
+    /// True if the worker has reported that the job has begun.
     has_started: bool,
 }
 
 impl JobPosition {
-    /// Records that the worker has reported the beginning of the job.
+    /// Records that the worker has reported that the job has begun.
     pub(crate) fn start(&mut self) {
         self.has_started = true;
     }
 
-    /// Returns true if a worker cannot have begun the job after reading `read` bytes.
+    /// Returns true if a worker that has read `read` bytes cannot have begun the job.
     pub(crate) fn is_unread(&self, read: u64) -> bool {
         !self.has_started && self.offset >= read
     }
@@ -61,19 +62,20 @@ impl ReadPosition {
         self.written += bytes as u64;
     }
 
-    /// Returns the position of a job that is queued behind `waiting` unsent bytes.
+    /// Returns the position of a job whose frame follows `waiting` bytes that were not sent yet.
     pub(crate) fn position_behind(&mut self, waiting: usize) -> JobPosition {
         self.jobs += 1;
         JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
     }
 
-    /// Takes back all unread bytes when the worker is gone or must not read any more. Returns the number of bytes
-    /// that the worker has read.
+    /// Reads the bytes that the worker has left unread, because the worker is gone or must not read any more.
+    /// Returns the number of bytes that the worker has read.
     pub(crate) fn end(&mut self) -> u64 {
         let Some(theirs) = self.theirs.take() else { return self.written };
         let mut left = 0;
         let mut bytes = [0; TAKEN_BYTES];
-        // This loop ends because nothing more is written and a socket holds a bounded number of bytes.
+        // The loop ends, because nothing more is written to the socket and the socket holds a bounded number
+        // of bytes.
         loop {
             match rustix::net::recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => break,
@@ -91,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_jobs_apart_by_bytes_read_and_jobs_begun() {
+    fn unread_and_unbegun_jobs_are_recognised() {
         let mut link = ReadPosition { theirs: None, written: 0, jobs: 0 };
         let first = link.position_behind(0);
         link.add_written(100);

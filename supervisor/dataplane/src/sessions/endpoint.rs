@@ -1,4 +1,4 @@
-//! The supervisor's end of a client connection: a socket, or memory shared with an in-process client.
+//! The supervisor's end of a client connection, which is a socket or memory shared with an in-process client.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,12 +18,12 @@ use crate::{INTEREST, memory_files};
 
 pub(crate) enum ClientEndpoint {
     Socket(UnixStream),
-    /// Connection of a client in the supervisor's own process.
+    /// Connection to a client in the supervisor's own process.
     InProcess(in_process::Endpoint),
 }
 
 impl ClientEndpoint {
-    /// Registers a socket for events. In-process clients signal through `InProcessWaker` instead.
+    /// Registers a socket with the event loop. In-process clients signal through `InProcessWaker` instead.
     pub(crate) fn register(&self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Self::Socket(socket) => registry.register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST),
@@ -31,7 +31,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Reads without blocking. Errors are those of [`Intake::receive`].
+    /// Reads without blocking. Returns the errors of [`Intake::receive`].
     pub(crate) fn receive(&self, intake: &Intake, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Socket(socket) => intake.receive(socket, buffer),
@@ -50,7 +50,7 @@ impl ClientEndpoint {
         }
     }
 
-    /// Writes as much as there is room for. Returns true if nothing is left.
+    /// Writes as many bytes as the connection has room for. Returns true if the outbox is then empty.
     pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),
@@ -58,8 +58,8 @@ impl ClientEndpoint {
         }
     }
 
-    /// Shuts down the sending side of a socket. The client sees the end after reading everything. An in-process
-    /// connection ends when the value is dropped.
+    /// Shuts down the sending side of a socket. The client sees the end of the stream after it has read
+    /// everything. An in-process connection ends when this value is dropped.
     pub(crate) fn finish(&self) {
         if let Self::Socket(socket) = self {
             let _ = socket.shutdown(Shutdown::Write);
@@ -70,12 +70,13 @@ impl ClientEndpoint {
     pub(crate) fn can_lend(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) -> bool {
         match self {
             Self::Socket(socket) => lends.can_lend(socket, receiver),
-            // In-process descriptors do not pass through a socket and are never in transit.
+            // Descriptors for an in-process client do not pass through a socket, so they are never in
+            // transit.
             Self::InProcess(_) => true,
         }
     }
 
-    /// Lends files with a frame that announces the files. The outbox must be empty.
+    /// Sends a frame along with the memory files that it announces. The outbox must be empty.
     pub(crate) fn lend(
         &self,
         said: (u8, u64),
@@ -98,7 +99,8 @@ impl ClientEndpoint {
         }
     }
 
-    /// Prepares the connection for closing. Unread loans still count as in transit.
+    /// Prepares the connection for closing. Loans that the client has not received yet still count as in
+    /// transit.
     pub(crate) fn release_files(&self, lends: &mut UnreadLoans, receiver: &mut ReceiverLoans) {
         if let Self::Socket(socket) = self {
             lends.close(socket, receiver);

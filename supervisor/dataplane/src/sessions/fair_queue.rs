@@ -1,60 +1,63 @@
-//! Fair order of reading clients. Users take turns, and so do the connections of each user. A client that floods
-//! therefore delays only itself, whatever its number of connections. The amount read from clients per iteration is
-//! bounded, because workers' answers wait for the end of the iteration.
+//! Fair order in which clients are read. Users take turns, and within a user its connections take turns. A
+//! client that floods the supervisor therefore delays only itself, whatever its number of connections. The
+//! number of bytes read from clients per iteration is bounded, because outcomes are sent to clients at
+//! the end of the iteration.
 
 use foldhash::quality::RandomState;
 use std::collections::{HashMap, VecDeque};
 
 use crate::slab::SessionIndex;
 
-/// Maximum number of bytes read at once from a connection while others wait.
+/// Maximum number of bytes that are read at once from a connection while other connections are waiting.
 pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
 
-/// Maximum number of bytes read at once from the only waiting connection.
+/// Maximum number of bytes that are read at once from a connection if no other connection is waiting.
 const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
 
-/// Fixed cost of a frame, added to the number of bytes.
+/// Fixed cost of each frame, which is added to the number of bytes that were read.
 const FRAME_COST: usize = 256;
 
-/// Number of rejected frames after which a connection can wait for others. An accepted job compensates for
-/// [`JOB_WEIGHT`] rejections, so a connection can wait if more than four in five frames are rejected.
+/// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
+/// [`JOB_WEIGHT`] rejected frames, so a connection has low priority if more than four out of five frames are
+/// rejected.
 const REJECTED_MAX: u32 = 256;
 const JOB_WEIGHT: u32 = 4;
 
-/// User whose connections share a place in the order.
+/// User id. All connections of a user share one place in the order.
 type Uid = u32;
 
-/// State of a connection in the order.
+/// State of a connection in the fair queue.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QueueState {
     is_waiting: bool,
-    /// The user's round of the last read, and the number of bytes read in that round.
+    /// Round of the user in which the connection was last read. `bytes` is the number of bytes that were read
+    /// in that round.
     round: u64,
     bytes: usize,
-    /// True if the peer has closed its side. The bytes that are left in the socket can wait for other connections.
+    /// True if the client has closed its side. The bytes that remain in the socket then have low priority.
     is_read_closed: bool,
-    /// Weighted number of rejected frames, see [`REJECTED_MAX`].
+    /// Weighted number of rejected frames (see [`REJECTED_MAX`]).
     rejected: u32,
 }
 
-/// Connections of a user with input.
+/// Connections of one user that have input.
 #[derive(Default)]
 struct User {
-    /// Connections from which little was read in this round. These come first, so that a connection with an
-    /// occasional job does not wait for connections that always have input.
+    /// Connections from which few bytes were read in the current round. They are read first, so that a
+    /// connection that sends a job now and then does not wait for connections that always have input.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// Current round. Round numbers are never reused.
+    /// Current round. Each round number is used only once.
     round: u64,
-    /// Number of connections in the backlog that are not read in this round yet.
+    /// Number of connections in the backlog that have not been read in the current round.
     backlog_left: usize,
 }
 
-/// Sessions that wait to be read.
+/// Connections that are waiting to be read.
 #[derive(Default)]
 pub(super) struct FairQueue {
     users: HashMap<Uid, User, RandomState>,
-    /// Users with waiting connections, in order.
+    /// Users with waiting connections, in the order in which they are served.
     order: VecDeque<Uid>,
     rounds: u64,
     waiting: usize,
@@ -65,7 +68,7 @@ impl FairQueue {
         self.waiting == 0
     }
 
-    /// Queues a connection that may have input.
+    /// Adds a connection that may have input to the queue.
     pub(super) fn push(&mut self, uid: Uid, index: SessionIndex, queue_state: &mut QueueState) {
         if std::mem::replace(&mut queue_state.is_waiting, true) {
             return;
@@ -82,8 +85,8 @@ impl FairQueue {
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// Begins the read of the next connection that `begin` accepts, given the connection and the user's round. A
-    /// connection may have been closed since it was queued.
+    /// Returns the next connection for which `begin` returns true. `begin` gets the connection and the user's
+    /// round, and returns false if the connection was closed after it was queued.
     pub(super) fn begin_read(
         &mut self,
         mut begin: impl FnMut(SessionIndex, u64) -> bool,
@@ -96,12 +99,13 @@ impl FairQueue {
         }
     }
 
-    /// Returns the maximum number of bytes to read at once from the connection that was taken last.
+    /// Returns the maximum number of bytes to read at once from the connection that was returned last.
     pub(super) fn quantum(&self) -> usize {
         if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
     }
 
-    /// Returns the next connection, which may have been closed, and the user's round.
+    /// Returns the next connection and the user's round. The connection may have been closed after it was
+    /// queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
@@ -124,13 +128,13 @@ impl FairQueue {
     }
 }
 
-/// Returns the cost of a read. Frames count even if they are small.
+/// Returns the cost of a read. Each frame has a fixed cost in addition to its bytes.
 pub(super) fn read_cost(bytes: usize, frames: usize) -> usize {
     bytes + FRAME_COST * (1 + frames)
 }
 
 impl QueueState {
-    /// Counts a frame that was rejected before becoming a job.
+    /// Counts a frame that was rejected before it became a job.
     pub(super) fn count_rejection(&mut self) {
         self.rejected = (self.rejected + 1).min(2 * REJECTED_MAX);
     }
@@ -141,13 +145,13 @@ impl QueueState {
         self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);
     }
 
-    /// Returns true if the connection can wait for others, because the peer has closed the connection or most frames
-    /// are rejected.
+    /// Returns true if the connection has low priority, because the client has closed its side or most of its
+    /// frames are rejected.
     pub(super) fn is_low_priority(&self) -> bool {
         self.is_read_closed || self.rejected >= REJECTED_MAX
     }
 
-    /// Records that the peer has closed its side.
+    /// Records that the client has closed its side of the connection.
     pub(super) fn close_read(&mut self) {
         self.is_read_closed = true;
     }
@@ -156,8 +160,8 @@ impl QueueState {
         self.is_read_closed
     }
 
-    /// Begins a read of the connection in this round. Returns false if the connection was not waiting, because the
-    /// index was reused.
+    /// Begins a read from the connection in this round. Returns false if the connection was not queued,
+    /// because its index belongs to another session now.
     pub(super) fn try_begin(&mut self, round: u64) -> bool {
         let is_waiting = self.is_waiting;
         if is_waiting {
@@ -166,13 +170,13 @@ impl QueueState {
         is_waiting
     }
 
-    /// Ends a read. Returns the cost of the read.
+    /// Completes a read. Returns its cost.
     pub(super) fn end_read(&mut self, bytes: usize, frames: usize) -> usize {
         self.bytes = self.bytes.saturating_add(bytes);
         read_cost(bytes, frames)
     }
 
-    /// Begins a read of the connection in this round.
+    /// Begins a read from the connection in this round.
     fn begin(&mut self, round: u64) {
         self.is_waiting = false;
         self.enter(round);
@@ -190,7 +194,7 @@ mod tests {
     use super::*;
     use crate::slab::SlabIndex;
 
-    /// Connections that always have input, with users.
+    /// Connections of several users. All of them always have input.
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,
@@ -213,7 +217,7 @@ mod tests {
             );
         }
 
-        /// Reads a connection, and queues the connection again if there is more input.
+        /// Reads from a connection. If it has more input afterwards, adds the connection to the queue again.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
             let index = index.number();
@@ -227,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn users_take_turns_whatever_their_connections() {
+    fn users_take_turns_whatever_their_number_of_connections() {
         let mut uids = vec![1; 200];
         uids.push(2);
         let mut crowd = Crowd::new(uids);
@@ -240,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_connection_does_not_wait_for_busy_ones() {
+    fn quiet_connection_is_read_before_busy_connections() {
         let mut crowd = Crowd::new(vec![1; 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
@@ -251,8 +255,8 @@ mod tests {
             assert_eq!(crowd.read(10, |index| index != 200), 200);
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
-        // The other connections do not wait for this one either, because a connection that has used its quantum no
-        // longer comes first in the round.
+        // Other connections do not wait for this connection either, because it no longer comes first in the
+        // round after it has used its quantum.
         let mut its_own = 0;
         for _ in 0..1000 {
             crowd.push(200);
@@ -262,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn one_can_wait_that_leaves_or_whose_frames_are_refused() {
+    fn closed_or_mostly_rejected_connection_has_low_priority() {
         let mut leaves = QueueState::default();
         assert!(!leaves.is_low_priority());
         leaves.is_read_closed = true;
@@ -276,7 +280,7 @@ mod tests {
             queue_state.is_low_priority()
         };
         assert_eq!([0, 4, 5].map(after), [false, false, true]);
-        // Some accepted jobs are enough for the connection to count as ordinary again.
+        // A few accepted jobs are enough to restore the normal priority of the connection.
         let mut queue_state = QueueState::default();
         (0..1_000_000).for_each(|_| queue_state.count_rejection());
         (0..65).for_each(|_| queue_state.count_job());
@@ -284,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_of_those_who_have_nothing() {
+    fn queue_is_empty_after_all_input_is_read() {
         let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
         crowd.push(3);
         for _ in 0..50 {

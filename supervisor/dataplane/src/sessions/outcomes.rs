@@ -1,4 +1,4 @@
-//! Encodes the outcomes and the progress of jobs for clients.
+//! Encodes outcomes and progress of jobs and sends them to clients.
 
 use std::time::Duration;
 
@@ -12,15 +12,15 @@ use bulkhead_shared::trace::Traceparent;
 
 use super::{Phase, SessionId, SessionIndex, Sessions, UNREAD_BYTES_PAUSE};
 
-/// Extensions of an outcome frame.
+/// Extensions of an OUTCOME frame.
 #[derive(Default)]
 pub(crate) struct OutcomeExtensions {
     pub(crate) job: Option<JobId>,
     pub(crate) span: Option<Traceparent>,
     pub(crate) run_limit: Option<Duration>,
-    /// Id of the crash report.
+    /// Id of the crash report about the job, if any.
     pub(crate) report: Option<String>,
-    /// Location of a result in a memory file.
+    /// Location of the result, if it is in a memory file.
     pub(crate) result: Option<LeaseRef>,
 }
 
@@ -36,7 +36,8 @@ impl Sessions {
     ) {
         let session = self.slab.get_mut(index).filter(|session| session.phase != Phase::Closing);
         let Some(session) = session else { return };
-        // Every text in an outcome was limited on arrival, so the metadata fits.
+        // The metadata fits into a frame, because the length of each text in an outcome was limited when the
+        // text was received.
         let number = job.map(JobId::to_bytes);
         let run_limit = run_limit.map(encode_run_limit);
         let result = result.map(LeaseRef::to_bytes);
@@ -58,7 +59,8 @@ impl Sessions {
         self.schedule_flush(index);
     }
 
-    /// Sends the progress of a job. Progress is optional, so clients with a large backlog get none.
+    /// Sends the progress of a job to its client. If the client has a large send backlog, drops the progress,
+    /// because it is optional.
     pub(crate) fn send_progress(&mut self, client: SessionId, request: u64, progress: Progress<'_>) {
         let Some(session) = self.of_mut(client) else { return };
         if session.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {

@@ -12,7 +12,7 @@ fn client(uid: u32) -> Client {
     Client { peer: None, grant: Grant::Unrestricted, uid, permit: None }
 }
 
-/// Opens a session of user 1 that awaits the hello since `now`.
+/// Opens a session of user 1 in which the hello has been awaited since `now`.
 fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
     let (end, peer) = in_process::pair();
     let epoch = sessions.next_epoch();
@@ -22,11 +22,12 @@ fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoi
 }
 
 #[test]
-fn pause_of_supervisor_extends_timeouts() {
+fn pause_of_the_supervisor_extends_timeouts() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].mid_frame_since = Some(at(2));
-    // This time lies within the pause, so it moves to the current time at most.
+    // The client's timer started during the pause. After the extension, it must not be later than the current
+    // time.
     sessions[index].unread_since = Some(at(50));
     sessions.extend_timeouts(Duration::from_secs(40), at(60));
     let session = &sessions[index];
@@ -35,7 +36,7 @@ fn pause_of_supervisor_extends_timeouts() {
 }
 
 #[test]
-fn rejects_client_without_hello() {
+fn client_without_hello_is_rejected() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.needs_checks());
@@ -44,7 +45,7 @@ fn rejects_client_without_hello() {
 }
 
 #[test]
-fn rejects_client_stalled_mid_frame_unless_paused() {
+fn client_stalled_mid_frame_is_rejected_unless_paused() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -57,7 +58,7 @@ fn rejects_client_stalled_mid_frame_unless_paused() {
 }
 
 #[test]
-fn closes_client_that_reads_nothing() {
+fn client_that_reads_nothing_is_closed() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -74,7 +75,7 @@ fn closes_client_that_reads_nothing() {
 }
 
 #[test]
-fn closes_client_over_the_unread_limit() {
+fn client_over_the_unread_limit_is_closed() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     sessions[index].phase = Phase::Open;
@@ -83,7 +84,7 @@ fn closes_client_over_the_unread_limit() {
 }
 
 #[test]
-fn finishes_rejected_session_when_everything_is_sent() {
+fn rejected_session_ends_when_everything_is_sent() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.reject(index, RejectReason::Invalid, "no"));
@@ -94,7 +95,7 @@ fn finishes_rejected_session_when_everything_is_sent() {
 }
 
 #[test]
-fn forgets_request_with_its_outcome() {
+fn request_is_removed_with_its_outcome() {
     let mut sessions = Sessions::new();
     let (index, _peer) = open(&mut sessions, at(1));
     let id = sessions.id(index);

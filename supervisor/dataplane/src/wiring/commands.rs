@@ -1,4 +1,4 @@
-//! Connects the commands of operators to bulkheads and compartments.
+//! Applies the commands of operators to bulkheads and compartments.
 
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, EventKind, Rate, Severity, Snapshot, TenantChange, TenantRate,
@@ -29,7 +29,7 @@ impl DataPlane {
             };
             self.apply_quietly(compartment, event);
         }
-        // A single event covers all tenants.
+        // Operators get a single event for all tenants.
         let what = match action {
             SteerAction::Drain => EventKind::Draining { drain_timeout_ms: None },
             SteerAction::Resume => EventKind::Resumed {},
@@ -138,7 +138,7 @@ impl DataPlane {
 
     // The supervisor.
 
-    /// Reports the memory of a worker to policy.
+    /// Reports the measured memory of a worker to policy.
     pub(crate) fn report_worker_memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
         let Some(bulkhead) = self.bulkheads.find(name) else { return };
         for compartment in self.bulkheads[bulkhead].compartments() {
@@ -151,7 +151,8 @@ impl DataPlane {
         }
     }
 
-    /// Stops all bulkheads. The first call allows jobs in flight `drain_timeout`, and the second allows no time.
+    /// Stops all bulkheads. The first call allows jobs in flight to continue for `drain_timeout`. The second
+    /// call stops them at once.
     pub(crate) fn stop(&mut self) {
         let patience = if self.is_stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.is_stopping {

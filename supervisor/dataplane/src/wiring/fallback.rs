@@ -1,4 +1,4 @@
-//! Connects jobs that can go to a fallback to bulkheads.
+//! Passes jobs on to fallbacks.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming, JobData};
 
 impl DataPlane {
-    /// Passes a job to the next fallback. Returns the answer if the client should get the answer instead.
+    /// Passes a job on to the next fallback. Returns the answer if there is no such fallback and the client
+    /// must get this answer.
     pub(crate) fn pass_to_fallback(
         &mut self,
         index: CompartmentIndex,
@@ -20,7 +21,8 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) -> Option<JobOutcome<Box<JobData>>> {
         let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
-        // Only the payload of a job that was rejected on arrival is still in `incoming`.
+        // The payload is available if it is held in memory. For a job that was rejected on arrival, it is
+        // still in `incoming`.
         let has_payload = answer.job.is_none() || !answer.record.held.is_empty();
         let next = self.next_fallback(&fallback, &answer).filter(|_| has_payload && !self.is_stopping);
         let Some((position, target, left)) = next else {
@@ -69,8 +71,8 @@ impl DataPlane {
         self.is_client_connected(&answer.record).then_some(next)
     }
 
-    /// Charges the rate limit of the bulkhead that the client addressed, if the job was rejected before the charge.
-    /// Returns the necessary wait if the job is over the rate.
+    /// Charges the rate limit of the bulkhead to which the client sent the job, unless the job was already
+    /// charged. If the job exceeds the limit, returns the time to wait.
     fn charge_origin(
         &mut self,
         fallback: &FallbackState,
@@ -84,7 +86,7 @@ impl DataPlane {
     fn take_payload<'p>(&mut self, record: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut record.charge);
         if record.held.file.is_some() {
-            // The file stays with the job.
+            // The memory file remains with the job.
             record.held.payload = None;
             return Incoming::Owned(Vec::new());
         }
@@ -124,7 +126,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
+    /// Returns the outcome that is sent to the client. For a job that was in several bulkheads, attempts and
+    /// times are added up.
     pub(crate) fn combined_outcome(
         &mut self,
         index: CompartmentIndex,
@@ -143,7 +146,8 @@ impl DataPlane {
         combined
     }
 
-    /// Reports that jobs go to another bulkhead. Repeated events are rate-limited and contain the number of jobs.
+    /// Reports that jobs are passed on to another bulkhead. The number of events is limited, and each event
+    /// contains the number of jobs since the last one.
     fn report_fallback(
         &mut self,
         origin: BulkheadIndex,
@@ -158,7 +162,7 @@ impl DataPlane {
         self.reporter.bulkhead_event(Severity::Warning, &self.bulkheads[origin].name, what);
     }
 
-    /// Reports, when due, the jobs sent to fallbacks since the last report.
+    /// Sends the events that are due about jobs that were passed on to fallbacks.
     pub(crate) fn report_skipped_fallbacks(&mut self) {
         for (bulkhead, target, jobs) in self.bulkheads.due_fallback_reports(self.now) {
             let what = EventKind::FallbackUsed { target, reason: None, jobs };

@@ -1,4 +1,4 @@
-//! Connects workers to links: orders workers from the keeper, and sends frames to workers.
+//! Connects links with workers: orders workers from the keeper, and sends frames to workers.
 
 mod frames;
 
@@ -28,25 +28,26 @@ use crate::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use crate::starvation::{Watch, beat_at};
 use crate::{DataPlane, Endpoint, INTEREST, Incoming};
 
-/// Maximum number of workers ordered per iteration.
+/// Maximum number of workers that are ordered per iteration.
 const SPAWNS_PER_ITERATION_MAX: usize = 4;
 
-/// Number of workers whose journal beats are read together.
+/// Number of workers whose heartbeats in journals are read together.
 const BEATS_READ_TOGETHER: usize = 128;
 
-/// Way in which a worker is created.
+/// Method by which a worker's process is created.
 enum SpawnOrigin {
     Spawn,
-    /// Forked from this template.
+    /// The worker is forked from the template with this spawn number.
     Fork(u64),
-    /// The worker waits for a template that is not ready yet.
+    /// The worker must wait, because its template is not ready yet.
     Waits,
 }
 
 impl DataPlane {
     // Ordering workers.
 
-    /// Orders queued workers, a few per iteration. Ordering takes time, and answers have precedence.
+    /// Orders queued workers, but only a few per iteration, because ordering takes time and replies are more
+    /// urgent.
     pub(crate) fn spawn_queued_workers(&mut self) {
         for _ in 0..SPAWNS_PER_ITERATION_MAX {
             let Some(order) = self.keeper.next_worker_order() else { return };
@@ -64,11 +65,11 @@ impl DataPlane {
         }
     }
 
-    /// Chooses how to create a worker.
+    /// Chooses the method by which a worker's process is created.
     fn spawn_origin(&mut self, order: &WorkerOrder) -> io::Result<SpawnOrigin> {
         let compartment = &self.compartments[order.compartment];
         let program = &self.bulkheads.owner(compartment).program;
-        // A replay must not share anything with other workers.
+        // The worker of a replay must not share memory with other workers.
         if !program.is_forked() || compartment.is_replay {
             return Ok(SpawnOrigin::Spawn);
         }
@@ -110,7 +111,7 @@ impl DataPlane {
         let token = Endpoint::Link(self.links.next()).token();
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // Ordered last, because an ordered worker owns the user id whatever fails afterwards.
+        // The order is sent last, because an ordered worker owns the user id whatever fails afterwards.
         let (spawn, id) = (ordered.spawn, ordered.id);
         let sent = self.keeper.serving().and_then(|keeper| match ordered.template {
             None => keeper.spawn(&ordered.program.order(spawn, id), theirs, stdout_write, stderr_write),
@@ -153,7 +154,7 @@ impl DataPlane {
         let compartment_of_job = &mut self.compartments[compartment];
         let bulkhead = compartment_of_job.bulkhead;
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
-            // Ignoring this would make the link's count of jobs differ from the policy's.
+            // If this were ignored, the link's count of jobs would differ from that of policy.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
             let message = "a job was answered before the supervisor sent the job".to_owned();
             return self.end_link_for_violation(index, message);
@@ -172,7 +173,7 @@ impl DataPlane {
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
         let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.outgoing().as_bytes()));
-        // The names were checked at submission, so the metadata fits.
+        // The metadata fits into a frame, because the names were checked at submission.
         let pushed = link.outbox.push_pooled(
             kind::JOB,
             job.0,
@@ -191,7 +192,7 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
+    /// Dispatches a job whose payload is in a memory file. Such a job is always too large to be prefetched.
     fn dispatch_leased(
         &mut self,
         compartment: CompartmentIndex,
@@ -222,8 +223,8 @@ impl DataPlane {
         self.links.schedule_flush(index);
     }
 
-    /// Ends a worker's access to the memory files of a recalled job. The worker neither reads the payload nor writes
-    /// the result.
+    /// Ends a worker's access to the memory files of a recalled job. The worker will neither read the payload
+    /// nor write the result.
     pub(crate) fn job_recalled(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         if let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) {
             self.end_file_use((compartment, self.links[index].spawn), job);
@@ -247,7 +248,7 @@ impl DataPlane {
     pub(crate) fn flush_link(&mut self, index: LinkIndex) {
         let Some(link) = self.links.get_mut(index) else { return };
         let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end. The next read reports this.
+        // An error means that the worker has shut down its end, which the next read will report.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         link.outbox.release_buffer(&mut self.buffers.pool);
         let (was, is) = self.links.flushed(index, before);
@@ -256,10 +257,11 @@ impl DataPlane {
 
     // Output of workers.
 
-    /// Passes the reading ends of a worker's output to the control plane, unless that was done already. If there is no
-    /// room, the reading ends stay open and are offered again, because a worker that cannot write output would die.
+    /// Passes the reading ends of a worker's output to the control plane, unless this was already done. If
+    /// the channel is full, the reading ends stay open and are offered again later, because a worker that
+    /// cannot write its output would die.
     pub(crate) fn forward_output(&mut self, index: LinkIndex) {
-        // The worker may be gone when the output is offered again.
+        // The worker may be gone when its output is offered again.
         let Some(link) = self.links.get_mut(index) else { return };
         let Some((pid, (stdout, stderr))) = link.take_output() else { return };
         let bulkhead = self.bulkheads.owner(&self.compartments[link.compartment]).name.clone();
@@ -272,7 +274,7 @@ impl DataPlane {
 
     // Silent workers.
 
-    /// Begins to watch a silent worker.
+    /// Starts to observe the processor time of a silent worker.
     pub(crate) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.links.of_worker(&self.compartments, (compartment, worker)) else { return };
         self.read_journal_beats(index);
@@ -284,8 +286,8 @@ impl DataPlane {
         link.set_watch(self.background.watch(&watch).then_some(watch));
     }
 
-    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
-    /// iterations.
+    /// Reads the heartbeats in the journals of this worker and of the next ones, so that the other workers do
+    /// not need separate iterations.
     fn read_journal_beats(&mut self, index: LinkIndex) {
         if !self.links[index].beats_in_journal() {
             return;
@@ -302,7 +304,8 @@ impl DataPlane {
         }
     }
 
-    /// Starts the check of a watched worker. Policy gets the result in a later iteration.
+    /// Starts the check of a silent worker whose processor time was observed. Policy gets the result in a
+    /// later iteration.
     pub(crate) fn check_starvation(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let index = self.links.of_worker(&self.compartments, (compartment, worker));
         if let Some(index) = index {
@@ -315,8 +318,9 @@ impl DataPlane {
             Some(watch) if !self.keeper.is_being_replaced() => {
                 self.background.check_starvation(compartment, worker, watch);
             }
-            // The worker is dead, or could not be watched because too many checks are pending on this machine. A dead
-            // worker counts as starved until policy gets the death, when none of its processes is left.
+            // The worker is dead, or was not observed because too many checks are pending. A dead worker
+            // counts as starved until its death is reported to policy, which happens when none of its
+            // processes is left.
             _ => self.links.defer_starvation_result(compartment, worker),
         }
     }
@@ -329,7 +333,8 @@ impl DataPlane {
 
     // Checks.
 
-    /// Ends workers that have closed the link and still run. Offers the output again that found no room.
+    /// Kills workers that have closed the link but are still running, and tries again to pass on output that
+    /// the control plane had no room for.
     pub(crate) fn check_links(&mut self) {
         for (index, is_late) in self.links.check_closed(self.now) {
             let link = &self.links[index];
@@ -338,7 +343,8 @@ impl DataPlane {
                 let message = "the worker closed the link and still runs".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
-                // The report of the death may be late. A keeper that does not report at all is replaced.
+                // The report of the death may be late. If the keeper does not report at all, it will be
+                // replaced.
                 self.keeper.ping(self.now);
                 self.links.check_closed_again();
             }
@@ -346,8 +352,8 @@ impl DataPlane {
         self.links.take_waiting_outputs().for_each(|index| self.forward_output(index));
     }
 
-    /// Ends a worker whose temporary folder is too large. The control plane measures the folders and sends the sizes.
-    /// For a template, `apart` is the size without the folders of workers.
+    /// Kills a worker whose temporary folder is too large. The control plane measures the folders and sends
+    /// their sizes. If `spawn` is a template, `apart` is the size without the folders of its workers.
     pub(crate) fn check_temporary_folder(
         &mut self,
         spawn: u64,
@@ -357,7 +363,8 @@ impl DataPlane {
         let Some(link) = self.links.of_spawn_mut(spawn) else {
             return self.update_templates(|it, _| it.check_temporary_folder(spawn, apart));
         };
-        // Any worker can create a folder with the name of another worker's folder.
+        // The folder must belong to this worker, because any worker can create a folder with the name of
+        // another worker's folder.
         let is_its_own = link.template == template;
         let is_too_large = link.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
         if is_its_own && is_too_large && link.end_as_overfull() {
@@ -366,19 +373,19 @@ impl DataPlane {
     }
 }
 
-/// Returns true if the process of a worker has ended, even if the keeper has not reported the end.
+/// Returns true if the process of a worker has ended, even if the keeper has not reported this yet.
 fn has_ended(link: &Link) -> bool {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     let is_readable = |pidfd: &OwnedFd| {
         let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
     };
-    // In a pid namespace the pidfd refers to the first process, which ends later.
+    // In a pid namespace, the pidfd refers to the first process of the namespace, which ends later.
     link.pidfd().is_some_and(is_readable) || link.pid().is_some_and(is_zombie)
 }
 
 fn is_zombie(pid: u32) -> bool {
     let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
-    // The state follows the name in parentheses.
+    // In the file, the state follows the name in parentheses.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

@@ -1,4 +1,4 @@
-//! Connects the memory of waiting data to jobs, frames, and payloads that arrive by HTTP.
+//! Connects the memory of waiting data with jobs, frames, and payloads that are arriving over HTTP.
 
 use std::sync::atomic::Ordering;
 
@@ -11,7 +11,7 @@ use crate::slab::{BulkheadIndex, CompartmentIndex};
 use crate::{DataPlane, Incoming};
 
 impl DataPlane {
-    /// Charges the client of a job for the memory of the job.
+    /// Charges the memory of a job to its client.
     pub(crate) fn charge(&mut self, index: CompartmentIndex, job: JobId, kind: ChargeKind) {
         let compartment = &mut self.compartments[index];
         let Some(record) = compartment.policy.record_mut(job) else {
@@ -29,15 +29,15 @@ impl DataPlane {
         }
     }
 
-    /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
+    /// Publishes the size of the held memory, and the share that payloads arriving over HTTP can always hold.
     pub(crate) fn publish_memory(&self) {
         self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.equal_share(self.limits.buffered_bytes_max);
         self.counters.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
-    /// `wants`.
+    /// Enforces the memory limit. The holders that exceed a fair share the most must free memory. `wants`
+    /// contains the connection and the bulkhead that need the memory.
     pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         let unwanted = self.counters.spool_bytes_to_free.load(Ordering::Relaxed);
         self.memory.set_spooled(self.counters.spooled.load(Ordering::Relaxed).saturating_sub(unwanted));
@@ -62,7 +62,7 @@ impl DataPlane {
         }
     }
 
-    /// Rejects the newest waiting job of the lowest priority.
+    /// Rejects the newest waiting job of the lowest priority class of a holder.
     fn evict_job(&mut self, holder: Holder) {
         while let Some((index, job)) = self.memory.pop_waiting(holder) {
             let Some(compartment) = self.compartments.get_mut(index) else { continue };

@@ -1,8 +1,8 @@
-//! Puts another version of the configuration into force while jobs run.
+//! Applies a new version of the configuration while jobs run.
 //!
-//! A bulkhead or compartment keeps its index as long as anything is left of it. An index is reused only when there is
-//! no job, no worker, and no job in another bulkhead. References that can outlive a bulkhead (a fallback, an entry of
-//! `[[access]]`) use its name.
+//! A bulkhead or compartment keeps its index as long as it has jobs, workers, or jobs that were passed on to
+//! other bulkheads. Only then is the index reused. References that can outlive a bulkhead (a fallback, an
+//! entry of `[[access]]`) use its name.
 
 use bulkhead_api::{EventKind, Severity};
 use bulkhead_plane::command::SteerError;
@@ -26,7 +26,7 @@ impl DataPlane {
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
             let bulkhead = self.bulkheads.add(&mut self.compartments, spec, self.now);
-            // Other bulkheads may have this bulkhead as a fallback.
+            // This bulkhead may be a fallback of other bulkheads.
             self.recall_leases_needing_bytes(bulkhead);
             if let Some(compartment) = self.bulkheads[bulkhead].shared_compartment() {
                 self.apply(compartment, Event::Start, Incoming::None);
@@ -60,7 +60,7 @@ impl DataPlane {
 
     // Removing bulkheads.
 
-    /// Continues the removal of bulkheads as far as possible.
+    /// Continues to remove bulkheads that are no longer configured, as far as possible.
     pub(crate) fn continue_removals(&mut self) {
         for bulkhead in self.bulkheads.leaving() {
             if self.stop_idle_compartments(bulkhead) {
@@ -69,7 +69,7 @@ impl DataPlane {
         }
     }
 
-    /// Stops compartments without jobs. Returns true if nothing is left of the bulkhead.
+    /// Stops compartments that have no jobs. Returns true if nothing is left of the bulkhead.
     fn stop_idle_compartments(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
         let is_replayed = |index: CompartmentIndex| self.compartments[index].bulkhead == bulkhead;
@@ -80,7 +80,7 @@ impl DataPlane {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
             }
             let policy = &self.compartments[compartment].policy;
-            // A compartment with jobs in other bulkheads still has to count the ends of these jobs.
+            // A compartment whose jobs are in other bulkheads must still count the outcomes of these jobs.
             is_over &= policy.is_stopped() && policy.counters().elsewhere == 0;
         }
         is_over

@@ -1,4 +1,4 @@
-//! Connects replays to their compartments.
+//! Connects replays with their compartments.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::replays::{Step, limits_for_one};
 use crate::slab::CompartmentIndex;
 use crate::{DataPlane, HeldPayload, Incoming, JobData};
 
-/// Time limit for a worker to end after the job.
+/// Maximum time that the worker of a replay may take to exit after the job.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl DataPlane {
@@ -35,7 +35,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Advances each replay as far as possible.
+    /// Performs the next steps of all replays.
     pub(crate) fn advance_replays(&mut self) {
         loop {
             let compartments = &self.compartments;

@@ -1,4 +1,4 @@
-//! Reports deaths of workers and programs, and the notes of policy, to operators.
+//! Reports the deaths of workers and programs, and the operator events of policy, to operators.
 
 use std::time::SystemTime;
 
@@ -16,7 +16,8 @@ use crate::slab::CompartmentIndex;
 use crate::{DataPlane, JobData};
 
 impl DataPlane {
-    /// Reports the death of a worker, unless the worker ended normally. Must run before policy gets the event.
+    /// Reports the death of a worker, unless the worker ended normally. Must be called before policy gets the
+    /// exit event.
     pub(crate) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
         let compartment = &mut self.compartments[link.compartment];
         if compartment.is_replay {
@@ -28,7 +29,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports that a program was killed by a signal, while the worker continues.
+    /// Reports that a program was killed by a signal. The worker that started the program continues.
     pub(crate) fn report_program_death(
         &mut self,
         index: CompartmentIndex,
@@ -38,7 +39,7 @@ impl DataPlane {
     ) {
         let (now, compartment) = (self.now, &mut self.compartments[index]);
         let (policy, is_replay) = (&mut compartment.policy, compartment.is_replay);
-        // If the client already has an answer, the supervisor itself ended the program.
+        // If the client already has the outcome, the supervisor itself has caused the end of the program.
         if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
             return;
         }
@@ -52,7 +53,7 @@ impl DataPlane {
         self.send_crash_report(index, (worker, &post), None, context);
     }
 
-    /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
+    /// Sends a crash report. `link` is the link of the worker if it was already removed from the table.
     fn send_crash_report(
         &mut self,
         index: CompartmentIndex,
@@ -72,7 +73,7 @@ impl DataPlane {
         self.reporter.notify(DroppableNotice::Crash { report, permit });
     }
 
-    /// Reports at intervals the number of crashes without a report.
+    /// Sends the events that are due about crashes without a crash report.
     pub(crate) fn report_skipped_crashes(&mut self) {
         for (bulkhead, crashes) in self.crashes.take_skipped(self.now) {
             let what = EventKind::CrashesNotReported { crashes, reported_per_second: 1 };
@@ -108,7 +109,7 @@ impl DataPlane {
         self.reporter.compartment_event(severity, subject, what, self.crashes.report_about(dead));
     }
 
-    /// Returns the operation and tenant of a job that has just lost its worker or has just crashed.
+    /// Returns the operation and the tenant of a job that has just crashed or has just lost its worker.
     fn job_names(&mut self, index: CompartmentIndex, job: JobId) -> Option<(String, String)> {
         match self.compartments[index].policy.record_mut(job) {
             Some(record) => Some((record.operation.to_string(), record.tenant.to_string())),
@@ -116,7 +117,7 @@ impl DataPlane {
         }
     }
 
-    /// Reports the end of a job, if the job crashed or exceeded its deadline while running.
+    /// Reports the end of a job if the job crashed or exceeded its deadline while running.
     pub(crate) fn report_failed_job(&mut self, index: CompartmentIndex, answer: &JobOutcome<Box<JobData>>) {
         if let Some(what) = failed_job_event(answer) {
             let compartment = &self.compartments[index];

@@ -1,4 +1,4 @@
-//! Connects clients to sessions: accepts connections, moves bytes, and closes sessions.
+//! Connects sessions with clients: accepts connections, moves bytes, and closes sessions.
 
 mod frames;
 mod outcomes;
@@ -24,18 +24,19 @@ use crate::shares::Holder;
 use crate::slab::SessionIndex;
 use crate::{DataPlane, Endpoint, Incoming};
 
-/// Maximum number of connections accepted per iteration. Connected clients have precedence, because identifying a new
-/// client takes time.
+/// Maximum number of connections that are accepted per iteration. Clients that are already connected have
+/// precedence, because identifying a new client takes time.
 const ACCEPTS_PER_ITERATION_MAX: usize = 4;
 
-/// Time after which an iteration accepts no further connection.
+/// Time limit for accepting connections in one iteration. After this time, no further connection is accepted.
 const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
-/// Maximum cost of reading clients per iteration: bytes, and a fixed cost for each frame. This is enough for a few
-/// hundred small jobs.
+/// Maximum cost of reading from clients per iteration. The cost consists of the number of bytes, and a fixed
+/// cost for each frame. The maximum is enough for a few hundred small jobs.
 const READ_COST_MAX: usize = 64 * 1024;
 
-/// Time after which an iteration reads no further client. Closing a client takes longer than reading from a client.
+/// Time limit for reading from clients in one iteration. After this time, no further client is read. A time
+/// limit is needed because closing a client takes longer than reading from one.
 const READ_TIME: Duration = Duration::from_micros(100);
 
 impl DataPlane {
@@ -76,15 +77,15 @@ impl DataPlane {
             Ok((peer, grant)) => (Some(peer), grant, None),
             Err(refusal) => (refusal.peer, Grant::none(), Some(refusal)),
         };
-        // All clients of unknown identity share a user.
+        // All clients whose identity is not known count as one user.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
         let client = Client { peer, grant, uid, permit: None };
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
             self.reject_session(index, refusal.reason, &refusal.message);
-            // Sent and closed at once, so that a crowd of rejected clients cannot take the descriptors of accepted
-            // ones.
+            // The rejection is sent and the session closed at once, so that many rejected clients cannot use
+            // up the descriptors for accepted ones.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
                 self.report_rejection(SocketKind::Jobs, refusal);
@@ -96,7 +97,8 @@ impl DataPlane {
         self.sessions.clients() + self.intake.closing() >= self.limits.clients_max
     }
 
-    /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
+    /// Opens a session for an in-process client. It is handled like a client of the jobs socket, except that
+    /// its identity is known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
         let uid = rustix::process::geteuid().as_raw();
@@ -113,7 +115,7 @@ impl DataPlane {
         }
     }
 
-    /// Serves a client of the control plane.
+    /// Opens a session for a client that was accepted by the control plane.
     pub(crate) fn open_control_session(
         &mut self,
         socket: UnixStream,
@@ -124,8 +126,8 @@ impl DataPlane {
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
-    /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
-    /// on return.
+    /// Opens a session. A socket must be non-blocking. If the client cannot be served, the session is already
+    /// closed when this function returns.
     fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
         let holder = self.memory.open(client.uid, epoch);
@@ -144,8 +146,8 @@ impl DataPlane {
         self.counters.clients.store(self.sessions.clients() as u64, Ordering::Relaxed);
     }
 
-    /// Identifies a client that connects, and returns its permissions or the reason for rejecting it. Cheap checks
-    /// come first.
+    /// Identifies a client that connects. Returns its permissions, or the reason for rejecting it. Fast
+    /// checks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(bulkhead_linux::peer::Peer, Grant), ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
@@ -162,7 +164,7 @@ impl DataPlane {
                 ..ClientRejection::forbidden(peer, message)
             });
         }
-        // A worker that connects is reported as a worker, even if the user has no access anyway.
+        // A worker that connects is reported as a worker, even if its user has no access anyway.
         if grant.is_ok() || self.access.is_own_user(peer) {
             self.access.check_descent(socket, peer)?;
         }
@@ -173,8 +175,9 @@ impl DataPlane {
         Ok((peer, grant))
     }
 
-    /// Updates the permissions of all clients after a change of `[[access]]`. A client without permissions stays
-    /// connected to receive the outcomes of earlier jobs. Further requests are `forbidden`.
+    /// Updates the permissions of all clients after a change of `[[access]]`. A client that has lost its
+    /// permissions stays connected, so that it receives the outcomes of its earlier jobs. Its further
+    /// requests are `forbidden`.
     pub(crate) fn update_grants(&mut self) {
         for session in self.sessions.values_mut() {
             let peer = session.peer.filter(|_| session.phase != Phase::Closing);
@@ -186,7 +189,7 @@ impl DataPlane {
 
     // Disconnecting.
 
-    /// Closes an idle connection in favour of another user.
+    /// Closes an idle connection to make room for another user.
     fn close_idle_session(&mut self, index: SessionIndex) {
         let message = "this connection was idle, and this user has most of the connections that max_clients \
                        allows: another user needs a connection; connect again";
@@ -218,7 +221,7 @@ impl DataPlane {
         }
     }
 
-    /// Closes clients that are over a timeout, and tries again to accept connections.
+    /// Closes clients that have exceeded a time limit, and tries again to accept connections.
     pub(crate) fn check_sessions(&mut self) {
         self.accept();
         for (index, message) in self.sessions.check_timeouts(self.now) {
@@ -231,7 +234,7 @@ impl DataPlane {
 
     // Incomplete frames.
 
-    /// Counts the memory of the incomplete frame.
+    /// Updates the memory that is counted for the incomplete frame of a session.
     fn count_frame(&mut self, index: SessionIndex) {
         let memory = &mut self.memory;
         let counted = self.sessions.count_frame(index, |holder, bulkhead| memory.leaf(holder, bulkhead));
@@ -240,7 +243,7 @@ impl DataPlane {
         }
     }
 
-    /// Gives up the incomplete frame of a connection. Closes a connection without jobs.
+    /// Discards the incomplete frame of a connection. Closes the connection if it has no jobs.
     pub(crate) fn evict_frame(&mut self, holder: Holder) {
         let Some(index) = self.sessions.of_holder(holder) else { return };
         let is_alone = self.sessions[index].requests.is_empty();
@@ -255,7 +258,8 @@ impl DataPlane {
         self.count_frame(index);
     }
 
-    /// Gives up an incomplete large frame, if any, and rejects the job. The connection stays open.
+    /// Rejects the job whose large frame is being received, and discards the rest of the frame. Does nothing
+    /// if no large frame is being received. The connection stays open.
     pub(crate) fn abandon_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {
@@ -265,7 +269,7 @@ impl DataPlane {
 
     // Reading and writing.
 
-    /// Reads from waiting clients, up to the maximum per iteration.
+    /// Reads from clients that have input, up to the maximum per iteration.
     pub(crate) fn read_clients(&mut self) {
         if self.sessions.has_input() {
             let (began, mut cost) = (Instant::now(), 0);

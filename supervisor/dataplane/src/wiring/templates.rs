@@ -1,4 +1,4 @@
-//! Connects templates to the keeper, to compartments and to the control plane.
+//! Connects templates with the keeper, the compartments and the control plane.
 
 use std::io;
 
@@ -28,8 +28,8 @@ impl DataPlane {
         }
     }
 
-    /// Returns the template that can fork a worker now. If none is ready, starts a template if necessary and lets the
-    /// worker wait.
+    /// Returns the template that can fork a worker now. If no template is ready, adds the worker to the
+    /// waiting workers. If the compartment has no template, starts one.
     pub(crate) fn template_for(
         &mut self,
         index: CompartmentIndex,
@@ -45,7 +45,7 @@ impl DataPlane {
             Fork::Waits => return Ok(None),
             Fork::NoTemplate => {}
         }
-        // Workers that wait for a template of the previous program wait for the new template instead.
+        // Workers that are waiting for a template of the previous program now wait for the new template.
         let mut waiting = self.update_templates(|templates, _| templates.end(index));
         waiting.push((worker, slot));
         let spawn = self.links.next_spawn();
@@ -68,14 +68,14 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// Changes the templates and performs the effects.
+    /// Calls `update` and then performs the effects that it caused.
     pub(crate) fn update_templates<T>(&mut self, update: impl FnOnce(&mut Templates, Time) -> T) -> T {
         let result = update(&mut self.templates, self.now);
         self.perform_template_effects();
         result
     }
 
-    /// Kills templates that are not ready in time.
+    /// Kills templates that were not ready in time.
     pub(crate) fn check_templates(&mut self) {
         self.update_templates(Templates::check_deadlines);
         self.forward_template_outputs();

@@ -1,4 +1,4 @@
-//! Connects the assignment of workers to tenants to compartments.
+//! Connects the assignment of workers to tenants with the compartments.
 
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::JobId;
@@ -31,8 +31,9 @@ impl DataPlane {
         index
     }
 
-    /// Submits a job to a compartment. A compartment without workers gets some if the job is accepted and the tenant
-    /// may have workers. A rejected job therefore takes no workers from other tenants.
+    /// Submits a job to a compartment. If the compartment has no workers and its tenant may have some,
+    /// workers are started after the job was accepted. A rejected job therefore takes no workers away from
+    /// other tenants.
     pub(crate) fn submit_to_compartment(
         &mut self,
         index: CompartmentIndex,
@@ -55,14 +56,16 @@ impl DataPlane {
         job
     }
 
-    /// Applies an event to a compartment when a single event for operators covers all tenants.
+    /// Applies an event to a compartment without reporting it to operators, because a single event covers all
+    /// tenants.
     pub(crate) fn apply_quietly(&mut self, index: CompartmentIndex, event: Event<Box<JobData>>) {
         self.reporter.set_quiet(self.compartments[index].tenant.is_some());
         self.apply(index, event, Incoming::None);
         self.reporter.set_quiet(false);
     }
 
-    /// Starts workers for waiting tenants while there is room, and ends the workers of idle tenants for the rest.
+    /// Starts workers for waiting tenants as long as the maximum number of tenants is not reached, and ends
+    /// the workers of idle tenants to make room for the others.
     pub(crate) fn assign_workers(&mut self) {
         while let Some((index, event)) = self.bulkheads.next_assignment(&self.compartments) {
             self.apply(index, event, Incoming::None);

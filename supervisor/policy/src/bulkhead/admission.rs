@@ -1,6 +1,6 @@
-//! Admission: which jobs run at once, wait, or are rejected. The checks have the order of the table in
-//! `docs/semantics.md`. Only the rate limit charges for a job that is rejected later. It comes before the
-//! checks that depend on load, so that a caller over the limit always gets this reason.
+//! Admission decides which jobs run at once, wait, or are rejected. The checks are made in the order of the table in
+//! `docs/semantics.md`. Only the rate limit charges a job that a later check rejects. It comes before the checks that
+//! depend on load, so that a client that exceeds its rate always gets this reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::tenants::TenantId;
 use crate::time::{Time, earlier};
 use crate::workers::SlotState;
 
-/// Minimum time between two reports about the same tenant, or about evictions.
+/// Minimum time between two reports about throttling of the same tenant, and between two reports about evictions.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rejection of a submission.
 struct Rejection {
     verdict: Verdict,
-    /// Time after which a retry makes sense.
+    /// Time that the client should wait before a retry.
     wait: Wait,
 }
 
@@ -51,7 +51,7 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the number of a tenant, for the next submission.
+    /// Returns the number of a tenant, to be used in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
@@ -82,8 +82,8 @@ impl<T> Bulkhead<T> {
             Some(worker) => {
                 self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
-                    // The job may have been the last one for this worker, so that a standby takes over and
-                    // has free permits.
+                    // The job may have been the last one for this worker. A standby then takes over and has free
+                    // permits.
                     self.pump(now);
                 }
             }
@@ -96,7 +96,8 @@ impl<T> Bulkhead<T> {
         Some(id)
     }
 
-    /// Decides on a job. Returns the worker for a job that runs at once, or `None` for a job that must wait.
+    /// Decides whether a job is accepted. Returns the worker if the job runs at once, or `None` if the job
+    /// must wait.
     fn admit(
         &mut self,
         now: Time,
@@ -135,7 +136,7 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // No waiting job is overtaken. A waiting job that could use this permit would already have it.
+            // The job overtakes no waiting job, because a waiting job that could use this permit would already have it.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
@@ -144,14 +145,13 @@ impl<T> Bulkhead<T> {
         Ok(None)
     }
 
-    /// Checks the breaker without changing its state. The breaker decides about probes when the job's turn
-    /// comes.
+    /// Checks the breaker without changing its state. Probes are assigned later, when the job is dispatched.
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
-        // While workers are being started for this job, the job may be the probe.
+        // If workers are being started for this job, the job can become the probe.
         let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // Without a worker there is no probe, and the time of the next start is unknown.
+            // Without a ready worker no probe can run, and it is unknown when a worker will be ready.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
@@ -180,8 +180,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges the rate limit without reporting a rejection. Returns the required wait if the job exceeds the
-    /// limit.
+    /// Charges the rate limit without reporting a rejection. Returns the time to wait if the job exceeds the limit.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -191,7 +190,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
+    /// Returns the rate limit that applies to a tenant's jobs, and the tenant to whose bucket they are charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).overrides.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
@@ -201,13 +200,12 @@ impl<T> Bulkhead<T> {
         Some((limit, whose))
     }
 
-    /// Returns the maximum number of jobs that a tenant may have in flight, if limited.
+    /// Returns the maximum number of jobs that a tenant may have in flight, or `None` if there is no limit.
     pub(super) fn quota(&self, tenant: TenantId) -> Option<u32> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if all places of a tenant's share are in use, by jobs in flight or because they are
-    /// withheld.
+    /// Returns true if a tenant's whole quota is in use. Withheld places count as used.
     pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -217,7 +215,7 @@ impl<T> Bulkhead<T> {
         let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).prefetched as usize;
         let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
-        // Without a queue, a job cannot wait for other jobs of its tenant.
+        // Without a queue, a job cannot wait until another job of its tenant has ended.
         if is_over || !has_share && self.waiting_max() == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
@@ -241,7 +239,7 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Ensures that the queue has a place for a job of this priority. Rejects another job if necessary.
+    /// Makes room in the queue for a job of this priority, by rejecting another job if necessary.
     fn make_room(&mut self, now: Time, priority: Priority) -> Result<(), Rejection> {
         let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
@@ -274,9 +272,9 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Returns the job that must leave a full queue for a job of this priority. This is the newest job of the
-    /// lowest class below `priority`. Without such a job, and with `overflow = "evict-oldest"`, the oldest
-    /// job of the tenant with the most queued jobs leaves. A job of a higher priority never leaves.
+    /// Selects the job that must leave a full queue to make room for a job of this priority. This is the newest job of
+    /// the lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, it is the oldest
+    /// job of the tenant with the most queued jobs. A job of a higher priority is never selected.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -289,8 +287,8 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected
-    /// to become ready, or to go on after they were late to begin a job.
+    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected to become
+    /// ready, or to continue after they were late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
         let totals = self.workers.totals();
         let coming =
@@ -298,7 +296,7 @@ impl<T> Bulkhead<T> {
         self.limits.max_queue as usize + coming + totals.stalled_permits as usize
     }
 
-    /// Returns the time of the next worker start if all slots wait for their backoff.
+    /// Returns the time of the next worker start, or `None` if a slot has a worker or no slot is in backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
         for slot in self.workers.slots().iter().filter(|slot| !slot.is_spare_slot) {
@@ -311,8 +309,8 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// Returns the lowest priority that can use a free permit. Reserved permits are for critical jobs only.
-    /// All classes share the other permits. The last permit is never reserved.
+    /// Returns the lowest priority class that may use a free permit. The reserved permits are only for critical jobs,
+    /// all other permits are for all classes. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
@@ -360,9 +358,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection for load, or `None` if a retry is
-    /// pointless. This is the estimated time to work off the queue, but at least the adaptive `Retry-After`
-    /// of the class. Up to a fifth of jitter is added, so that callers do not return together.
+    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is pointless.
+    /// This is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class. Up to
+    /// a fifth is added at random, so that clients do not return all at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -401,7 +399,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job that already had its turn before all others of its class. The tenant is not charged again.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -417,7 +416,7 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, due);
     }
 
-    /// Dispatches waiting jobs while workers have free permits.
+    /// Dispatches waiting jobs as long as workers have free permits.
     pub(super) fn pump(&mut self, now: Time) {
         if !self.suspects.is_empty() || self.workers.reserved().is_some() {
             self.dispatch_suspects(now);
@@ -432,7 +431,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         loop {
-            // Jobs of lagging workers arrived before the jobs in the queue.
+            // The jobs of late workers arrived before the jobs in the queue, so they run first.
             let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
                 self.dispatch_suspects(now);
@@ -457,7 +456,7 @@ impl<T> Bulkhead<T> {
         self.report_pressure();
     }
 
-    /// Removes a job from the queue and answers its client.
+    /// Removes a job from the queue and sends the outcome to its client.
     pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict) {
         match self.jobs.get(index).state {
             JobState::WaitingSuspect => self.suspects.retain(|&suspect| suspect != index),
@@ -485,7 +484,8 @@ impl<T> Bulkhead<T> {
         self.tenants.remove_job(tenant);
     }
 
-    /// Updates the number of a tenant's jobs in flight when a job is dispatched or leaves its worker.
+    /// Updates the number of a tenant's jobs in flight. `is_given` is true if a job is dispatched, and false if a job
+    /// leaves its worker.
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
@@ -494,7 +494,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue while the whole share is in use, and unblocks the tenant otherwise.
+    /// Blocks a tenant in the queue while its whole quota is in use, and unblocks it otherwise.
     pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
         match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
@@ -504,8 +504,7 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure once. Reports it again only after the queue has fallen below 90 % of the
-    /// threshold.
+    /// Reports queue pressure once. The next report is possible after the queue has fallen below 90 % of the threshold.
     fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
@@ -535,7 +534,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Recent evictions, by tenant.
+/// Names of the tenants whose jobs were evicted most recently.
 #[derive(Default)]
 pub(super) struct Evictions {
     recent: std::collections::VecDeque<Arc<str>>,
@@ -543,11 +542,11 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions considered. With less than half of this number, nothing is reported.
+    /// Number of recent evictions that are considered. Reports require at least half of this number.
     const RECENT: usize = 64;
 
-    /// Records an eviction. Returns the tenant and its share if the tenant has more than half of the recent
-    /// evictions, and no report was made recently.
+    /// Records an eviction. If the tenant accounts for more than half of the recent evictions and no report was made
+    /// recently, returns the tenant and its share.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();

@@ -15,18 +15,19 @@ use crate::time::Time;
 use crate::worker::{Assignment, EndEffect, Phase, Revision, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum time for an idle worker to exit.
+/// Maximum time that an idle worker may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Number of consecutive silences that are blamed on the machine. After that, the worker counts as hung.
+/// Maximum number of consecutive silences that can be blamed on a busy machine. After the next one, the worker counts
+/// as hung.
 const EXCUSED_SILENCES_MAX: u32 = 20;
 
 /// Interval between attempts to replace a worker.
 pub(super) const RECYCLE_INTERVAL: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
-    /// Starts a worker for a slot: a successor of the current worker if there is a reason to replace it, and
-    /// the current worker otherwise.
+    /// Starts a worker for a slot. If `successor` is set, the worker is a successor that will replace the
+    /// slot's current worker. Otherwise, it becomes the slot's current worker.
     pub(super) fn spawn(&mut self, now: Time, slot: u32, successor: Option<RecycleReason>) {
         if self.is_stopping() {
             return;
@@ -38,7 +39,7 @@ impl<T> Bulkhead<T> {
         let worker = self.workers.insert(&self.limits, now, assignment);
         let record = self.workers.record(slot);
         let is_restart = std::mem::replace(&mut record.has_had_worker, true);
-        // Without a recorded end, the previous worker was asked to exit.
+        // If no end was recorded, the previous worker was asked to exit.
         let cause =
             successor.map_or_else(|| record.last_end.unwrap_or(RestartCause::Stopped), RestartCause::from);
         record.restarts += u64::from(is_restart && !cause.is_recycling());
@@ -53,7 +54,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    // From spawn to ready.
+    // From the spawn until the worker is ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32) {
         let handshake = self.limits.start.handshake;
@@ -140,7 +141,7 @@ impl<T> Bulkhead<T> {
             worker.ready_at = Some(now);
             worker.last_start_status = None;
             if worker.is_standby() {
-                // The time is set when the worker takes over, or begins to stand by.
+                // The time is set when the worker takes over the slot or goes on standby.
                 worker.next_replacement_at = Time(u64::MAX);
             }
         });
@@ -152,12 +153,12 @@ impl<T> Bulkhead<T> {
         {
             self.hand_over_slot(now, slot, id.place, reason);
         }
-        // The new worker could begin jobs that other workers were sent and have not begun.
+        // The new worker can take over jobs that other workers have not begun yet.
         self.workers.places().for_each(|place| self.schedule_begin_check(now, place));
         self.continue_rolling_restart(now);
     }
 
-    /// Hands the slot over to a successor that is ready, and drains the slot's previous worker.
+    /// Hands the slot over to a ready successor, and drains the slot's previous worker.
     pub(super) fn hand_over_slot(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason) {
         let old = self.workers.slot(slot).state.worker();
         self.set_slot(slot, SlotState::Occupied(place));
@@ -166,10 +167,10 @@ impl<T> Bulkhead<T> {
             worker.next_replacement_at = now;
         });
         let Some(old) = old else { return };
-        // A worker that reached `recycle.jobs` was reported before, and a dead worker is not replaced.
+        // The replacement was already reported if the worker reached `recycle.jobs`. A dead worker is not replaced.
         let recycled = self.reassign(old, |worker| {
             let is_reported = worker.is_dead() || worker.assignment.is_at_job_limit();
-            // A worker that was already sent SIGKILL does not delay the next worker.
+            // A worker that was already sent SIGKILL must not delay the slot's next worker.
             worker.replace(slot, worker.is_ending());
             let pid = worker.pid.unwrap_or(0);
             (!is_reported).then_some(OperatorEvent::WorkerRecycled { pid, reason })
@@ -191,7 +192,7 @@ impl<T> Bulkhead<T> {
                     if worker.jobs.is_empty() {
                         worker.kill_at = Some(now + EXIT_TIMEOUT);
                     }
-                    // The successor can run jobs that this worker has not begun.
+                    // The successor can run the jobs that this worker has not begun yet.
                     worker.schedule_begin_check(check_at);
                 });
             }
@@ -202,7 +203,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // While running.
+    // While the worker runs.
 
     pub(super) fn record_sign_of_life(&mut self, now: Time, id: WorkerId) {
         self.spares_changed |= self.workers.record_sign_of_life(&self.limits, id, now);
@@ -215,8 +216,8 @@ impl<T> Bulkhead<T> {
             worker.last_heard_at = at.min(now);
             worker.excused_silences = 0;
             worker.is_stalled = false;
-            // A worker with little time left stays silent and is looked up again. Otherwise a worker could
-            // cause a lookup all the time.
+            // A worker with little time left still counts as silent, and its timestamp is read again. Without this, a
+            // worker could cause such a read all the time.
             if worker.last_heard_at + worker.silence_max(missed) > now + worker.heartbeat / 2 {
                 worker.silence = SilenceCheck::None;
             }
@@ -234,8 +235,8 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Handles a worker that missed its heartbeats. The worker is observed for one heartbeat interval before
-    /// it counts as hung. On a machine without free processor time, a kill would only add to the load.
+    /// Handles a worker that has missed its heartbeats. The worker is observed for one heartbeat interval before it
+    /// counts as hung. If the machine has no free processor time, killing the worker would only add to the load.
     fn check_silence(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         let (id, heartbeat) = (worker.id, worker.heartbeat);
@@ -268,7 +269,7 @@ impl<T> Bulkhead<T> {
         self.spares_changed = true;
     }
 
-    /// Limits the time to exit of a draining worker that has just answered its last job.
+    /// Sets a time limit for the exit of a draining worker that has sent the result of its last job.
     pub(super) fn limit_exit_time(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if worker.phase == Phase::Draining && worker.jobs.is_empty() {
@@ -285,14 +286,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Replaces the worker of a slot by its standby, by a spare, or by a successor that is started now. Does
-    /// nothing if a successor is starting or has just failed. Does nothing if a replaced worker has not left
-    /// the slot yet, because a slot has at most two workers.
+    /// Replaces the worker of a slot with its standby, with a spare, or with a successor that is started now. Does
+    /// nothing if a successor is starting or has just failed, or if a replaced worker has not left the slot yet,
+    /// because a slot has at most two workers.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let Some(worker) = self.workers.of_slot(slot) else { return };
         let (entry, standby) = (self.workers.slot(slot), self.standby(slot));
         let is_due = match reason {
-            // The slot may have a new worker since it was listed for the rolling restart.
+            // The slot may have got a new worker after it was listed for the rolling restart.
             RecycleReason::Reload => worker.revision != Revision::UpToDate,
             _ => now >= worker.next_replacement_at,
         };
@@ -329,7 +330,7 @@ impl<T> Bulkhead<T> {
         entry.state.is_wanted() && !entry.is_spare_slot
     }
 
-    /// Continues the rolling restart if no successor is starting and the next slot has room for one.
+    /// Continues the rolling restart if no successor is starting and the next slot can have one.
     pub(super) fn continue_rolling_restart(&mut self, now: Time) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.workers.slot(slot).replaced == 0
@@ -349,8 +350,8 @@ impl<T> Bulkhead<T> {
 
     // New program or configuration.
 
-    /// Replaces all workers, because new workers run another program or configuration from now on. Running
-    /// workers continue until a replacement is ready, one after the other. Workers that are still starting
+    /// Replaces all workers, because new workers get another program or configuration from now on. Running workers are
+    /// replaced one after the other, and each continues until its replacement is ready. Workers that are still starting
     /// are killed. Earlier failures are forgotten, because they say nothing about the new program.
     pub(super) fn replace(&mut self, now: Time) {
         for place in self.workers.places() {
@@ -377,7 +378,7 @@ impl<T> Bulkhead<T> {
         self.start_successors_at_job_limit(now);
     }
 
-    /// Makes the next attempt to replace an outdated worker.
+    /// Tries again to replace an outdated worker.
     fn retry_replacement(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers.get(place) else { return };
         if worker.retry_replacement_at().is_none_or(|at| at > now) {
@@ -409,7 +410,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    // Kill and exit.
+    // Forced and voluntary exits.
 
     pub(super) fn protocol_violated(&mut self, now: Time, id: WorkerId, message: String) {
         self.record_sign_of_life(now, id);
@@ -428,7 +429,7 @@ impl<T> Bulkhead<T> {
             worker.kill_at = None;
         });
         self.actions.push(Action::Kill { worker: id, reason: reason.clone() });
-        // Before the process is known to run, there is nothing to report.
+        // If the process was never reported as running, there is nothing to report.
         self.actions.extend(pid.map(|pid| Action::Report(OperatorEvent::WorkerKilled { pid, reason })));
     }
 
@@ -470,13 +471,13 @@ impl<T> Bulkhead<T> {
             return;
         }
         if worker.is_ready_spare() {
-            // A ready spare runs no job, so it can be killed at once. A new spare is started in its place.
+            // A ready spare runs no job, so it can be killed at once. A new spare then starts in the same slot.
             self.kill(place, KillReason::NotNeeded);
             return;
         }
         self.recycle(now, slot, RecycleReason::Age);
-        // Wait until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is
-        // about to leave the slot. Other reasons for a replacement do not wait, because this was no failure.
+        // Waits until this attempt has succeeded or failed. If no attempt was possible, a replaced worker is about to
+        // leave the slot. Replacements for other reasons need not wait, because nothing has failed.
         let again = match self.workers.slot(slot).successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_INTERVAL,
@@ -484,7 +485,7 @@ impl<T> Bulkhead<T> {
         self.edit_timing(place, |worker| worker.next_age_check = again);
     }
 
-    /// Handles the loss of a worker and all its descendants with the keeper, which is no fault of the worker.
+    /// Handles the loss of a worker and all its descendants because the keeper died. This is not the worker's fault.
     pub(super) fn lost_with_keeper(&mut self, now: Time, id: WorkerId) {
         let killed = Phase::Killing(KillReason::KeeperDied);
         if self.edit_by_id(id, |worker| worker.phase = killed).is_some() {
@@ -493,7 +494,7 @@ impl<T> Bulkhead<T> {
         self.reaped(now, id);
     }
 
-    /// Refills the slot of a dead worker whose descendants are all gone.
+    /// Refills the slot of a dead worker after all its descendants are gone.
     pub(super) fn reaped(&mut self, now: Time, id: WorkerId) {
         let worker = self.workers.get(id.place).filter(|worker| worker.id == id);
         if let Some(&Worker { phase: Phase::Dead(effect), .. }) = worker {
@@ -501,8 +502,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the exit of a worker. Answers or retries the worker's jobs. The slot stays occupied until the
-    /// worker is [reaped](Self::reaped).
+    /// Handles the exit of a worker. The worker's jobs are retried or end. The slot stays occupied until the worker is
+    /// [reaped](Self::reaped).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death) {
         let Some(worker) = self.workers.by_id(id) else { return };
         let ending = Ending { death, killed: worker.killed() };
@@ -512,7 +513,7 @@ impl<T> Bulkhead<T> {
         let clears_history =
             worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= HISTORY_CLEARED_AFTER;
         let sentence = ending.to_string();
-        // Under other policies, even a clean exit can be the last one.
+        // Unless `restart.policy` is `always`, the bulkhead can lose its last worker by a clean exit.
         if effect.is_failure || self.limits.restart.policy != RestartPolicy::Always {
             self.last_failure = describe_failure(worker, effect, &sentence);
         }
@@ -542,20 +543,20 @@ impl<T> Bulkhead<T> {
             worker.phase = Phase::Dead(effect);
             (worker.awaited_jobs, worker.overdue_jobs, worker.kill_at) = (0, 0, None);
         });
-        // A standby does not wait for the descendants of its predecessor.
+        // A standby need not wait until the descendants of the previous worker are gone.
         if is_current && let Some(standby) = self.standby(slot) {
             self.hand_over_slot(now, slot, standby, RecycleReason::Jobs);
         }
     }
 
-    /// Answers, retries or requeues the jobs of a worker that has exited.
+    /// Ends, retries or requeues the jobs of a worker that has exited.
     fn lose_jobs(&mut self, now: Time, id: WorkerId, ending: &Ending, message: String) {
         let Some((jobs, assignment, unbegun)) = self
             .edit(id.place, |worker| (std::mem::take(&mut worker.jobs), worker.assignment, worker.unbegun))
         else {
             return;
         };
-        // The exit of a replaced worker leaves no slot empty.
+        // No slot becomes empty when a replaced worker exits.
         if let Assignment::Active { slot, .. } | Assignment::Spare { slot } = assignment {
             self.withhold(now, slot, &jobs, ending);
         }
@@ -571,7 +572,7 @@ impl<T> Bulkhead<T> {
         self.requeue_prefetched(now, id);
     }
 
-    /// Removes a worker from the table and decides how its slot continues.
+    /// Removes a worker from the table and refills the slot depending on how the worker ended.
     fn remove_and_replace(&mut self, now: Time, place: u32, effect: EndEffect) {
         let Some(worker) = self.workers.remove(&self.limits, place) else { return };
         self.spares_changed = true;
@@ -588,7 +589,7 @@ impl<T> Bulkhead<T> {
             }
             Assignment::Successor { reason, .. } => self.successor_failed(now, slot, reason),
             _ if is_not_needed && self.workers.slot(slot).successor.is_none() => {
-                // Has no effect while the bulkhead stops, because `spawn` then does nothing.
+                // Has no effect while the bulkhead is stopping, because `spawn` then does nothing.
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, None);
             }
@@ -596,7 +597,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the failure of a successor. The current worker continues, and the next attempt waits.
+    /// Handles the failure of a successor. The slot's current worker continues, and the next replacement is attempted
+    /// later.
     fn successor_failed(&mut self, now: Time, slot: u32, reason: RecycleReason) {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.workers.slot(slot).state {
@@ -604,7 +606,7 @@ impl<T> Bulkhead<T> {
                 (worker.next_replacement_at, worker.next_age_check) = (now + pause, now + pause);
             });
         }
-        // The cause probably affects the other successors as well.
+        // The cause of the failure probably affects the other successors as well.
         self.rolling.clear();
         for place in self.workers.places() {
             self.edit_timing(place, |worker| {
@@ -623,8 +625,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Fills a slot whose worker is gone. The slot waits, is restarted, or stops, depending on the worker's
-    /// end.
+    /// Decides what happens to a slot whose worker is gone. Depending on how the worker ended, the slot
+    /// starts another worker, waits, or stops.
     fn refill_slot(&mut self, now: Time, slot: u32, charged_slot: u32, effect: EndEffect) {
         if self.is_stopping() {
             self.set_slot(slot, SlotState::Empty);
@@ -670,7 +672,7 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Report(OperatorEvent::BulkheadFailed { reason, message }));
     }
 
-    /// Rejects all waiting jobs if no slot will get a worker.
+    /// Rejects all waiting jobs if no slot has a worker or will get one.
     pub(super) fn reject_without_workers(&mut self, now: Time) {
         if self.workers.totals().live_slots == 0 && self.queued() > 0 {
             let sentence = self.no_worker_message();
@@ -678,7 +680,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns a message for clients that says why no worker runs.
+    /// Returns a message that tells clients why no worker is running.
     pub(super) fn no_worker_message(&self) -> String {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
@@ -742,12 +744,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills all workers, because the time to stop is up.
+    /// Kills all workers, because the time limit for stopping has expired.
     pub(super) fn kill_all(&mut self) {
         for place in self.workers.places() {
             self.kill(place, KillReason::ExitTimeout);
         }
-        // The timer must not fire again. Only the exits of the workers are still expected.
+        // The time limit must not fire again. From now on, only the exits of the workers are expected.
         self.mode = Mode::Stopping { by: Time(u64::MAX) };
     }
 
@@ -762,7 +764,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Describes the end of a worker, as the reason that a bulkhead has no workers.
+/// Returns a description of a worker's end, for the message that a bulkhead has no workers.
 fn describe_failure(worker: &Worker, effect: EndEffect, sentence: &str) -> String {
     let is_before_hello = matches!(worker.phase, Phase::Handshaking { .. });
     match &worker.last_start_status {

@@ -4,20 +4,20 @@ use super::Bulkhead;
 use crate::messages::WorkerId;
 
 impl<T> Bulkhead<T> {
-    /// Returns the worker for the next job. `None` if no permit is free, for example because more jobs run
-    /// than the limit allows.
+    /// Returns the worker for the next job, or `None` if no worker has a free permit or the limit on running jobs is
+    /// reached.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.workers.least_loaded().filter(|_| u64::from(self.workers.totals().in_use) < self.limit())
     }
 
-    /// Returns the worker for a job with a preferred worker.
+    /// Returns the worker for a job, which is `preferred_worker` if that worker has a free permit.
     pub(super) fn next_worker_for(&self, preferred_worker: Option<WorkerId>) -> Option<u32> {
         let next = self.next_worker()?;
         Some(preferred_worker.filter(|&id| self.workers.can_take_job(id)).map_or(next, |id| id.place))
     }
 
-    /// Returns a worker without jobs if there is a permit for a job that runs alone. The permits of the
-    /// worker reserved for a suspect count as free.
+    /// Returns an idle worker if there are enough permits for a job that runs alone. The permits of the worker reserved
+    /// for a suspect count as free.
     pub(super) fn idle_worker(&self) -> Option<u32> {
         let is_idle = |&place: &u32| {
             self.workers.get(place).is_some_and(|worker| worker.jobs.is_empty() && !worker.is_stalled)

@@ -1,14 +1,14 @@
-//! Prefetched jobs: sent before their turn, so that the worker does not idle between two jobs.
-//! In every other respect these jobs are queued: they hold no permit, count towards the queue's limits, and
+//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not idle between two
+//! jobs. In every other respect these jobs are queued: they hold no permit, count towards the limits of the queue, and
 //! can exceed the queue timeout.
 //!
-//! A worker begins jobs in the order of sending, each only after the answer for the previous job. So each
-//! answer makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched
-//! when a worker dies have not begun.
+//! A worker begins jobs in the order in which they were sent, and each only after the reply to the previous job. So
+//! each reply makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched when a
+//! worker dies have not begun.
 //!
-//! A job that has not begun, prefetched or with a permit, is recalled without asking the worker
-//! ([`JobJournal`](crate::JobJournal)). This happens at once to end the job, and after `lookahead` if another worker
-//! can begin the job now.
+//! A job that has not begun, whether prefetched or with a permit, is recalled without asking the worker
+//! ([`JobJournal`](crate::JobJournal)). A job that ends is recalled at once. Any other job is recalled after
+//! `lookahead` if another worker can begin the job now.
 
 use std::time::Duration;
 
@@ -23,29 +23,29 @@ use crate::messages::{Action, WorkerId, rejection};
 use crate::time::{Time, earlier};
 use crate::worker::{Exclusivity, SilenceCheck, Worker};
 
-/// Maximum size of a worker's prefetched jobs, in bytes.
+/// Maximum total size of the jobs prefetched by a worker, in bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
-/// Number of recalls after which a job is no longer prefetched.
+/// Number of recalls of a job after which the job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// A job is only prefetched if its deadline and queue timeout are more than this multiple of `lookahead`
-/// away.
+/// A job is prefetched only if the time left until its deadline and its queue timeout is more than this multiple of
+/// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
-/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine a worker may get its processor
-/// this late.
+/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine, it can take this long until
+/// the worker gets a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of doublings of the time between two checks, and of the time to begin a recalled job.
+/// Maximum number of times that the interval between two checks, or the time to begin a recalled job, is doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// The job that causes a recall: its index, and the verdict if the job ends.
+/// Index of the job that causes a recall, and the verdict if that job ends.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
-    /// Prefetches jobs to workers that use all their permits. All waiting jobs, and all jobs of the worker,
-    /// must belong to the same tenant, so that no other tenant's turn is delayed.
+    /// Prefetches jobs to workers whose permits are all in use. All waiting jobs and all jobs of the worker must belong
+    /// to the same tenant, so that prefetching does not delay another tenant's turn.
     pub(super) fn prefetch(&mut self, now: Time) {
         if self.workers.prefetch_candidate().is_none() || self.queue.len() == 0 || !self.may_prefetch() {
             return;
@@ -57,7 +57,7 @@ impl<T> Bulkhead<T> {
             let job = self.jobs.get(index);
             let due = job.queue_timeout_at.map_or(job.deadline_at, |at| at.min(job.deadline_at));
             let (tenant, bytes, deadline_at) = (job.tenant, job.bytes, job.deadline_at);
-            // Without a copy of the payload a job cannot be taken back.
+            // A job cannot be recalled if the supervisor has no copy of the payload.
             let can_return = job.recalls < RECALLS_MAX && job.is_resendable;
             let is_fit = due > soon && can_return && job.earlier_attempts.is_none();
             let is_kept_out = self.is_quarantined(now, self.jobs.digest(index));
@@ -86,7 +86,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sends a job to a worker. `sent` is the worker and the job's number in the worker's order of jobs.
+    /// Sends a job to a worker. `sent` is the worker and the number of the job in the order of the jobs sent to that
+    /// worker.
     pub(super) fn sent(
         &mut self,
         index: u32,
@@ -98,34 +99,35 @@ impl<T> Bulkhead<T> {
         self.actions.push(Action::Dispatch { worker, job: self.jobs.id(index), remaining, is_prefetched });
     }
 
-    /// Returns the time at which a worker should have begun a job that is sent now. With one worker, a
-    /// recalled job could not run elsewhere.
+    /// Returns the time at which a worker should have begun a job that is sent now. Returns `None` if there is only one
+    /// worker, because a recalled job could not run elsewhere.
     pub(super) fn begin_check_at(&self, now: Time) -> Option<Time> {
         (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
     }
 
-    /// Schedules a check for jobs that a worker should have begun.
+    /// Schedules a check for jobs that the worker should have begun by then.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
         self.edit_timing(place, |worker| worker.schedule_begin_check(at));
     }
 
     fn may_prefetch(&self) -> bool {
-        // Reserved permits are not for all classes, and a breaker that is not closed must count each job.
+        // Reserved permits are not available to all classes, and a breaker that is not closed must count each job.
+        // Neither allows prefetching.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // For evictions, the queue must contain all jobs of a tenant, oldest first.
+            // Eviction needs all jobs of a tenant in the queue, oldest first.
             && self.limits.overflow == Overflow::Reject
-            // While too many jobs run, an answer does not free a permit.
+            // While more jobs run than the limit allows, a reply does not free a permit.
             && u64::from(self.workers.totals().in_use) <= self.limit()
     }
 
     // Workers that are late to begin a job.
 
-    /// Checks, if due, for jobs that a worker is late to begin.
+    /// If a check is due, checks whether a worker is late to begin a job.
     pub(super) fn check_begun(&mut self, now: Time, place: u32) {
         let next_check = self.workers.get(place).and_then(|worker| worker.next_begin_check);
         if next_check.is_none_or(|at| at > now) {
@@ -164,7 +166,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Records that a worker is late to begin jobs, so that other workers can take its jobs over.
+    /// Marks a worker as late to begin jobs, so that other workers can take over its jobs.
     fn mark_late(&mut self, place: u32) {
         self.edit(place, |worker| worker.late_checks = (worker.late_checks + 1).min(DOUBLINGS_MAX));
         if !self.late_workers.contains(&place) {
@@ -172,18 +174,19 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls the unbegun jobs of one late worker if another worker has a free permit. Returns true if a job
+    /// Recalls the jobs that one late worker has not begun if another worker has a free permit. Returns true if a job
     /// was recalled.
     pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job must not be recalled in the step that sends it, because the worker has not received it yet.
+        // A job must not be recalled while handling the event that sends it, because the worker has not received it
+        // yet.
         let is_due = |place: &u32| {
             *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
         let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
             self.late_workers.retain(|late| *late != place);
-            // A job that must run alone needs an idle worker.
+            // A job that must run alone needs another, idle worker.
             let is_idle = self.idle_worker().is_some();
             let is_late = |worker: &Worker| {
                 worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
@@ -197,9 +200,9 @@ impl<T> Bulkhead<T> {
 
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. With `recall_up_to`, first recalls the jobs up
-    /// to this number, which the worker can then no longer begin. Returns `None` if the worker has no record.
-    /// If the record is implausible, kills the worker and returns `None`.
+    /// Reads the number of the last job that a worker has begun. If `recall_up_to` is set, first recalls the
+    /// jobs up to that number, so that the worker can no longer begin them. Returns `None` if the worker has
+    /// no journal. If the value is implausible, kills the worker and returns `None`.
     fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>) -> Option<u64> {
         let worker = self.workers.get(place)?;
         let (last_begun, sent) = (worker.last_begun, worker.sent);
@@ -217,8 +220,8 @@ impl<T> Bulkhead<T> {
         None
     }
 
-    /// Recalls all jobs that a worker has not begun. Jobs that do not end wait again, at the front of their
-    /// classes. Returns true if at least one job was recalled.
+    /// Recalls all jobs that a worker has not begun. The job in `ending` ends. The other jobs return to the front of
+    /// their classes in the queue. Returns true if at least one job was recalled.
     pub(super) fn recall(&mut self, now: Time, place: u32, ending: Option<RecallTarget>) -> bool {
         let Some(worker) = self.workers.get(place).filter(|worker| !worker.is_dead()) else { return false };
         if !worker.may_have_unbegun() && self.to_resend.is_empty() {
@@ -231,14 +234,14 @@ impl<T> Bulkhead<T> {
             }
             _ => return false,
         };
-        // The supervisor keeps no copy of this job's payload, so no other worker can run the job.
+        // The supervisor has no copy of this job's payload, so no other worker can run the job.
         let is_fixed = |job: &crate::jobs::Job<T>| job.send_number > begun && !job.is_resendable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
         let Some(begun) = self.read_begun(place, Some(sent)) else { return false };
-        // All jobs sent so far are settled. The next check is for later jobs.
+        // All jobs sent so far have either begun or been recalled. The next check is for later jobs.
         self.edit_timing(place, |worker| {
             (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
         });
@@ -256,7 +259,7 @@ impl<T> Bulkhead<T> {
         for (_, index) in held.into_iter().rev().take_while(|(send_number, _)| *send_number > begun) {
             let is_wanted = self.jobs.get(index).record.is_some();
             if is_let_in && is_wanted && end_of != Some(index) {
-                // A job with a permit may finish although the bulkhead drains.
+                // A job with a permit may finish even if the bulkhead is draining.
                 self.to_resend.push(index);
                 continue;
             }
@@ -270,8 +273,8 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker of an unbegun job should get no new jobs before its next sign of life. A
-    /// job that is cancelled right after the dispatch says nothing about the worker.
+    /// Returns true if the worker that has not begun this job should get no new jobs until its next sign of life. A job
+    /// that is cancelled right after its dispatch says nothing about the worker.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
@@ -279,8 +282,8 @@ impl<T> Bulkhead<T> {
         job.answer_by(since) <= now || self.workers.totals().live_slots > 1 && since + due_after <= now
     }
 
-    /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again
-    /// without a verdict. Returns true if the worker no longer has the job.
+    /// Recalls one job unless the worker has begun it. The recalled job ends with `verdict`, or returns to the queue if
+    /// `verdict` is `None`. Returns true if the worker no longer has the job.
     pub(super) fn recall_job(&mut self, now: Time, index: u32, verdict: Option<Verdict>) -> bool {
         let job = self.jobs.get(index);
         let (JobState::Prefetched { worker } | JobState::InFlight { worker, .. }) = job.state else {
@@ -293,7 +296,7 @@ impl<T> Bulkhead<T> {
         }
         let id = self.jobs.id(index);
         self.recall(now, worker, Some((index, verdict)));
-        // The job may have ended, and the index may already belong to another job.
+        // The job may have ended, and its index may already belong to another job.
         self.jobs.find(id).is_none_or(|index| {
             let job = self.jobs.get(index);
             !matches!(job.state, JobState::Prefetched { .. } | JobState::InFlight { .. })
@@ -327,7 +330,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Recalls prefetched jobs from workers with jobs of lower classes, because a waiting job of `class` has
+    /// Recalls prefetched jobs from workers that run jobs of lower classes, because a waiting job of `class` has
     /// priority.
     pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority) {
         if self.prefetched == 0 || class == Priority::BestEffort {
@@ -342,24 +345,24 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Answers the client of a prefetched job that turned out to have begun.
+    /// Ends a prefetched job that, as it turned out, had begun. Sends the outcome to the client.
     pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
         self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the counts of waiting jobs, because the client was answered or the job
-    /// begins.
+    /// Removes a prefetched job from the counts of waiting jobs, because the job begins or its client got the outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.prefetched -= 1;
         self.tenants.get(tenant).prefetched -= 1;
     }
 
-    // Jobs that begin or come back.
+    // Jobs that begin or are returned.
 
-    /// Handles an answer of a worker: the worker's oldest prefetched job begins and gets the permit.
+    /// Handles a reply from a worker. The worker's oldest prefetched job begins and gets the permit that the reply
+    /// freed.
     pub(super) fn begin_prefetched(&mut self, now: Time, place: u32) {
         let Some(&index) = self.workers.get(place).and_then(|worker| worker.prefetched.front()) else {
             return;
@@ -391,7 +394,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles the return of a job that was recalled just when the worker was about to begin it. Only the
+    /// Handles the return of a job that was recalled at the moment at which the worker was about to begin it. Only the
     /// worker knows which happened first. After the return, the job can be dispatched again.
     pub(super) fn job_returned(&mut self, now: Time, id: WorkerId, (job, send_number): (JobId, u64)) {
         self.record_sign_of_life(now, id);
@@ -422,12 +425,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes an unbegun job with a permit away from its worker, together with another change of the worker.
-    /// The dispatch does not count as an attempt.
+    /// Removes a job in flight that has not begun from its worker, and applies `change` to the worker at the
+    /// same time. The dispatch does not count as an attempt.
     fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);
         job.attempts -= 1;
-        // The job had its turn, so the queue timeout no longer applies.
+        // The job was already dispatched once, so the queue timeout no longer applies.
         job.queue_timeout_at = None;
         let is_wanted = job.record.is_some();
         if let Some(claim) = job.claim.take() {
@@ -436,8 +439,8 @@ impl<T> Bulkhead<T> {
         self.withdraw(index, |worker| {
             worker.awaited_jobs -= u32::from(is_wanted);
             worker.jobs_given -= 1;
-            // A worker without a dispatch thread need not send heartbeats while running jobs, so silence
-            // counts from now.
+            // A worker without a dispatch thread need not send heartbeats while running jobs, so its silence is counted
+            // from now on.
             if !worker.has_dispatch_thread {
                 (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
@@ -445,7 +448,7 @@ impl<T> Bulkhead<T> {
         });
     }
 
-    /// Takes a prefetched job away from its worker.
+    /// Removes a prefetched job from its worker.
     fn remove_prefetched(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
         let (bytes, is_wanted) = (job.bytes, job.record.is_some());
@@ -460,8 +463,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends or requeues a job that came back from its worker without having begun. The run limit starts again
-    /// with the next dispatch.
+    /// Ends or requeues a job that its worker has not begun. The run limit starts again with the next dispatch.
     fn end_or_requeue(
         &mut self,
         now: Time,
@@ -498,7 +500,7 @@ impl<T> Bulkhead<T> {
         self.forget(index);
     }
 
-    /// Sends jobs with a permit back to the worker from which they were recalled together with other jobs.
+    /// Sends jobs with a permit back to the worker from which they were recalled along with other jobs.
     pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
@@ -515,7 +517,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues or ends the prefetched jobs of a dead worker, because these jobs have not begun.
+    /// Requeues or ends the prefetched jobs of a dead worker. None of these jobs has begun.
     pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId) {
         while let Some(&index) = self.workers.get(id.place).and_then(|worker| worker.prefetched.back()) {
             self.remove_prefetched(index, id.place);
@@ -523,7 +525,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
+    /// Kills a worker that sent the result of a job before its turn, or after the job was recalled. The job has run and
     /// therefore ends as `crashed`, unless another worker already has the job.
     pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let message = format!("the worker answered the job {job}, which had not begun or had been recalled");
@@ -549,15 +551,15 @@ impl<T> Bulkhead<T> {
         self.kill(worker.place, reason);
     }
 
-    /// Returns true if this worker was the last from which the job was recalled.
+    /// Returns true if this worker is the one from which the job was recalled last.
     pub(super) fn was_recalled_from(&mut self, worker: WorkerId, job: JobId) -> bool {
         let found = self.jobs.find(job).filter(|_| self.workers.by_id(worker).is_some());
         found.is_some_and(|index| self.jobs.get(index).recalled_from == Some(worker))
     }
 }
 
-/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that
-/// jobs do not move between workers forever on an overloaded machine.
+/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that jobs do not
+/// move between workers forever on an overloaded machine.
 pub(super) fn time_to_begin(lookahead: Duration, recalls: u8) -> Duration {
     (lookahead + BEGIN_GRACE).saturating_mul(1 << recalls.min(DOUBLINGS_MAX))
 }

@@ -1,8 +1,8 @@
-//! Recovery of jobs after the death of their worker or program. Payloads that kill repeatedly are
-//! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
+//! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are quarantined,
+//! idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker without other
-//! jobs. So an innocent job is not killed by the same neighbour twice, and the culprit is found.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other jobs. An
+//! innocent job is therefore not killed twice by the same neighbour, and the culprit is found.
 
 use bulkhead_shared::{JobId, Verdict};
 
@@ -14,21 +14,22 @@ use crate::poison::Digest;
 use crate::time::Time;
 use crate::worker::Exclusivity;
 
-/// Circumstances in which a job was lost.
+/// Suspicion that a lost job killed its worker or program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Suspicion {
     /// The worker died while this was its only job.
     OnlyJob,
-    /// The job's own program died, which ran no other job.
+    /// The job's own program died. The program ran no other job.
     Program,
-    /// The worker died while it had several jobs, each of which may be the cause.
+    /// The worker died while it had several jobs. Any of them may be the cause.
     OneOfSeveral,
     /// The job cannot be the cause.
     Cleared,
 }
 
 impl Suspicion {
-    /// Returns the suspicion against each of the jobs that a dead worker may have begun.
+    /// Returns the suspicion against each job that a dead worker may have begun. `jobs` is the number of
+    /// these jobs.
     pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
         match (ending.may_be_caused_by_job(), jobs) {
             (true, 1) => Self::OnlyJob,
@@ -39,7 +40,7 @@ impl Suspicion {
 }
 
 impl<T> Bulkhead<T> {
-    /// Handles a job whose worker is dead. Retries or answers the job.
+    /// Handles a job whose worker is dead. The job is retried or ends.
     pub(super) fn job_lost(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) {
         self.job_timers.clear(index);
         let is_retried = self.decide_retry(now, index, verdict, loss);
@@ -57,8 +58,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Records the loss against the payload, and decides if the job is retried. If so, records the attempt
-    /// and reports the retry.
+    /// Records the crash against the payload and decides whether the job is retried. If so, records the attempt and
+    /// reports the retry.
     pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
@@ -86,7 +87,7 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.deferred_events.push(OperatorEvent::JobQuarantined { job: self.jobs.id(index), digest });
-            // Other copies of the payload may be prefetched.
+            // Other workers may have prefetched jobs with the same payload.
             self.must_recall_all = self.prefetched > 0;
         }
     }
@@ -104,22 +105,22 @@ impl<T> Bulkhead<T> {
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// Marks a job as unread by its dead worker.
+    /// Records that a dead worker had not read this job.
     pub(super) fn job_unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The exit event follows and decides about the worker's jobs.
+            // The exit event follows and decides about the jobs of the worker.
             self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }
 
-    /// Marks a job as unbegun according to its dead worker. Such a job still counts when the culprit is
-    /// determined, so a worker cannot leave a single other job as the culprit.
+    /// Marks a job as not begun according to its dead worker. The job still counts as a possible culprit, so that a
+    /// worker cannot leave a single other job as the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
-        // The worker's record is believed once per job. Otherwise, a job that manipulates the record each
-        // time would be dispatched again and again.
+        // The worker's record is trusted once per job. Otherwise, a job that manipulates the record each time would be
+        // dispatched again and again.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
@@ -129,8 +130,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Requeues the jobs of a dead worker that it had not read, in their original order. Returns the unread
-    /// jobs that cannot be requeued, and the jobs that the worker may have begun.
+    /// Requeues the jobs that a dead worker had not read, in their original order. Returns the unread jobs that cannot
+    /// be requeued, and the jobs that the worker may have begun.
     pub(super) fn requeue_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
@@ -142,14 +143,14 @@ impl<T> Bulkhead<T> {
         (unread, begun)
     }
 
-    /// Requeues an unread job. Returns false if the client was already answered, the payload is gone, or too
-    /// many workers have died with the job unread.
+    /// Requeues an unread job. Returns false if the client already got the outcome, the payload is gone, or too many
+    /// workers have died before they read the job.
     fn requeue_unread_job(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
-        // The job never began, so this was no attempt.
+        // The job never began, so this dispatch is not an attempt.
         job.attempts -= 1;
         job.unread_returns += 1;
         job.state = JobState::Unplaced;
@@ -162,8 +163,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Puts a job that already had its turn before the jobs that had none, without charging its tenant.
-    /// Suspects wait separately.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again. A suspect goes to the separate list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -175,8 +176,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed, the crash determines
-    /// the outcome of a job that does not run again.
+    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed and the job does not run again,
+    /// the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
         match (&job.state, &job.earlier_attempts, verdict) {
@@ -190,8 +191,8 @@ impl<T> Bulkhead<T> {
 
     // Exclusive workers for suspects.
 
-    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded one, which then
-    /// takes no new jobs until it is idle.
+    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded worker, which then gets no
+    /// new jobs until it is idle.
     pub(super) fn dispatch_suspects(&mut self, now: Time) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
@@ -216,7 +217,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the position of the oldest suspect whose tenant is below its share.
+    /// Returns the position of the oldest suspect whose tenant has not reached its quota.
     pub(super) fn next_suspect(&self) -> Option<usize> {
         self.suspects.iter().position(|&index| !self.is_at_quota(self.jobs.tenant(index)))
     }
@@ -228,5 +229,5 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Number of workers that may die with a job unread before the job is no longer requeued.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

@@ -1,5 +1,5 @@
-//! Number of workers and of permits per worker, which can change while jobs run, and the resting state
-//! without workers. Growth takes effect at once. Surplus workers finish their jobs.
+//! Changes of the number of workers and of permits per worker while jobs run, and scaling to zero workers. Growth takes
+//! effect at once. Surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
 use crate::ending::{KillReason, RecycleReason};
@@ -9,17 +9,17 @@ use crate::time::Time;
 use crate::worker::{Phase, SilenceCheck, Worker};
 use crate::workers::SlotState;
 
-/// Maximum number of replaced workers that may still be exiting while their slots have new workers. One more
-/// causes the oldest to be killed.
+/// Maximum number of replaced workers that may still be exiting while their slots already have new workers. If the
+/// number is exceeded, the oldest one is killed.
 const EXITING_MAX: usize = 16;
 
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`], or after `idle`
-    /// without a job.
+    /// No workers are needed. This is the state before [`crate::Event::Start`], after
+    /// [`crate::Event::ScaleToZero`], or after `idle` without a job.
     ScaledToZero,
-    /// Workers will be needed soon, because [`crate::Event::Start`] was announced.
+    /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,
     /// Workers are needed.
     Started,
@@ -47,7 +47,7 @@ impl<T> Bulkhead<T> {
         self.idle_since
     }
 
-    // New limits.
+    // Changes of limits.
 
     pub(super) fn change(&mut self, now: Time, change: LimitChange) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Workers must not get another maximum before their unbegun jobs are recalled.
+            // Jobs that have not begun must be recalled before their worker gets another maximum.
             self.recall_all(now);
             self.limits.max_in_flight = most;
             self.send_max_in_flight();
@@ -100,15 +100,14 @@ impl<T> Bulkhead<T> {
         }
         let is_judged_anew = before.health.missed != self.limits.health.missed;
         for place in self.workers.places() {
-            // The timer depends on limits for heartbeats and age.
+            // The timer depends on the limits for heartbeats and age.
             self.edit_timing(place, |worker| {
                 worker.silence = if is_judged_anew { SilenceCheck::None } else { worker.silence };
             });
         }
     }
 
-    /// Starts workers in slots that the previous restart policy has stopped, if the new policy allows
-    /// restarts.
+    /// Starts workers in slots that were stopped by the previous restart policy, if the new policy allows restarts.
     fn start_stopped(&mut self, now: Time) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
@@ -124,8 +123,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Tells workers their new maximum number of jobs. A worker that has not been welcomed yet gets the
-    /// number with its welcome.
+    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the number with its
+    /// welcome.
     fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
         for place in self.workers.places() {
@@ -149,7 +148,7 @@ impl<T> Bulkhead<T> {
         for place in self.workers.places() {
             let Some(worker) = self.workers.get(place) else { continue };
             let slot = worker.assignment.slot();
-            // A worker that reached `recycle.jobs` is being replaced anyway.
+            // A worker that reached `recycle.jobs` is already being replaced.
             let is_replaced = worker.sent_max_in_flight < most && !worker.assignment.is_at_job_limit();
             if !is_replaced || !self.workers.fills_job_slot(worker) {
                 continue;
@@ -162,7 +161,7 @@ impl<T> Bulkhead<T> {
         self.continue_rolling_restart(now);
     }
 
-    /// Opens and closes slots to match the configured number.
+    /// Opens and closes slots until there are as many as configured.
     fn resize_slots(&mut self, now: Time) {
         let wanted = self.limits.slot_count();
         let in_all = wanted + self.limits.spare_count();
@@ -195,7 +194,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Fills a slot as soon as possible.
+    /// Starts a worker in a slot, now or as soon as possible.
     fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
@@ -208,8 +207,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Restores the backoff or stop that a slot had before the bulkhead rested, so that a rest does not hide
-    /// that workers fail. Returns true if the slot has to wait.
+    /// Restores the backoff or stop that a slot had before the bulkhead was scaled to zero, so that scaling to zero
+    /// does not hide failing workers. Returns true if the slot has to wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
@@ -225,7 +224,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sets a slot to `state`. The slot's workers finish their jobs and then exit.
+    /// Sets the state of a slot. The workers in the slot finish their jobs and then exit.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
         let entry = self.workers.slot(slot);
         let (before, successor) = (entry.state, entry.successor);
@@ -244,7 +243,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles that a replaced or surplus worker has exited or left its slot. The slot may wait for that.
+    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may be waiting for
+    /// this.
     pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
         if self.workers.slot(slot).state == SlotState::Awaiting {
             self.open_slot(now, slot);
@@ -253,8 +253,8 @@ impl<T> Bulkhead<T> {
         self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Takes one replaced worker without jobs out of its slot. The slot then does not wait for the exit,
-    /// which a destructor may delay. Returns false if there is no such worker.
+    /// Removes one replaced worker without jobs from its slot. The slot then need not wait for the worker's exit, which
+    /// a destructor can delay. Returns false if there is no such worker.
     pub(super) fn release_slots(&mut self, now: Time) -> bool {
         let Some(place) = self.workers.pop_finished() else { return false };
         if self.workers.get(place).is_some_and(Worker::is_finished) {
@@ -273,7 +273,7 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    // Rest.
+    // Scaling to zero and back.
 
     /// Starts workers in all empty slots.
     pub(super) fn start(&mut self, now: Time) {
@@ -314,7 +314,7 @@ impl<T> Bulkhead<T> {
         self.reject_without_workers(now);
     }
 
-    /// Returns the time at which the bulkhead rests if no job arrives.
+    /// Returns the time at which the bulkhead is scaled to zero if no job arrives.
     pub(super) fn scale_to_zero_at(&self) -> Option<Time> {
         Some(self.idle_since? + self.limits.idle?)
     }
@@ -330,7 +330,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Applies new limits of tenants. This may block or unblock any tenant in the queue.
+    /// Applies new limits of tenants, which can block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.overrides, general.as_ref());

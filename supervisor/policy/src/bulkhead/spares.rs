@@ -1,9 +1,10 @@
-//! Spares (`start.spares`): workers in spare slots, started and ready, without permits. A spare takes over a
-//! slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The
-//! slot's previous worker moves to the spare slot. When that worker is gone, the next spare is started there.
-//! So the number of workers, including dying ones, never exceeds the number of slots plus spares.
+//! Spares (`start.spares`) are workers in spare slots that are started and ready, but have no permits. A spare takes
+//! over a slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The slot's
+//! previous worker moves to the spare slot. When that worker is gone, the next spare is started there. So the number of
+//! workers, including dying ones, never exceeds the number of slots plus spares.
 //!
-//! The spare slots follow the slots for jobs. A spare that hangs or dies is restarted with the usual backoff.
+//! The spare slots are numbered after the slots for jobs. A spare that hangs or dies is restarted with the usual
+//! backoff.
 
 use super::Bulkhead;
 use crate::ending::{KillReason, RecycleReason};
@@ -14,8 +15,7 @@ use crate::worker::{Assignment, EndEffect, Phase, SilenceCheck, Worker};
 use crate::workers::{Slot, SlotState};
 
 impl<T> Bulkhead<T> {
-    /// Lets ready spares take over slots without a working worker. Does nothing unless a worker or slot has
-    /// changed.
+    /// Lets ready spares take over slots that have no working worker. Does nothing if no worker or slot has changed.
     pub(super) fn fill_from_spares(&mut self, now: Time) {
         let is_concerned = std::mem::take(&mut self.spares_changed);
         if !is_concerned || !self.limits.has_spares() || self.is_stopping() {
@@ -34,27 +34,27 @@ impl<T> Bulkhead<T> {
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
         let mut places = self.workers.slots().iter().filter(is_free).filter_map(|slot| slot.state.worker());
-        // A silent spare may hang.
+        // A silent spare may be hung.
         places.find(|&place| {
             let worker = self.workers.get(place);
             worker.is_some_and(|worker| worker.is_ready() && worker.silence == SilenceCheck::None)
         })
     }
 
-    /// Returns true if a spare is ready, or will be unless its start fails.
+    /// Returns true if a spare is ready or will be ready, provided that its start does not fail.
     fn has_live_spare(&self) -> bool {
         self.limits.has_spares()
             && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
     }
 
-    /// Returns true if the replacement of a slot's worker must wait until a spare is ready.
+    /// Returns true if the slot's worker must not be replaced until a spare is ready.
     pub(super) fn must_wait_for_spare(&self, slot: u32) -> bool {
         let is_at_work = self.workers.slot(slot).state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
         is_at_work && is_free && self.has_live_spare()
     }
 
-    /// Returns true if the slot should have a working worker, lacks one, and may get a spare.
+    /// Returns true if the slot should have a working worker, has none, and can be taken over by a spare.
     fn needs_spare(&self, slot: u32) -> bool {
         let entry = self.workers.slot(slot);
         if entry.is_spare_slot || entry.successor.is_some() {
@@ -78,20 +78,20 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns true if a worker that ended in this way is followed by another.
+    /// Returns true if another worker may start after a worker that ended in this way.
     pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            // A worker that reached `recycle.jobs` is always followed by another, as it would be by a
-            // replacement in time.
+            // A worker that reached `recycle.jobs` always gets a successor, even if it exits before the planned
+            // replacement.
             _ if effect.is_clean && effect.is_at_job_limit => true,
             RestartPolicy::OnFailure => !effect.is_clean,
             RestartPolicy::Never => false,
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot. A healthy worker is
-    /// drained there. Any other worker continues to start or to die.
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot, where it is drained if it is
+    /// healthy. Otherwise, it continues to start or to die there.
     pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
         let Some(worker) = self.workers.get(spare) else { return };
         let spare_slot = worker.assignment.slot();
@@ -128,7 +128,7 @@ impl<T> Bulkhead<T> {
                 self.reassign(place, |worker| worker.assignment = Assignment::of_slot(spare_slot, true));
             }
             Phase::Killing(_) | Phase::Dead(_) => {
-                // A worker that was already sent SIGKILL does not delay the next worker.
+                // A worker that was already sent SIGKILL must not delay the slot's next worker.
                 self.workers.record(spare_slot).last_end = self.workers.slot(charged_slot).record.last_end;
                 self.set_slot(spare_slot, SlotState::Occupied(place));
                 let is_at_job_limit = assignment.is_at_job_limit();
@@ -140,7 +140,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Kills ready spares that are no longer useful. They run no jobs.
+    /// Kills the ready spares for which `is_not_needed` returns true. They run no jobs.
     pub(super) fn dismiss_spares(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
         for place in self.workers.places() {
             if self.workers.get(place).is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker))

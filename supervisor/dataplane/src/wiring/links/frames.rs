@@ -1,8 +1,8 @@
-//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames are
-//! checked, and a worker that breaks the protocol is killed.
+//! Frames from workers: handshake, replies and notices. A worker is trusted no more than a client. All frames
+//! are checked, and a worker that violates the protocol is killed.
 //!
-//! A link is removed when the keeper reports the worker's end, and never during a read, because such reports are
-//! deferred. The index of a link is therefore valid throughout a read.
+//! A link is removed when the keeper reports the end of its worker. This never happens during a read, because
+//! such reports are deferred, so the index of a link is valid throughout a read.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -30,18 +30,18 @@ use crate::memory_files::lend;
 use crate::slab::{CompartmentIndex, LinkIndex};
 use crate::{DataPlane, Incoming};
 
-/// Maximum number of consecutive reads from a link.
+/// Maximum number of consecutive reads from a link per iteration.
 const READS_PER_ITERATION_MAX: usize = 8;
 
 /// Maximum size of a worker's status text, in bytes.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Highest signal number of Linux.
+/// Highest signal number in Linux.
 const SIGNAL_MAX: i32 = 64;
 
 impl DataPlane {
     pub(crate) fn read_link(&mut self, index: LinkIndex) {
-        // Not read before the process is known, so that every event has a worker to refer to.
+        // The link is not read before the process is known, so that every event can refer to a process.
         let can_read =
             |plane: &Self| plane.links.get(index).is_some_and(|link| !link.unsolicited.is_paused());
         if !self.links.get(index).is_some_and(Link::is_running) || !can_read(self) {
@@ -55,7 +55,7 @@ impl DataPlane {
         self.links.schedule_read(index);
     }
 
-    /// Reads once. Returns true if there may be more input.
+    /// Reads once from a link. Returns true if there may be more input.
     pub(crate) fn read_link_once(&mut self, index: LinkIndex) -> bool {
         let link = &mut self.links[index];
         if link.is_closed() {
@@ -78,7 +78,7 @@ impl DataPlane {
             Ok(received)
         });
         if is_mid_frame && result.is_ok() {
-            // A large answer in transit is a sign of life, however long the transfer takes.
+            // A large reply that is being received is a sign of life, however long the transfer takes.
             self.apply(compartment, Event::FrameReceived { worker }, Incoming::None);
         }
         match result {
@@ -95,7 +95,7 @@ impl DataPlane {
         }
     }
 
-    /// Passes the frames of a read that answer no job to policy. Returns an error message if the worker must be ended.
+    /// Reports the notices of a read to policy. Returns an error message if the worker must be killed.
     fn apply_unsolicited_frames(&mut self, index: LinkIndex) -> Result<(), String> {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
@@ -107,7 +107,7 @@ impl DataPlane {
         budget
     }
 
-    /// Handles a violation of the protocol. Further frames of the worker are ignored.
+    /// Handles a violation of the protocol by a worker. Further frames from the worker are ignored.
     pub(crate) fn end_link_for_violation(&mut self, index: LinkIndex, message: String) {
         let Some(link) = self.links.get_mut(index) else { return };
         link.violate_protocol();
@@ -136,7 +136,7 @@ impl DataPlane {
         }
         let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // The next frame begins only after the oversized frame has ended.
+            // The next frame can only begin after the oversized frame has ended.
             if std::mem::take(&mut is_oversized) {
                 self.end_oversized(index);
             }
@@ -165,8 +165,8 @@ impl DataPlane {
 
     // Journals of workers.
 
-    /// Lends a journal to a worker that has sent its hello. Without a journal, the worker gets no prefetched jobs,
-    /// and none of its jobs are recalled.
+    /// Lends a journal to a worker that has sent its hello. A worker without a journal gets no prefetched
+    /// jobs, and its jobs are never recalled.
     fn lend_journal(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let is_replay = self.compartments[link.compartment].is_replay;
@@ -181,9 +181,9 @@ impl DataPlane {
         link.journal = Some(journal);
     }
 
-    /// Applies the answers in the journal of a dead worker. Must run after everything in the worker's link has been
-    /// read. If the bulkhead prefetches jobs, returns the number of jobs that the worker began according to the
-    /// journal.
+    /// Applies the replies in the journal of a dead worker. Must be called after everything in the worker's
+    /// link was read. If the bulkhead prefetches jobs, returns the number of jobs that the worker has begun
+    /// according to its journal.
     pub(crate) fn apply_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
         let compartment = link.compartment;
@@ -196,7 +196,7 @@ impl DataPlane {
         (is_on && begun > 0).then_some(begun)
     }
 
-    /// Handles the frames of a journal like frames from the link.
+    /// Handles the frames of a journal in the same way as frames from the link.
     fn apply_journal_frames(&mut self, index: LinkIndex, frames: &[u8]) {
         let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
         let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
@@ -207,8 +207,8 @@ impl DataPlane {
         if let Ok((_, mut batch)) = read {
             while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
                 let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-                // The journal can also contain answers that came over the link, if the worker died before removing
-                // them.
+                // The journal can also contain replies that were already received over the link, if the
+                // worker died before it removed them.
                 let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
                 if self.links[index].is_welcomed() && is_answer && is_owed {
                     let _ = self.handle_worker_frame(index, header, metadata, Incoming::Borrowed(payload));
@@ -220,7 +220,7 @@ impl DataPlane {
 
     // Frames.
 
-    /// Handles the beginning of a large frame. Returns true if the payload is wanted.
+    /// Handles the beginning of a large frame. Returns true if its payload must be received.
     fn handle_worker_announcement(
         &mut self,
         index: LinkIndex,
@@ -245,7 +245,7 @@ impl DataPlane {
         Ok(false)
     }
 
-    /// Handles the end of a result that was too large, which frees the job's permit.
+    /// Handles the end of a result that was too large. The job's permit is released.
     fn end_oversized(&mut self, index: LinkIndex) {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
@@ -339,7 +339,7 @@ impl DataPlane {
                 let send_number =
                     send_number.ok_or("the worker returned a job without the send_number number")?;
                 self.links[index].unsolicited.charge(0);
-                // The job was recalled before the worker began to run the job.
+                // The job was recalled before the worker began it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
                 self.apply(compartment, Event::JobReturned { worker, job, send_number }, Incoming::None);
             }
@@ -348,7 +348,7 @@ impl DataPlane {
         self.links.get(index).map_or(Ok(()), Link::check_unknown_replies)
     }
 
-    /// Handles a frame that does not answer a job.
+    /// Handles a frame that is not a reply to a job.
     fn handle_unsolicited_frame(
         &mut self,
         index: LinkIndex,
@@ -363,7 +363,7 @@ impl DataPlane {
                 check_empty(metadata)?;
                 match header.kind {
                     kind::READY => {
-                        // Frees the buffer, because the worker may not get a job for a long time.
+                        // Frees the buffers, because the worker may not get a job for a long time.
                         self.links[index].outbox.free_buffers();
                         Event::Ready { worker }
                     }
@@ -419,7 +419,7 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
-        // The journal is sent before the welcome, so that the worker has the journal from the start.
+        // The journal is sent before the welcome, so that the worker has it from the start.
         let wants = capability::RESIZE | capability::PREFETCH;
         if hello.capabilities & wants == wants {
             self.lend_journal(index);
@@ -429,7 +429,8 @@ impl DataPlane {
         let compartment_of_link = &self.compartments[compartment];
         let (entry, limits) =
             (self.bulkheads.owner(compartment_of_link), compartment_of_link.policy.limits());
-        // Each beat wakes the worker. If beats are read from the journal, three per permitted silence are enough.
+        // Each heartbeat wakes the worker. If heartbeats are read from the journal, three within the
+        // permitted silence are enough.
         let can_be_rarer = link.beats_in_journal() && limits.health.missed >= 5;
         let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
@@ -471,7 +472,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) {
         let (size, job) = (payload.len(), JobId(number));
-        // The answer to a cancelled job is late, but expected.
+        // The reply to a cancelled job is late but expected.
         let is_owed = self.compartments[compartment].policy.holds(worker, job);
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
@@ -492,8 +493,8 @@ impl DataPlane {
         }
     }
 
-    /// Records that a job's result is in the result file. Returns an error message if the worker does not have this
-    /// file.
+    /// Records that the result of a job is in the result file. Returns an error message if the file was not
+    /// lent to this worker.
     fn record_result_file(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -505,7 +506,7 @@ impl DataPlane {
         if !policy.holds(worker, job) {
             return Ok(());
         }
-        // A cancelled job may have no record any more.
+        // A cancelled job may no longer have a record.
         let Some(record) = policy.record_mut(job) else { return Ok(()) };
         let payload = record.held.file.as_deref_mut();
         match payload.is_some_and(|payload| payload.result_written(spawn, named)) {
@@ -514,7 +515,7 @@ impl DataPlane {
         }
     }
 
-    /// Records the exit status that comes along with the answer for a job.
+    /// Records the exit status that was sent along with the result of a job.
     fn record_exit_status(
         &mut self,
         (compartment, worker): (CompartmentIndex, WorkerId),
@@ -554,7 +555,8 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     decode_all(metadata, &[]).map(|(message, _)| message)
 }
 
-/// Decodes metadata with its extensions. Fails if there is a critical extension whose tag is not in `known`.
+/// Decodes metadata and its extensions. Returns an error if a critical extension has a tag that is not in
+/// `known`.
 fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     metadata: &'m [u8],
     known: &[u16],
@@ -562,13 +564,13 @@ fn decode_all<'m, M: bincode::BorrowDecode<'m, ()>>(
     codec::decode(metadata, known).map_err(|error| error.to_string())
 }
 
-/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like a very long frame, whose
-/// end would never arrive.
+/// Checks the header of an incomplete frame. Bytes that are not a frame usually look like the header of a
+/// very long frame, whose end would never arrive.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
         return Err(format!("the worker did not say hello: the first frame is of kind {}", header.kind));
     }
-    // A result that is too large is discarded, whatever the size.
+    // A result that is too large is discarded while it arrives, whatever its size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
         return Err(format!("the worker began a frame of kind {} with {} bytes", header.kind, header.length));
@@ -576,13 +578,14 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks metadata without a structure. There can be extensions, and a critical extension must be understood.
+/// Checks metadata that consists only of extensions. Returns an error if one of them is critical, because
+/// none is known.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
-/// Reads the metadata of a result: the place in a memory file, if the result is in one, and the exit status of a
-/// program.
+/// Decodes the metadata of a result. Returns the location of the result if it is in a memory file, and the
+/// exit status of the program if there is one.
 fn check_result(metadata: &[u8]) -> Result<(Option<LeaseRef>, Option<&[u8]>), String> {
     if metadata == [0; 8] {
         return Ok((None, None));

@@ -1,5 +1,5 @@
-//! Frames from clients: reading, decoding, dispatch to handlers. A session is removed after a read or during a flush,
-//! but not while frames of the session are handled.
+//! Frames from clients: reads and decodes them, and calls their handlers. A session is removed after a read
+//! or during a flush, but never while one of its frames is being handled.
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
@@ -26,8 +26,8 @@ fn no_hello() -> Violation {
 }
 
 impl DataPlane {
-    /// Reads once: frames of up to `most` bytes in total, or the rest of an incomplete frame. Returns the number of
-    /// bytes read.
+    /// Reads once from a client: either frames of up to `most` bytes in total, or the rest of an incomplete
+    /// frame. Returns the number of bytes that were read.
     pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
         let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.pause_if_behind() {
@@ -41,7 +41,7 @@ impl DataPlane {
         }
         let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
-        // Taken out of the session so that the handlers of frames can access the whole data plane.
+        // Moved out of the session, so that the handlers of frames can access the whole data plane.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
@@ -180,8 +180,8 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Handles the beginning of a large frame. Returns true if the payload is wanted. Otherwise the client has
-    /// already been answered.
+    /// Handles the beginning of a large frame. Returns true if its payload must be received. Otherwise, the
+    /// client has already got the outcome.
     fn handle_client_announcement(
         &mut self,
         index: SessionIndex,
@@ -194,7 +194,7 @@ impl DataPlane {
         }
         self.check_request_number(index, header.number).map_err(Some)?;
         match self.check_submission(index, header, metadata) {
-            // The job would be rejected on arrival, so the payload is not received.
+            // The payload is not received, because the job would be rejected anyway.
             Ok(_) if self.is_stopping => {
                 self.reject_submission(
                     index,

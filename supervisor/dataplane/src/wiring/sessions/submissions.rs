@@ -101,7 +101,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Rejects a request number that is in use, because a number must not get two outcomes.
+    /// Returns a violation if a request number is already in use, because a number must not get two outcomes.
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
@@ -112,7 +112,7 @@ impl DataPlane {
         }
     }
 
-    /// Checks a submission, and the permissions of the client.
+    /// Checks a submission and the client's permissions for it.
     pub(super) fn check_submission<'m>(
         &self,
         index: SessionIndex,
@@ -122,7 +122,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) =
             submissions::decode(metadata).map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        // Consecutive jobs are usually for the same bulkhead.
+        // Consecutive jobs of a client are usually for the same bulkhead.
         let found = self.bulkheads.find_recent(session.frame_for, submit.bulkhead);
         if let Grant::Rules(rules) = &session.grant
             && let Some(message) =
@@ -149,7 +149,7 @@ impl DataPlane {
                 format!("a payload of {size} bytes; max_payload is {most}"),
             ));
         }
-        // Part of the frame may be held already.
+        // A part of the frame may already be held.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_frame.bytes());
         let budget = self.limits.buffered_bytes_max;
         if !self.memory.can_hold(session.holder, Some(bulkhead), more, budget) {
@@ -158,7 +158,7 @@ impl DataPlane {
         Ok((bulkhead, submit, extensions))
     }
 
-    /// Rejects a submission that has not reached policy.
+    /// Rejects a submission that did not reach policy.
     pub(super) fn reject_submission(
         &mut self,
         index: SessionIndex,
@@ -173,7 +173,7 @@ impl DataPlane {
             && let Some(bulkhead) = self.bulkheads.find(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // A client without permission for a tenant must not change the tenant's counts.
+            // A client without permission for a tenant must not affect the counts of this tenant.
             let is_forbidden = reason == RejectReason::Forbidden;
             let label = self.bulkheads.label_of(if is_forbidden { "" } else { submit.tenant });
             let compartments = &mut self.compartments;

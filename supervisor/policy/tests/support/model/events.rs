@@ -1,4 +1,4 @@
-//! Effect of each event on the model.
+//! Effects of events on the model.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Number of workers that may die with a job unread before the job is no longer requeued.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// Number of consecutive silences that are blamed on the machine.
+/// Maximum number of consecutive silences that can be blamed on the machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -27,7 +27,7 @@ impl Worker {
 }
 
 impl Model {
-    /// Records an event before policy handles it.
+    /// Applies an event to the model before policy handles it.
     pub(crate) fn handle_event(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.registry.next_step();
@@ -191,7 +191,7 @@ impl Model {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
             _ if self.is_quarantined(digest) => {
-                // Quarantine is checked before the queue.
+                // The quarantine is checked before the queue.
                 self.step = Step { cause: self.step.cause, ..Step::default() };
                 Some(Verdict::rejected(RejectReason::Quarantined))
             }
@@ -213,7 +213,7 @@ impl Model {
         self.step.submission = Some(submitted);
     }
 
-    /// Returns the reason for rejecting a job that arrives now, or `None` if the job is accepted.
+    /// Returns the reason for rejecting a job that arrives now, or `None` if the job must be accepted.
     fn rejection(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_quota(tenant);
@@ -247,8 +247,8 @@ impl Model {
         self.queue_places() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
-    /// Determines the job that must leave a full queue for a job of this priority. Returns the rejection if
-    /// there is none.
+    /// Determines the job that must leave a full queue to make room for a job of this priority. If there is
+    /// no such job, returns the rejection.
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
@@ -277,7 +277,7 @@ impl Model {
         None
     }
 
-    /// Determines the prefetched job that must leave, if no queued job can.
+    /// Determines the prefetched job that must be recalled and rejected if no queued job can make room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
@@ -289,8 +289,8 @@ impl Model {
         None
     }
 
-    /// Returns the earliest time at which a worker may be available, which is now if a worker exists in any
-    /// state.
+    /// Returns the earliest time at which a worker can become available. If a worker exists in any state,
+    /// this is now.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -301,12 +301,12 @@ impl Model {
         starts.min()
     }
 
-    /// Records the acceptance of a submission.
+    /// Records that a submitted job was accepted.
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
-        let submission = self.step.submission.take().expect("a job came from nowhere");
-        assert_eq!(submission.rejection, None, "taken, though it should have been refused");
-        assert!(id > self.newest_job, "a job's number was used twice");
+        let submission = self.step.submission.take().expect("a job was accepted without a submission");
+        assert_eq!(submission.rejection, None, "a job was accepted that must be rejected");
+        assert!(id > self.newest_job, "a job id was used twice");
         self.newest_job = id;
         self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
         let job = Job {
@@ -521,7 +521,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// The client is answered now. The worker keeps the job.
+    /// The client gets its outcome now. The job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -539,7 +539,7 @@ impl Model {
         }
     }
 
-    /// Limits the remaining time to `grace` for workers whose first job has just become overdue.
+    /// Reduces the remaining time to `grace` for workers whose first job has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -550,7 +550,7 @@ impl Model {
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId, is_by_journal: bool) {
-        // The worker's own record is believed once per job.
+        // The worker's own record is trusted once per job.
         if is_by_journal && self.jobs.get(&job).is_some_and(|job| job.unread_returns > 0) {
             return;
         }
@@ -598,7 +598,7 @@ impl Model {
         {
             self.crashed_as_only_job(job);
         }
-        // Reverse order, so that the oldest job ends up first.
+        // The order is reversed, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {
@@ -645,7 +645,7 @@ impl Model {
         self.workers.values_mut().for_each(|worker| worker.next_replacement_at = now);
     }
 
-    /// New workers run another program.
+    /// New workers run another program from now on.
     fn replace(&mut self) {
         self.step.is_replaced = true;
         self.restart();
@@ -723,7 +723,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
     }
 }
 
-/// Returns the outcome of jobs whose worker ended in this way.
+/// Returns the verdict for jobs whose worker ended in this way.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

@@ -1,4 +1,4 @@
-//! Places withheld from the share of tenants whose jobs have ended a worker.
+//! Places that are withheld from the quotas of tenants whose jobs have ended a worker.
 
 use bulkhead_policy::{KillReason, TenantId, WorkerId};
 use bulkhead_shared::JobId;
@@ -43,7 +43,7 @@ impl Model {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
 
-    /// Returns true if a slot needs a worker and has no ready worker.
+    /// Returns true if a slot should have a worker but has no ready one.
     fn is_without_worker(&self, slot: usize) -> bool {
         let entry = &self.slots[slot];
         let is_ready = match entry.state {
@@ -56,8 +56,8 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the places of slots that have a ready worker again. A later end of that worker does not
-    /// withhold the places again.
+    /// Releases the withheld places of slots that have a ready worker again. When that worker ends later, the
+    /// places are not withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
