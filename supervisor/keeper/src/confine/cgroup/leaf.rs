@@ -24,7 +24,7 @@ impl Leaf {
         self.folder.path()
     }
 
-    /// Returns the descriptor, for [`fork_into`](super::fork_into).
+    /// Returns the group's descriptor, which [`fork_into`](super::fork_into) needs.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }
@@ -35,7 +35,7 @@ impl Leaf {
     }
 
     /// Kills all processes in the group at once. No process can escape by forking, and frozen processes die
-    /// too.
+    /// as well.
     pub(crate) fn kill(&self) -> Result<(), Failure> {
         self.folder.write("cgroup.kill", "1")
     }
@@ -49,8 +49,8 @@ impl Leaf {
         }
     }
 
-    /// Removes the group, and all groups inside. Returns `false` if the group is not empty yet; try again
-    /// later. Does nothing if the group does not exist.
+    /// Removes the group and all groups inside it. Returns `false` if the group is not empty yet; in that
+    /// case, try again later. Returns `true` if the group does not exist.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()
     }
