@@ -1,4 +1,4 @@
-//! Runs a program with a simulated kernel before Linux 6.16, which lacks `SO_PASSRIGHTS`: `older-kernel
+//! Runs a program on a simulated kernel older than Linux 6.16, which lacks `SO_PASSRIGHTS`: `older-kernel
 //! PROGRAM [ARGUMENT...]`.
 
 use std::os::unix::process::CommandExt;
