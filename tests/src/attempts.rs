@@ -13,7 +13,7 @@ use std::fmt;
 pub enum Expected {
     /// The attempt succeeds.
     Succeeds,
-    /// The attempt succeeds if the kernel's configuration and the user allow it.
+    /// The result depends on the kernel's configuration and on the user.
     Machine,
     /// The attempt fails with one of these errors, and the worker continues. The text names the responsible
     /// layer. The word `NOTHING` means that no call failed, but that the attempt did not reach its goal.
@@ -28,7 +28,7 @@ pub enum Expected {
 /// Configuration of the bulkhead, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Paths to read and to write, and a `tmp` of 1 MiB.
+    /// Grants paths to read and to write, and a `tmp` of 1 MiB.
     Plain,
     /// Like [`Setting::Plain`], with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
@@ -37,7 +37,7 @@ pub enum Setting {
 /// An attempt of the hostile worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
-    /// Operation of the hostile worker.
+    /// Name of the hostile worker's operation.
     pub name: &'static str,
     /// Description that completes the sentence "it tries to …".
     pub tries: &'static str,
@@ -406,8 +406,8 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
 /// Attempts that succeed under `default` if workers have no pid namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// Further attempts that succeed without a pid namespace if supervisor and workers are the same unprivileged
-/// user. A root supervisor is protected by its capabilities.
+/// Further attempts that succeed without a pid namespace if the supervisor and its workers run as the same
+/// unprivileged user. A root supervisor is protected by its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
 /// Attempts that succeed under `default` if workers run as the supervisor's user, and are refused if workers

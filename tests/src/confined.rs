@@ -410,7 +410,7 @@ impl Ended {
         }
     }
 
-    /// Returns true if the attempt had no target in this kind of worker.
+    /// Returns true if the worker had no target for this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }

@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address of `http`.
+    /// The TCP address in the key `http`.
     Tcp(SocketAddr),
 }
 

@@ -30,8 +30,8 @@ use worker::{Mark, Record};
 /// prefetched.
 pub const AHEAD: &str = "ahead";
 
-/// Bulkheads under load, with the number of jobs that each can run at once. The disturbances never change
-/// these numbers.
+/// Bulkheads under load, with the number of jobs that each can run at the same time. The disturbances never
+/// change these numbers.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -143,8 +143,8 @@ const TOLD_MAX: usize = 5;
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Allowed growth of the resident memory between the two measurements, in bytes. Allocators keep some memory
-/// of floods, and in a short run the first flood can come after the first measurement. In a run of ten
-/// minutes the growth was 4 MiB.
+/// after floods, and in a short run the first flood can come after the first measurement. In a run of ten
+/// minutes, the growth was 4 MiB.
 const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.

@@ -37,7 +37,8 @@ pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 /// the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Waits until `condition` returns a value. Panics with `what` after [`PATIENCE`].
+/// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
+/// that contains `what`.
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     const PAUSE_MIN: Duration = Duration::from_millis(2);
     const PAUSE_MAX: Duration = Duration::from_millis(20);
@@ -81,7 +82,7 @@ pub fn programs() -> PathBuf {
         // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-        // The variable is set for `--report-time`, and would make cargo compile some crates again.
+        // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would make cargo compile some crates again.
         cargo.env_remove("RUSTC_BOOTSTRAP");
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
@@ -220,7 +221,7 @@ impl Supervisor {
         })
     }
 
-    /// Returns the supervisor's standard error.
+    /// Returns the text that the supervisor has written to standard error.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
@@ -236,7 +237,7 @@ impl Supervisor {
         wait_for("the supervisor exits", || child.try_wait().expect("our own child"))
     }
 
-    /// Returns the `bulkhead` command, connected to this supervisor.
+    /// Returns a `bulkhead` command that connects to this supervisor.
     pub fn command(&self) -> Command {
         let mut command = Command::new(programs().join("bulkhead"));
         command.arg("--socket").arg(self.socket());
@@ -466,7 +467,7 @@ pub fn kill_pid(pid: u32, signal: Signal) {
     }
 }
 
-/// Returns true if no thread of a process runs.
+/// Returns true if no thread of a process is running.
 fn has_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());

@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::programs;
 
-/// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to standard
-/// error directly, because the harness hides what a passing test prints.
+/// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to
+/// standard error directly, because the harness hides the output of passing tests.
 #[macro_export]
 macro_rules! not_run {
     ($($reason:tt)*) => { $crate::machine::report_not_run(&format!($($reason)*)) };

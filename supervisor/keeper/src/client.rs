@@ -73,7 +73,7 @@ pub struct Keeper {
 
 #[derive(Debug)]
 enum KeeperProcess {
-    /// A child of this process.
+    /// The keeper is a child of this process.
     Child(Child),
     /// A process started by a guard, which is not a child of this process.
     Detached(DetachedKeeper),

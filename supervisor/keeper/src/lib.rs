@@ -53,7 +53,7 @@ pub use protocol::{
 };
 pub use subordinate_ids::{SUBORDINATE_IDS, SubordinateIds};
 
-/// Returns the name of a system call, or an empty text if the number has no name on this architecture.
+/// Returns the name of a system call, or an empty string if the number has no name on this architecture.
 pub fn syscall_name(number: u32) -> &'static str {
     bulkhead_linux::syscalls::name(number).unwrap_or_default()
 }

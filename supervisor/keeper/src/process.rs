@@ -138,19 +138,19 @@ fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
 
-/// A child that has not been waited for.
+/// A child process that has not been reaped.
 struct Child {
     worker: u64,
     pidfd: OwnedFd,
     stage: Stage,
     layers: Layers,
     rlimits: Vec<Rlimit>,
-    /// True if the child was allowed to execute its program.
+    /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
     /// Pid of the worker, once it is known. In a pid namespace, the worker is a child of the process that the
     /// keeper forked.
     process: u32,
-    /// Receives notifications of forbidden system calls.
+    /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
     /// First forbidden system call that the worker's own process made.
     violation: Option<u32>,
@@ -448,7 +448,7 @@ impl EventLoop {
             }
             Order::Namespace => self.subordinate_namespace = descriptors.into_iter().next().map(Arc::new),
             Order::Kill { worker } => {
-                // A child in the table has not been waited for, so the pid is valid.
+                // A child in the table has not been reaped, so the pid is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_namespace) {

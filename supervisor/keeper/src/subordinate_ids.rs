@@ -44,7 +44,7 @@ struct IdRange {
     last: u32,
 }
 
-/// A user namespace with ids for workers.
+/// A user namespace with subordinate ids for workers.
 #[derive(Debug)]
 pub struct SubordinateIds {
     /// First id of the range, both for users and for groups.

@@ -32,7 +32,7 @@ pub(crate) enum Waited {
     Stopped { pid: u32 },
 }
 
-/// Waits for this child without blocking.
+/// Reaps this child if it has exited. Does not block.
 pub(crate) fn try_reap(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
 }

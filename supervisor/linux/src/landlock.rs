@@ -15,7 +15,7 @@ use crate::errno;
 pub struct HandledAccess {
     /// Rights for files and folders.
     pub files: u64,
-    /// Rights for TCP.
+    /// Rights for TCP sockets.
     pub network: u64,
     /// Scopes: processes and sockets outside of the sandbox.
     pub scopes: u64,

@@ -40,8 +40,8 @@ impl SharedWords {
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address chosen by the kernel. The file has these bytes, and the seal
-        // keeps it from shrinking.
+        // SAFETY: a new mapping at an address chosen by the kernel. The file is at least as long as the
+        // mapping, and the seal prevents it from shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;

@@ -341,7 +341,8 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers one-time initialization: the C library's signal of its first thread, and tokio's socket pair.
+/// Triggers one-time initialization: the signal that the C library reserves with the first thread, and
+/// tokio's socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }

@@ -306,7 +306,7 @@ fn take_steps(
             ["count", path] => drop(count_up(path)?),
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
-            // Waits for a file that is meant for this process only.
+            // Waits for a file whose name contains the id of this process.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
@@ -338,7 +338,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // Writes the result in place if possible.
+        // Inverts the bytes of the payload. Writes the result in place if possible.
         "invert" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
             if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
@@ -414,7 +414,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks memory. The payload is the number of MiB.
+        // Leaks memory. The payload is the number of MiB to leak.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -435,7 +435,8 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
-        // Starts a process tree that tries to outlive the worker. The payload marks the command lines.
+        // Starts a process tree that tries to outlive the worker. The payload is a marker in the command
+        // lines of these processes.
         "tree" => {
             let marker = String::from_utf8_lossy(job.payload()).into_owned();
             shell(&format!(
@@ -494,7 +495,7 @@ struct Raw {
     socket: UnixStream,
     inbox: Inbox,
     scratch: Scratch,
-    /// Unprocessed jobs: number and operation.
+    /// Number and operation of each unprocessed job.
     jobs: std::collections::VecDeque<(u64, String)>,
 }
 

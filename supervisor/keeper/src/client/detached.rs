@@ -113,7 +113,7 @@ impl DetachedKeeper {
         Ok(true)
     }
 
-    /// Kills the keeper, and waits until the guard has killed the processes left behind.
+    /// Kills the keeper, and waits until the guard has killed the processes that the keeper left behind.
     pub(crate) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
         // Resumes the guard, in case it was stopped by a signal.

@@ -66,7 +66,7 @@ const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgr
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to". Names the file.
+    /// Description of the failed action, which fits after "failed to". Names the file.
     pub(crate) attempted: String,
     /// Error number from the kernel, or the closest error number if the keeper itself detected the failure.
     pub(crate) errno: Errno,
@@ -103,7 +103,7 @@ fn open_root() -> Result<Folder, Failure> {
     if is_main { own.parent() } else { Ok(own) }
 }
 
-/// Opens the group of this process.
+/// Opens the control group of this process.
 fn open_own_group() -> Result<Folder, Failure> {
     let mounts = folder::read_proc("/proc/self/mountinfo")?;
     let cgroups = folder::read_proc("/proc/self/cgroup")?;
@@ -222,8 +222,8 @@ impl DelegatedGroup {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group contains
-    /// any other process, because no other process may be moved.
+    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group
+    /// contains any other process, because other processes must not be moved.
     fn move_processes_out(&self) -> Result<(), Failure> {
         // The root cgroup can contain both processes and limited child groups. Only the root cgroup has no
         // `cgroup.type` file.
@@ -272,7 +272,7 @@ impl DelegatedGroup {
     fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // A process outside of this pid namespace is shown as 0.
+            // The kernel shows 0 as the pid of a process outside of this pid namespace.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();

@@ -55,14 +55,14 @@ pub(crate) struct Rules<'a> {
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
-    /// True if the worker may use TCP.
+    /// True if the worker is allowed to use TCP.
     pub(crate) network: bool,
 }
 
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to".
+    /// Description of the failed action, which fits after "failed to".
     pub(crate) attempted: String,
     /// Error number from the kernel.
     pub(crate) errno: Errno,
@@ -130,7 +130,7 @@ impl Ruleset {
         self.descriptor.as_fd()
     }
 
-    /// Returns the kernel's version of Landlock.
+    /// Returns the Landlock version of the kernel.
     pub(crate) fn abi(&self) -> u32 {
         self.abi
     }
@@ -174,7 +174,7 @@ impl Ruleset {
     }
 }
 
-/// Creates a ruleset that denies everything.
+/// Creates a ruleset that denies all access.
 fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
     let ruleset = landlock::Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     let mut ruleset = ruleset.handle_access(AccessFs::from_all(abi))?;
@@ -260,9 +260,9 @@ impl Grant {
 
 /// A rule that was added, because its path exists.
 struct AddedRule {
-    /// Device and inode.
+    /// Device number and inode number of the path.
     identity: (u64, u64),
-    /// Granted rights.
+    /// Granted rights, as bits.
     access: u64,
 }
 
@@ -285,7 +285,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>,
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // For a file, the kernel rejects a rule with rights for folders.
+    // The kernel rejects a rule for a file if the rule contains rights for folders.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST_ABI) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| ruleset_failure(&format!("add a Landlock rule for {}", path.display()), error))?;

@@ -1,5 +1,5 @@
-//! Paths that a worker can access by Landlock rules or in a private root folder: the paths of the system that
-//! every program needs, and the folders of the worker's program.
+//! Paths that a worker can access through Landlock rules or in a private root folder: the paths of the system
+//! that every program needs, and the folders of the worker's program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -247,7 +247,7 @@ fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     Some(real)
 }
 
-/// Returns the names in a path in reverse order.
+/// Returns the components of a path in reverse order.
 fn reversed_components(path: &Path) -> Vec<OsString> {
     let named = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
     let mut parts: Vec<OsString> = named.map(|part| part.as_os_str().to_owned()).collect();
@@ -255,7 +255,8 @@ fn reversed_components(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// Returns the folder of a program and, if the folder is a `bin`, the folders installed next to it.
+/// Returns the folder of a program. For a `bin` folder, also returns the folders that are installed next to
+/// it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {

@@ -19,7 +19,7 @@ const SEARCH: u32 = 1;
 /// Paths that are granted to a worker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GrantedPaths<'a> {
-    /// The executed program.
+    /// Path of the executed program.
     pub(crate) program: &'a Path,
     /// The program, and the files that the program executes or loads.
     pub(crate) programs: &'a [&'a Path],
@@ -40,7 +40,7 @@ pub(crate) struct GrantedPaths<'a> {
 pub(crate) enum Purpose {
     /// Working directory.
     WorkingDirectory,
-    /// Reading, and traversing folders.
+    /// Reading files, and traversing folders.
     Read,
     /// Writing.
     Write,

@@ -174,7 +174,7 @@ impl Rules {
         Self { calls: BTreeMap::new(), otherwise: otherwise.into() }
     }
 
-    /// Sets the rule for each of these names, which are separated by spaces. Skips names that this
+    /// Sets the rule for these system calls, whose names are separated by spaces. Skips names that this
     /// architecture lacks.
     fn set(&mut self, names: &str, rule: impl Into<Rule>) {
         let rule = rule.into();
@@ -320,6 +320,6 @@ pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
 
 /// Returns true if the filter from [`test_filter`] takes effect.
 pub(crate) fn is_test_filter_active() -> bool {
-    // SAFETY: takes no argument.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::syscall(libc::SYS_getppid) == -1 }
 }

@@ -1,4 +1,5 @@
-//! Tries namespaces in a child process, which enters one new namespace after another and reports each result.
+//! Tries each kind of namespace in a child process, which enters one new namespace after another and reports
+//! each result.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};

@@ -58,7 +58,7 @@ impl WorkerGroups {
         }
     }
 
-    /// Tries again to remove groups. Returns true if none is left.
+    /// Retries the removal of groups. Returns true if no group is left.
     pub(super) fn retry_removals(&mut self) -> bool {
         self.to_remove.retain(|leaf| !try_remove(leaf));
         self.remove_stale();

@@ -151,8 +151,8 @@ impl EventLoop {
         true
     }
 
-    /// Handles the report of a pid namespace's first process on how the worker ended. The first process
-    /// itself can end only after all other processes in the namespace.
+    /// Handles the report of a pid namespace's first process that the worker has exited. The first process
+    /// itself can exit only after all other processes in the namespace.
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
@@ -180,7 +180,7 @@ impl EventLoop {
         let namespace = child.namespace.take();
         match child.stage {
             Stage::Running => {
-                // The first process of a pid namespace has reported the worker's end, unless the first
+                // The first process of a pid namespace has reported the worker's exit, unless the first
                 // process was killed before.
                 let status = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = status.unwrap_or((exit, usage));
@@ -213,7 +213,7 @@ impl EventLoop {
         self.reaper.next_audit.get_or_insert(now + AUDIT_INTERVAL);
     }
 
-    /// Cleans up after a worker that never ran.
+    /// Cleans up after a worker whose program never ran.
     fn clean_up_failed(&mut self, child: Child) {
         self.priority.restore();
         self.remove_resources(child.folder, child.leaf);
@@ -238,7 +238,7 @@ impl EventLoop {
         }
     }
 
-    /// Continues the killer's current run, or begins the next if it is due.
+    /// Continues the killer's current run, or begins the next run if it is due.
     fn step_killer(&mut self, now: Instant) {
         if !self.reaper.killer.is_active() {
             let is_audit = self.reaper.dead_workers.is_empty();

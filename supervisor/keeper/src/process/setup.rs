@@ -61,7 +61,7 @@ pub(super) fn set_up(
     duplicate_to(&null, libc::STDIN_FILENO)?;
     duplicate_to(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
-    // Fails only for the leader of a process group. A spawned process is a leader only on request.
+    // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
     // If this process is stopped when the supervisor is killed, SIGCONT lets it continue. Otherwise it would

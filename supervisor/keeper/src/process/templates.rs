@@ -185,7 +185,7 @@ impl EventLoop {
     fn send_template_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
         let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
-        // If sending failed, the template is about to end, and its forks then fail.
+        // If sending fails, the template is about to exit, and its forks fail as well.
         let Ok(is_sent) = is_sent else { return self.kill(pid) };
         let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
@@ -453,8 +453,8 @@ impl EventLoop {
         }
     }
 
-    /// Adopts the process as the worker. Returns false if this violates the protocol. On an error, the
-    /// process does not become a worker.
+    /// Adopts the process as the worker. Returns false if this violates the protocol. If this function fails,
+    /// the process does not become a worker.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };

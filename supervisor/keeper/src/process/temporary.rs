@@ -156,7 +156,8 @@ fn prefix() -> String {
 /// A folder that is being removed.
 struct Removal {
     folder: PathBuf,
-    /// Lock on the base folder of a killed keeper. Only the holder of the lock may remove the folder's name.
+    /// Lock on the base folder of a killed keeper. Only the holder of the lock is allowed to remove the base
+    /// folder.
     _lock: Option<OwnedFd>,
 }
 
@@ -294,8 +295,8 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Runs as another user, because root can access every folder. Other users cannot move a folder without
-    /// access to it.
+    /// The removal runs as another user, because root can access every folder. A user without privileges
+    /// cannot move a folder to which the user has no access.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
     fn unprivileged_keeper_removes_nested_locked_folders() {

@@ -64,8 +64,8 @@ impl EventLoop {
         }
     }
 
-    /// Returns the worker to which a process belongs. The filter of a template also applies to all workers
-    /// that the template has forked.
+    /// Returns the pid of the worker to which a process belongs. The filter of a template also applies to all
+    /// workers that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
         let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());
         if !is_namespace {

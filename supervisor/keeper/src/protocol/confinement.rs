@@ -11,20 +11,20 @@ const WORKER_DESCRIPTORS: u32 = 4;
 /// The ordered confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
-    /// Layers and limits.
+    /// Ordered layers, and their parameters.
     pub layers: Layers,
     /// Programs that the worker executes, and the files that these programs execute or load. The worker can
     /// read the folders of these files.
     pub programs: Vec<&'a str>,
-    /// Additional readable paths.
+    /// Additional paths that the worker can read.
     pub read: Vec<&'a str>,
-    /// Writable paths.
+    /// Paths that the worker can write to.
     pub write: Vec<&'a str>,
     /// Paths that no worker can access, even inside a granted folder: the supervisor's own files.
     pub withheld: Vec<&'a str>,
-    /// System calls allowed in addition to the profile.
+    /// System calls that are allowed in addition to those that the profile allows.
     pub allow: Vec<&'a str>,
-    /// System calls denied in addition to the profile.
+    /// System calls that are denied in addition to those that the profile denies.
     pub deny: Vec<&'a str>,
 }
 
@@ -44,7 +44,7 @@ pub struct Layers {
     pub seccomp_names: bool,
     /// Namespaces that are created for the worker.
     pub namespaces: Namespaces,
-    /// User and group of the worker. `None` means the keeper's.
+    /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
     /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
     /// The worker's other namespaces are created inside this user namespace.
@@ -72,7 +72,7 @@ pub struct CgroupLimits {
     pub cpu_millicores: Option<u64>,
 }
 
-/// A filter of system calls.
+/// Kind of seccomp filter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
 pub enum Seccomp {
     /// No filter.
@@ -126,7 +126,7 @@ pub enum TemporaryFiles {
     /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
     PrivateTmp(u64),
     /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
-    /// The root folder is the system's.
+    /// The worker uses the system's root folder.
     MountedTmpfs(u64),
 }
 

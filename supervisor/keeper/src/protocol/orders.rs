@@ -35,7 +35,7 @@ pub struct SpawnOrder<'a> {
     pub environment: Vec<&'a str>,
     /// Working directory.
     pub directory: &'a str,
-    /// Resource limits, set in this order.
+    /// Resource limits, which are set in the order of this list.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,

@@ -8,8 +8,8 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Observed;
 
-/// Maximum size of a report in bytes. The longest report has the name of a step, possibly with a path, and
-/// some numbers.
+/// Maximum size of a report in bytes. The longest report contains the name of a step, possibly with a path,
+/// and some numbers.
 pub(crate) const REPORT_BYTES_MAX: usize = 1024;
 
 /// Maximum size of a step's name in a report, in bytes.

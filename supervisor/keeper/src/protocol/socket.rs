@@ -51,8 +51,8 @@ impl Outbox {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                // A user without privileges can have only a limited number of descriptors in flight. The
-                // descriptors sent before have to arrive first.
+                // A user without privileges can have only a limited number of descriptors in flight. The peer
+                // must first receive the descriptors that were sent before.
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
                 // The peer has closed its end while messages were still unread.

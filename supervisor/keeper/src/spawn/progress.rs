@@ -85,7 +85,7 @@ pub(crate) enum Progress {
     Confined {
         /// Pid of the confined process, which can differ from the process that the keeper forked.
         pid: u32,
-        /// Receives notifications of forbidden system calls.
+        /// Descriptor that receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,
     },
     /// The child has executed the worker's program, or was killed before it could do so.

@@ -30,7 +30,7 @@ const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
 /// Highest signal number.
 const SIGNAL_MAX: i32 = 64;
 
-/// Highest possible number of a capability.
+/// Highest possible capability number.
 const CAPABILITY_MAX: libc::c_ulong = 63;
 
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
@@ -60,10 +60,11 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 /// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
 /// system calls.
 ///
-/// Limits come before the identity and the capabilities, because raising a limit needs a capability. Actions
-/// that a limit or a filter could prevent come before that limit or filter. The limit of open files also
-/// bounds the descriptors that a process can pass over sockets. The kernel counts descriptors in flight from
-/// all processes of the user. So this limit comes last, when nothing more has to be passed.
+/// Limits are set before the user changes and the capabilities are dropped, because raising a limit requires
+/// a capability. Actions that a limit or a filter could prevent come before that limit or filter. The limit
+/// of open files also bounds the descriptors that a process can pass over sockets, and the kernel counts
+/// descriptors in flight from all processes of the user. So this limit is set last, when no more descriptors
+/// have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -199,7 +200,8 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
 /// capabilities over all processes for this. The keeper has capabilities only in the user namespace that it
 /// owns.
 fn restore_dumpable() {
-    // SAFETY: sets a flag of this process. If this fails, the keeper's read-back fails and is reported.
+    // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
+    // reports that.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
 }
 
@@ -212,7 +214,7 @@ fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
 fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(root) = &confinement.root else { return Ok(()) };
-    // The worker can have another user, and must be able to traverse these folders.
+    // The worker can run as another user, and must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
     // The rules contain the files of the system, but not the new mounts.
@@ -288,8 +290,8 @@ fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. The call fails without the necessary capability. That is
-        // harmless, because with no_new_privs an executed program gives no capabilities.
+        // SAFETY: changes a set of this process. The call fails without the necessary capability. This
+        // failure is harmless, because with no_new_privs an executed program gives no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
@@ -331,11 +333,11 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD. Both
-/// would survive `execve`.
+/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD.
+/// Without this step, `execve` would preserve both settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the kernel's own structures, because the C library's functions refuse the two signals that the
-    // library uses itself.
+    // library reserves for itself.
     const DEFAULT: [u64; 4] = [0; 4];
     const NONE: u64 = 0;
     let nowhere = std::ptr::null_mut::<u64>();
@@ -365,7 +367,7 @@ fn session(_: &Plan<'_>) -> Result<(), StepError> {
 /// because the file belongs to the current user.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
-    // Formats without an allocation. A leading zero would make the number octal.
+    // Formats the number without an allocation. A leading zero would make the number octal.
     let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (worker_score / unit % 10) as u8);
     let first = digits.iter().position(|&digit| digit != b'0').unwrap_or(digits.len() - 1);
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())

@@ -12,10 +12,10 @@ macro_rules! resources {
         }
 
         impl Resource {
-            /// Every resource.
+            /// All resources.
             pub const ALL: [Self; 16] = [$(Self::$resource),+];
 
-            /// Returns the name as in setrlimit(2), in lower case and without `RLIMIT_`.
+            /// Returns the resource's name in setrlimit(2), in lower case and without `RLIMIT_`.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$resource => $name,)+

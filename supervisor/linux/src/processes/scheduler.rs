@@ -1,4 +1,4 @@
-//! The scheduler's time slice of a thread.
+//! Sets the scheduler's time slice of a thread.
 
 use std::time::Duration;
 

@@ -135,8 +135,8 @@ fn child_stack() -> Vec<MaybeUninit<u128>> {
 
 /// Runs in the intermediate child. Starts the orphan and exits.
 extern "C" fn leave_orphan<F: FnMut() -> Errno>(intermediate: *mut c_void) -> c_int {
-    // SAFETY: `intermediate` belongs to the caller, which is suspended. This child is suspended too while the
-    // orphan executes the program. The child exits without unwinding.
+    // SAFETY: `intermediate` belongs to the caller, which is suspended. This child is also suspended while
+    // the orphan executes the program. The child exits without unwinding.
     unsafe {
         let intermediate = &mut *intermediate.cast::<Intermediate<'_, F>>();
         let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
@@ -239,7 +239,7 @@ mod tests {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
-        // The failed child has been waited for, and this thread works as before.
+        // The failed child has been reaped, and this thread still works.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
     }

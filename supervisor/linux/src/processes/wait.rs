@@ -1,5 +1,5 @@
-//! Waits for children and descriptors. No safe wrapper of the waits for children returns the resource usage
-//! or limits the wait to the calling thread's children.
+//! Waits for children and descriptors. Waits for children are raw system calls, because no safe wrapper
+//! returns the resource usage or limits the wait to the calling thread's children.
 #![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
 use std::io;

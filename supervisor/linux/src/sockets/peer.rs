@@ -38,7 +38,7 @@ pub struct Peer {
     pub pid: Option<u32>,
 }
 
-/// Origin of a process.
+/// Relation of a process to this one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
     /// The process does not descend from this one.
@@ -94,7 +94,7 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. A known process stays unrelated,
+/// Processes known not to descend from this one, by pid and start time. An unrelated process stays unrelated,
 /// because an orphan is reparented only to another ancestor. So processes that connect often, such as
 /// scrapers, are looked up only once.
 #[derive(Debug, Default)]

@@ -112,8 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns the
-/// results.
+/// Runs attempts during the start, because a sealed worker cannot run them later. The operation `prepared`
+/// returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];

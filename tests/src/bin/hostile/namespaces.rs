@@ -35,7 +35,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         close(opened.at("copy what is mounted")?);
         Ok("copied".into())
     }),
-    // Changes the root to the current root.
+    // Sets the root folder to the current root folder.
     ("change-the-root", |_| {
         call(libc::SYS_chroot, [c"/".as_ptr() as usize]).at("change the root folder")?;
         Ok("changed".into())

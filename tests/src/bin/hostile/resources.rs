@@ -1,4 +1,4 @@
-//! Attempts to use more than a fair share. Every loop is bounded, for configurations without limits.
+//! Attempts to use more than a fair share. Every loop is bounded, because some configurations have no limits.
 
 use std::fs::{self, File};
 use std::io::Write;

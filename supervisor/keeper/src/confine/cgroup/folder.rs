@@ -27,7 +27,7 @@ const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
-/// Type of the file system of cgroup v2.
+/// Magic number of the cgroup v2 file system.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
 /// Mode of a new group: only the owner can change the group, and all users can read it.
@@ -127,7 +127,7 @@ impl Folder {
         }
     }
 
-    /// Reads and parses a file.
+    /// Reads and parses a file of the group.
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
         let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;
@@ -143,7 +143,7 @@ impl Folder {
         self.read("cgroup.procs", parse::processes)
     }
 
-    /// Removes a child group and everything in it; see [`Folder::remove`].
+    /// Removes a child group and all groups inside it; see [`Folder::remove`].
     pub(super) fn remove_child(&self, name: &str) -> Result<bool, Failure> {
         match self.child(name) {
             Ok(child) => child.remove_from(&self.descriptor),

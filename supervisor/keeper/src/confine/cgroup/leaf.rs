@@ -40,8 +40,8 @@ impl Leaf {
         self.folder.write("cgroup.kill", "1")
     }
 
-    /// Returns the number of processes in the group that the kernel has killed because the group or the machine
-    /// was out of memory. Always 0 if the group does not account for memory.
+    /// Returns the number of processes in the group that the kernel has killed because the group or the
+    /// machine was out of memory. Always 0 if the kernel does not account for the group's memory.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {
         match self.folder.read("memory.events", parse::oom_kills) {
             Err(Failure { errno: Errno::NOENT, .. }) => Ok(0),

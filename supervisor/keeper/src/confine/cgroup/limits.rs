@@ -1,4 +1,4 @@
-//! The limits of a leaf, in the kernel's format.
+//! Resource limits of a worker's control group, in the kernel's format.
 
 use rustix::io::Errno;
 
@@ -46,7 +46,7 @@ impl Limits {
         needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
     }
 
-    /// Returns all settings of a new leaf.
+    /// Returns the files to write in a new leaf, with their values.
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
@@ -88,7 +88,7 @@ fn cpu_max(cores: f64) -> Option<String> {
         return None;
     }
     let period = if cores * PERIOD_US < QUOTA_US_MIN { PERIOD_US_MAX } else { PERIOD_US };
-    // Rounded down to whole µs, but not below the kernel's minimum.
+    // The quota is rounded down to whole µs, but not below the kernel's minimum.
     let quota = (cores * period).floor().max(QUOTA_US_MIN);
     Some(format!("{quota:.0} {period:.0}"))
 }

@@ -190,7 +190,8 @@ fn cgroup_kill_reaches_processes_in_other_sessions() {
     let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
         (trap '' TERM HUP; (setsid setsid sleep 1000 &) &) & while :; do sleep 1000; done";
     let shell = Shell::start(&folder(&leaf), script);
-    // Two direct children, two of the double fork, one of the triple fork, and one of the loop.
+    // The script starts six `sleep` processes: two direct children, two by double forks, one by a triple
+    // fork, and one in the loop.
     wait_until("all six `sleep` processes run", || {
         let names: Vec<String> = processes(leaf.path())
             .iter()
@@ -450,7 +451,7 @@ fn pids_limit_prevents_further_forks() {
     }
     let leaf = group.root(0).create_leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
     let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
-    // The shell cannot fork a second time.
+    // The limit is two processes, so the shell cannot fork a second time.
     assert!(libc::WEXITSTATUS(shell.wait()) != 0);
     leaf.kill().unwrap();
     remove(&leaf);

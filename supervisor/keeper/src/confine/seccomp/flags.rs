@@ -18,7 +18,7 @@ const CALLS_WITH_MODE: [(u8, &str); 2] =
 /// uses the mode only if the flags create a file.
 const OPEN_CALLS: [(u8, u8, &str); 2] = [(1, 2, "open"), (2, 3, "openat")];
 
-/// Flags that create a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
+/// Flags with which a call creates a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
 const CREATE_FLAGS: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
 
 /// System calls that send data on a socket, grouped by the index of the flags argument.

@@ -20,13 +20,13 @@ pub(crate) struct Notification {
     /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
     /// in this pid namespace.
     pub thread: u32,
-    /// Number of the call.
+    /// Number of the system call.
     pub number: u32,
     /// Arguments of the call. If an argument is a pointer, the memory behind it can change at any time.
     pub arguments: [u64; 6],
 }
 
-/// State of a listener.
+/// State of a seccomp listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ListenerState {
     /// A notification is waiting, so [`receive`] does not block.

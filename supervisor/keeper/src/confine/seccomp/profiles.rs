@@ -21,21 +21,22 @@ const UNAVAILABLE_CALLS: &str = "clone3 io_uring_enter io_uring_register io_urin
 
 /// Groups of system calls that fail with EPERM.
 const REFUSED_CALLS: &[&str] = &[
-    // Changes the mounted file systems or the root.
+    // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
+    // A call that enters another namespace. Flags of other calls that create namespaces are refused
+    // separately.
     "setns",
-    // Accesses files without their paths.
+    // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
-    // Accesses other processes.
+    // Calls that access other processes.
     "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
-    // Has repeatedly been used for attacks on the kernel.
+    // Calls that have repeatedly been used for attacks on the kernel.
     "add_key keyctl perf_event_open request_key userfaultfd",
-    // Administers the machine.
+    // Calls that administer the machine.
     "acct adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
      setdomainname sethostname settimeofday swapoff swapon syslog vhangup",
-    // Obsolete.
+    // Obsolete calls.
     "lookup_dcookie nfsservctl uselib",
 ];
 
@@ -125,7 +126,7 @@ const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 /// continue without it.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
-/// Adds the rules that both profiles share.
+/// Adds the rules that the `default` and the `strict` profile share.
 fn deny(rules: &mut Rules) {
     rules.set(FATAL_CALLS, Verdict::Fatal);
     rules.set(UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
@@ -175,8 +176,8 @@ fn ptrace() -> Rule {
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Allows only the calling process or thread as the target. A limit can kill another process, and a priority
-/// can starve it. Any process of the supervisor's user may set them: neither Landlock nor missing
+/// Allows only the calling process or thread as the target. Otherwise a process could kill another process of
+/// the supervisor's user with a limit, or starve it with a priority. Neither Landlock nor missing
 /// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
 /// process set the affinity of each other.)
 fn only_self(argument: u8) -> Rule {
@@ -200,7 +201,7 @@ fn limits() -> (Rule, Rule) {
     (only_self, is_core(0, Verdict::Ignore.into()))
 }
 
-/// Allows only a single process as the target, not a group or all processes of a user.
+/// Allows only a single process as the target, not a process group or all processes of a user.
 fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
     let kind = kind.try_into().unwrap_or_default();
     check(0, vec![(Is(kind), rule)], REFUSE)

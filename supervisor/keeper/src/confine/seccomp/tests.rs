@@ -579,7 +579,7 @@ fn fatal_system_call_is_reported_with_arguments() {
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // No process is waiting any more, which is not an error.
+    // No process is waiting for a response any more, which is not an error.
     respond_with_error(confined.listener.as_ref().unwrap(), notification.id, Errno::PERM).unwrap();
 }
 

@@ -180,7 +180,7 @@ impl EventLoop {
                     Some(exit_report) => exits.push(exit_report),
                     None => return (exits, false),
                 },
-                // If the socket is closed, the first process has ended, and is reaped.
+                // If the socket is closed, the first process has exited and is reaped next.
                 Ok(Received::Nothing | Received::Closed) | Err(_) => return (exits, false),
             }
         }

@@ -114,7 +114,8 @@ impl Covers {
         }
         for (place, (real, access)) in binds {
             let above = above(place);
-            // The path is visible with the folder above, or is not in a covered folder.
+            // Skips a path that is already visible as part of the folder above, or that is not in a covered
+            // folder.
             if above.is_some_and(|above| *access <= above) || (above.is_none() && covered(place).is_none()) {
                 continue;
             }

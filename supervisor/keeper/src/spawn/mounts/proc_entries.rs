@@ -73,7 +73,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // Also restricts the mounts that hide the entries.
+    // The mounts that hide the entries are restricted as well.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(EMPTY_FILE)?;
     rustix::fs::rmdir(EMPTY_FOLDER)

@@ -27,8 +27,8 @@ const OLD_ROOT: &CStr = c"/old";
 /// needed before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root, which becomes read-only at
-/// the end.
+/// Mount options of the file system with the folders and links of the new root. This file system becomes
+/// read-only at the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
 /// Size of a private `/tmp` for each file that it can contain, in bytes, and minimum number of files.
@@ -339,7 +339,7 @@ impl Layout {
             .collect();
         for (at, (from, access)) in &self.binds {
             let above = self.access_above(at);
-            // The path is already visible, or is reached by a link.
+            // Skips a path that is already visible, or that is reached through a link.
             if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
                 continue;
             }

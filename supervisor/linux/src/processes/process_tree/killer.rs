@@ -22,9 +22,9 @@ const STOP_SCANS_MAX: usize = 32;
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
-    /// Number of scans begun in this run.
+    /// Number of scans that have begun in the current run.
     run_scans: usize,
-    /// Number of scans begun in all runs.
+    /// Number of scans that have begun in all runs.
     scans: u64,
     /// Descendants that existed in the latest complete scan.
     found: HashMap<u32, Found>,
@@ -47,7 +47,7 @@ struct Found {
     parent: u32,
     /// Number of the scan that saw the process first.
     first_seen: u64,
-    /// True if the process was sent SIGSTOP. The signal can have failed.
+    /// True if SIGSTOP was sent to the process, even if sending it failed.
     is_stopped: bool,
 }
 
@@ -84,7 +84,7 @@ impl DescendantKiller {
         !matches!(self.stage, Stage::Idle)
     }
 
-    /// Returns the number of scans begun so far. See [`DescendantKiller::has_nothing_new_since`].
+    /// Returns the number of scans that have begun so far. See [`DescendantKiller::has_nothing_new_since`].
     pub fn scan_number(&self) -> u64 {
         self.scans
     }
@@ -156,8 +156,7 @@ impl DescendantKiller {
     ) -> Progress {
         let own = std::process::id();
         let mut before = std::mem::take(&mut self.found);
-        // Parents come before children, so that the parent of each process has been stopped before the
-        // process is.
+        // Parents come before children, so that each process is stopped after its parent.
         let mut fresh = Vec::new();
         for (pid, started) in descendants(table, own, is_spared) {
             let known = before.remove(&pid).filter(|found| found.started == started);
@@ -185,7 +184,7 @@ impl DescendantKiller {
 
     /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
     /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
-    /// may not be a descendant, so it is left to the next scan.
+    /// might not be a descendant any more, so it is left to the next scan.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
