@@ -79,8 +79,8 @@ impl Page {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns all samples that can only grow, by name and labels. These are all samples except those of
-    /// gauges.
+    /// Returns the samples of all families except gauges, by name and labels. The values of these samples can
+    /// only grow.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);

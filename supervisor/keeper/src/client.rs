@@ -75,7 +75,7 @@ pub struct Keeper {
 enum KeeperProcess {
     /// The keeper is a child of this process.
     Child(Child),
-    /// A process started by a guard, which is not a child of this process.
+    /// A process that was started by a guard, and that is not a child of this process.
     Detached(DetachedKeeper),
 }
 

@@ -225,8 +225,8 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
-/// Checks whether Yama restricts tracing. Like Landlock and separate users, Yama protects processes of one
-/// user from each other.
+/// Checks whether Yama restricts tracing. Like Landlock, Yama protects processes of the same user from each
+/// other.
 fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {

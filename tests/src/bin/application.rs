@@ -28,7 +28,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // This alarm is later than all waits of a scenario, and early enough for the test to report the failure.
+    // The alarm fires after the longest wait of any scenario, and early enough for the test to report the
+    // failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -158,7 +159,7 @@ fn admission() {
     // Dropping the job cancels it, and the next job runs.
     drop(running);
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    // Dropping the client cancels its job as well.
+    // Dropping the client cancels the client's jobs.
     let other = supervisor.blocking_client().unwrap();
     let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
     std::mem::drop((gone, other));
@@ -689,7 +690,7 @@ fn two() {
     }
 }
 
-/// Checks that each invalid start is an error and leaves nothing behind.
+/// Checks that each start with invalid settings fails and leaves nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());

@@ -293,7 +293,7 @@ fn take_steps(
                     std::process::abort();
                 }
             }
-            // The first `count` jobs stop the whole worker process, which then reads nothing.
+            // The first `count` jobs stop the whole worker process, so that it reads nothing.
             ["freeze-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     kill(Pid::this(), Signal::SIGSTOP)?;
@@ -703,7 +703,7 @@ impl Raw {
         true
     }
 
-    /// Receives the descriptor that is sent before the welcome.
+    /// Receives the descriptor of the journal, which is sent before the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =

@@ -189,8 +189,8 @@ fn lock_of(byte: usize) -> nix::libc::flock {
 /// succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at the same time. The first job that sees this creates a file to inform
-/// the other jobs.
+/// Waits until all places are taken at the same time. The first job that finds all places taken creates a
+/// file to inform the other jobs.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));

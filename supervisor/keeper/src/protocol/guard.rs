@@ -15,8 +15,8 @@ pub(crate) const PROBE_ARGUMENT: &str = "first";
 /// same program. If the keeper is another program, it must have the same version.
 pub(crate) const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "/2");
 
-/// The guard's only message. The keeper's pidfd is sent with the message, and also the user namespace if
-/// `ids` is `Ok`.
+/// The guard's only message. The message carries the keeper's pidfd and, if `ids` is `Ok`, a descriptor of
+/// the user namespace.
 #[derive(Debug, Encode, BorrowDecode)]
 pub(crate) struct GuardReady {
     pub(crate) keeper: u32,

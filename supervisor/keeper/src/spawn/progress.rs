@@ -165,7 +165,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined, with the listener if there is one.
+/// Sends the message that the child is confined. If there is a listener, the message carries it.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);

@@ -150,7 +150,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder, and waits for the user and group id maps.
+/// Creates a user namespace after the root folder has been made, and waits for the user and group id maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -460,7 +460,7 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
 /// Makes the kernel kill the child when the keeper dies. A change of user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // If the parent is outside of this pid namespace, it has no pid here. In this case, the keeper must have
+    // A parent outside of this pid namespace has no pid in the namespace. In this case, the keeper must have
     // been alive to let this process continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {

@@ -42,7 +42,7 @@ fn find_its_cgroup() -> Tried {
     path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
 }
 
-/// Returns the first path that exists, or else the first path.
+/// Returns the first path that exists. If none exists, returns the first path.
 fn first<'p>(paths: &[&'p str]) -> &'p str {
     paths.iter().find(|path| Path::new(path).exists()).or(paths.first()).copied().unwrap_or_default()
 }

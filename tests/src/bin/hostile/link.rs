@@ -44,7 +44,7 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
 
 /// Sends descriptors together with a valid frame.
 fn pass_descriptors() -> Tried {
-    /// Almost the maximum number that the kernel passes in one message.
+    /// Number of descriptors per message, almost the maximum that the kernel allows.
     const DESCRIPTORS: usize = 250;
     const TIMES: usize = 2;
     let what = "pass descriptors to the supervisor";

@@ -12,7 +12,7 @@ pub(crate) struct Limits {
     pub(crate) memory_bytes: Option<u64>,
     /// Maximum number of processes and threads.
     pub(crate) pids: Option<u64>,
-    /// Limit of processor time, as a number of cores. At least [`CORES_MIN`].
+    /// Maximum processor time, as a number of cores. At least [`CORES_MIN`].
     pub(crate) cpu_cores: Option<f64>,
 }
 
@@ -32,7 +32,7 @@ const PERIOD_US: f64 = 100_000.0;
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
-/// Minimum limit of processor time, as a number of cores.
+/// Minimum value of [`Limits::cpu_cores`].
 const CORES_MIN: f64 = QUOTA_US_MIN / PERIOD_US_MAX;
 
 impl Limits {

@@ -292,7 +292,7 @@ fn nested_cgroups_are_removed_with_their_leaf() {
     remove(&leaf);
 }
 
-/// Removing nested groups fails beyond a maximum depth.
+/// Removing a group fails if groups are nested beyond the maximum depth.
 #[test]
 fn too_deeply_nested_cgroups_are_an_error() {
     let Some(group) = TestGroup::new("abyss") else { return };

@@ -390,8 +390,8 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
      setsockopt shutdown",
 ];
 
-/// System calls that are useful only for sockets of the network. They are denied without network access,
-/// because `bind` could give a name to an end of a socket pair.
+/// System calls that are useful only for network sockets. They are denied without network access, because
+/// `bind` could give a name to an end of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
 /// System calls that ordinary programs try but do not need. `strict` refuses them in addition to the calls

@@ -176,7 +176,7 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
     }
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
-        // The binary search, followed by the longest list of values of one argument.
+        // The longest path is the binary search, followed by the longest list of values of one argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
