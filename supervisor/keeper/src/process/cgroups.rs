@@ -67,7 +67,8 @@ impl WorkerGroups {
 
     fn remove_stale(&mut self) {
         if let (true, Some(root)) = (self.may_have_stale, &self.root) {
-            // An error ends the attempts, because such groups do not belong to this keeper.
+            // After an error, the removal is not retried, because the remaining groups do not belong to this
+            // keeper.
             self.may_have_stale = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
         }
     }

@@ -1,5 +1,5 @@
 //! Handles exited processes: reaps dead workers, reports their exits, and kills the processes that they left
-//! behind. Killing is divided into small steps between other work.
+//! behind. These processes are killed in small steps between other work.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

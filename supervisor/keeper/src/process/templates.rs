@@ -345,7 +345,8 @@ impl EventLoop {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &failure);
-                    // Killing leftover processes in the namespace can have been waiting for this fork.
+                    // The keeper may have been waiting for this fork before it kills leftover processes in
+                    // the namespace.
                     self.clean_namespace(pid, Instant::now());
                 }
                 return true;

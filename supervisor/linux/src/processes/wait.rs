@@ -45,8 +45,8 @@ pub fn thread_has_children() -> bool {
     peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
-/// Calls `wait4`, including children that send no SIGCHLD. Returns the child's pid (0 if no child has changed
-/// its state yet), the status and the resource usage.
+/// Calls `wait4` for all kinds of children, including children that send no SIGCHLD. Returns the child's pid
+/// (0 if no child has changed its state yet), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;
     // SAFETY: all zeros is a valid `rusage`.
