@@ -89,7 +89,7 @@ pub fn programs() -> PathBuf {
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // Only test programs have a time limit. The ledger program has none.
+        // Sets the time limit only for test programs, not for the ledger program.
         if beside.ends_with("deps") {
             end_if_it_hangs();
         }

@@ -134,7 +134,7 @@ fn child(socket: &OwnedFd) -> ! {
             mounts = result;
         }
         let errno = result.err().map_or(0, Errno::raw_os_error);
-        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // If this fails, the parent stops waiting after a timeout.
+        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // If this fails, the parent times out.
         if number == 0 {
             let _ = recv(socket, &mut [0][..], RecvFlags::empty());
         }

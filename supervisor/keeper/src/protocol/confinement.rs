@@ -22,9 +22,9 @@ pub struct Confinement<'a> {
     pub write: Vec<&'a str>,
     /// Paths that no worker can access, even inside a granted folder: the supervisor's own files.
     pub withheld: Vec<&'a str>,
-    /// System calls that are allowed in addition to those that the profile allows.
+    /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
-    /// System calls that are denied in addition to those that the profile denies.
+    /// System calls to deny in addition to the calls that the profile denies.
     pub deny: Vec<&'a str>,
 }
 

@@ -57,7 +57,7 @@ impl ForbiddenAction {
                     rustix::fs::unlink(node)?;
                 }
                 match made {
-                    Err(Errno::PERM) => Ok(()), // The kernel checks the right to create devices after the Landlock rules.
+                    Err(Errno::PERM) => Ok(()), // The kernel checks this after the Landlock rules.
                     made => made,
                 }
             }

@@ -310,7 +310,7 @@ impl Layout {
         links.collect()
     }
 
-    /// Adds all folders of the system, except those that are private to the worker.
+    /// Adds all folders in the system's root folder, except the folders that are private to the worker.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
