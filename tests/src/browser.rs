@@ -32,10 +32,10 @@ const FLAGS: [&str; 11] = [
     "--hide-scrollbars",
 ];
 
-/// Key of element references in WebDriver answers.
+/// Key of element references in WebDriver responses.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
-/// A tab of a browser with a fresh profile. Dropping it ends the browser.
+/// A tab of a browser with a new profile. Dropping this value ends the browser.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -94,12 +94,12 @@ impl Browser {
         self.post("/url", &json!({"url": url}));
     }
 
-    /// Runs a script as a function body in the page, and returns its result.
+    /// Runs a script as a function body in the page, and returns the result of the script.
     pub fn run(&self, script: &str) -> Value {
         self.post("/execute/sync", &json!({"script": script, "args": []}))
     }
 
-    /// Returns the value of an expression.
+    /// Returns the value of a JavaScript expression in the page.
     pub fn value(&self, expression: &str) -> Value {
         self.run(&format!("return {expression}"))
     }
@@ -110,7 +110,7 @@ impl Browser {
         text.as_str().expect("text").to_owned()
     }
 
-    /// Waits until an expression is true.
+    /// Waits until a JavaScript expression is true in the page.
     #[track_caller]
     pub fn wait(&self, expression: &str) {
         wait_for(expression, || (self.value(&format!("Boolean({expression})")) == true).then_some(()));
@@ -166,8 +166,8 @@ impl Browser {
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// Returns the log entries since the last call: `browser` for the console, `performance` for all
-    /// requests.
+    /// Returns the entries of a log since the last call. `kind` is `browser` for the console or `performance`
+    /// for all requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()
@@ -199,7 +199,7 @@ impl Drop for Browser {
         if !self.session.is_empty() && !std::thread::panicking() {
             self.place.ask("DELETE", &self.session, &[], b"");
         }
-        // Ends the whole process group, including the browser.
+        // Kills the whole process group, including the browser.
         let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);
         let _ = self.driver.wait();
     }

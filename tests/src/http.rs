@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address of `http`.
+    /// The TCP address in the key `http`.
     Tcp(SocketAddr),
 }
 
@@ -30,7 +30,7 @@ pub enum Socket {
 }
 
 impl Place {
-    /// Returns the admin socket of a supervisor.
+    /// Returns the address of a supervisor's admin socket.
     pub fn of(supervisor: &Supervisor) -> Self {
         Self::Unix(supervisor.file("admin.sock"))
     }
@@ -46,7 +46,7 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Connects, with [`PATIENCE`] as the timeout of reads and writes.
+    /// Connects to the admin API, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
             Self::Unix(path) => {
@@ -58,11 +58,11 @@ impl Place {
         socket
     }
 
-    /// Sends a complete request and reads the answer.
+    /// Sends a complete request and reads the response.
     pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
         let mut socket = self.connect();
         socket.send_head(method, path, headers, Some(body.len()));
-        // The supervisor may reject a request early and close the connection.
+        // The supervisor can reject a request early and close the connection.
         let _ = socket.write_all(body);
         Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
@@ -77,7 +77,8 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. `length` is the value of `Content-Length`, if any.
+    /// Sends the head of a request. `length` is the value of the header `Content-Length`. `None` leaves out
+    /// the header.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {
@@ -102,7 +103,7 @@ impl Socket {
         set.expect("an open socket");
     }
 
-    /// Shuts down the sending direction.
+    /// Shuts down the sending direction of the connection.
     pub fn end_sending(&self) {
         let ended = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
@@ -134,7 +135,7 @@ impl Write for Socket {
     }
 }
 
-/// A complete answer.
+/// A complete HTTP response.
 #[derive(Debug)]
 pub struct Answer {
     /// Status code.
@@ -146,7 +147,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads an answer to its end. Returns `None` if the connection ends before that.
+    /// Reads a response to its end. Returns `None` if the connection ends earlier.
     pub fn read(socket: Socket) -> Option<Self> {
         let mut reader = BufReader::new(socket);
         let (mut status, mut headers) = read_head(&mut reader)?;
@@ -189,7 +190,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Checks that the answer is a valid problem document with this status, and returns the document.
+    /// Checks that the response is a valid problem document with this status, and returns the document.
     #[track_caller]
     pub fn problem(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());

@@ -1,13 +1,13 @@
-//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Anything else is an error.
+//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Rejects all other input.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A metric family with all its samples.
 #[derive(Debug)]
 pub struct Family {
-    /// Name without suffix.
+    /// Name of the family, without a suffix.
     pub name: String,
-    /// `counter`, `gauge` or `histogram`.
+    /// Type of the family: `counter`, `gauge` or `histogram`.
     pub kind: String,
     /// Samples in the order of the page.
     pub samples: Vec<Sample>,
@@ -16,15 +16,15 @@ pub struct Family {
 /// A sample line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// Name with suffix.
+    /// Name of the sample, with the suffix.
     pub name: String,
-    /// All labels.
+    /// All labels of the sample.
     pub labels: BTreeMap<String, String>,
-    /// The value.
+    /// Value of the sample.
     pub value: f64,
 }
 
-/// A complete page.
+/// A complete page of metrics.
 #[derive(Debug)]
 pub struct Page {
     /// Families in the order of the page.
@@ -74,12 +74,13 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Returns the sum of these samples.
+    /// Returns the sum of all samples with this name that have at least these labels.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns every sample that can only grow, by name and labels.
+    /// Returns the samples of all families except gauges, by name and labels. The values of these samples can
+    /// only grow.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);
@@ -193,7 +194,7 @@ fn check_family(family: &Family) -> Result<(), String> {
 /// Samples of a histogram that share the same labels.
 #[derive(Debug, Default)]
 struct Series {
-    /// Upper bounds and cumulative counts.
+    /// Upper bounds and cumulative counts of the buckets.
     buckets: Vec<(f64, f64)>,
     counts: Vec<f64>,
     sums: Vec<f64>,
@@ -225,7 +226,7 @@ fn check_histogram(family: &Family) -> Result<(), String> {
 }
 
 impl Series {
-    /// True if the buckets are cumulative, ordered and complete.
+    /// Returns true if the buckets are cumulative, ordered and complete.
     fn is_sound(&self) -> bool {
         let Self { buckets, counts, sums } = self;
         let is_ordered = buckets.is_sorted_by(|a, b| a.0 < b.0) && buckets.is_sorted_by(|a, b| a.1 <= b.1);

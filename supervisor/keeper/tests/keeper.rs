@@ -1,5 +1,5 @@
-//! Tests the keeper with real processes. This program is its own keeper. The usual harness is not used,
-//! because the keeper must start before there is a thread.
+//! Tests the keeper with real processes. The test program also runs as the keeper. It does not use the
+//! standard test harness, because the keeper must start before the process has a second thread.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,10 +14,10 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Time limit of a condition. No condition takes nearly this long unless it fails.
+/// Maximum time to wait for a condition. No condition takes nearly as long unless the test fails.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-// The kernel's numbers, whose types differ between C libraries.
+// The kernel's resource numbers, whose types differ between C libraries.
 const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
@@ -50,7 +50,7 @@ fn main() {
     if argument.as_deref() == Some(KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
-    // A name of a case from `cargo test` is used as a filter. Options are ignored.
+    // The first argument of `cargo test` selects cases by name. Options are ignored.
     let filter = argument.filter(|argument| !argument.starts_with('-')).unwrap_or_default();
     keeper::become_subreaper().unwrap();
     let chosen: Vec<_> = CASES.iter().filter(|(name, _)| name.contains(&filter)).collect();
@@ -58,7 +58,7 @@ fn main() {
     for (name, case) in &chosen {
         print!("test {name} ... ");
         io::stdout().flush().unwrap();
-        case(); // A panic ends this program. The keeper then ends with its workers.
+        case(); // A panic ends this program. The keeper then kills its workers and exits.
         println!("ok");
     }
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
@@ -101,7 +101,7 @@ impl Fixture {
         this
     }
 
-    /// Returns the next report. Sends waiting orders in the meantime.
+    /// Returns the next report. Sends pending orders in the meantime.
     fn next(&mut self) -> Report {
         let until = Instant::now() + TIMEOUT;
         loop {
@@ -127,7 +127,7 @@ impl Fixture {
         Worker { number: self.workers, link, stdout }
     }
 
-    /// Runs a shell script, and returns its worker and pid.
+    /// Runs a shell script in a worker. Returns the worker and its pid.
     fn run(&mut self, script: &str) -> (Worker, u32) {
         let worker = self.order(shell(script));
         match self.next() {
@@ -136,7 +136,7 @@ impl Fixture {
         }
     }
 
-    /// Waits until a worker is reaped. Returns how the worker ended.
+    /// Waits until a worker is reaped. Returns the cause of the worker's exit.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
         let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
@@ -179,7 +179,7 @@ fn shell(script: &str) -> SpawnOrder<'_> {
 }
 
 impl Worker {
-    /// Reads a line with a pid.
+    /// Reads a line that contains a pid from the worker's output.
     fn read_pid(&mut self) -> u32 {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -220,7 +220,8 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Leaves a process in a separate session, prints its pid, and stays until the link is closed.
+/// Script that starts a process in a separate session, prints the pid of this process, and exits when the
+/// link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
 fn starts_as_ordered() {
@@ -270,7 +271,7 @@ fn failed_steps() {
         let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), dev_null());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
-    // The largest order that fits also works, and nothing of the failures is left.
+    // A large order works, and the failed orders have left nothing behind.
     let variable = format!("A={}", "x".repeat(100_000));
     let order = SpawnOrder { environment: vec![&variable], ..shell("exit ${#A}") };
     let worker = fixture.order(order);
@@ -302,13 +303,13 @@ fn open_files_of(pid: u32) -> HashSet<String> {
 
 fn inherited_descriptors() {
     let mut fixture = Fixture::start();
-    // Not close-on-exec, as a careless library might leave it.
+    // This descriptor is not close-on-exec, as a careless library might leave it.
     let careless = fs::File::open("/dev/zero").unwrap();
     rustix::io::fcntl_setfd(&careless, rustix::io::FdFlags::empty()).unwrap();
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        // Not a shell, which would have additional descriptors and variables.
+        // The worker is not a shell, because a shell would have additional descriptors and variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
@@ -317,7 +318,7 @@ fn inherited_descriptors() {
         wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
-        // The kernel reports an exec before all of it is in place.
+        // The kernel reports the exec before the new environment is in place.
         wait_until("the environment is as ordered", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
@@ -378,7 +379,7 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers with orphans, and returns the pids of both.
+/// Starts workers that have orphans. Returns the workers, and the pids of workers and orphans.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -507,8 +508,8 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace ends when all others in the namespace have ended. A process that this
-/// test traces ends only when the test permits it.
+/// The first process of a namespace exits when all other processes in the namespace are gone. A process that
+/// this test traces is gone only when the test has waited for it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn prompt_exit_report_in_namespace() {
     if !rustix::process::geteuid().is_root() {
@@ -540,7 +541,7 @@ fn prompt_exit_report_in_namespace() {
     fixture.expect_reaped(&worker);
 }
 
-/// A worker that asks to be traced and stops has not ended.
+/// A worker that asks to be traced and then stops does not count as exited.
 fn traced_worker() {
     if !rustix::process::geteuid().is_root() {
         return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
@@ -550,14 +551,15 @@ fn traced_worker() {
         "exec python3 -c 'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)'";
     let mut order = shell(script);
     order.confinement.layers.namespaces.pid = true;
-    // The first process has no capabilities either, and can only trace such a worker.
+    // The first process of the namespace has no capabilities, so it can trace only a worker without
+    // capabilities.
     order.confinement.layers.no_capabilities = true;
     let worker = fixture.order(order);
     assert!(matches!(fixture.next(), Report::Spawned { .. }));
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kills and pings are accepted, however many orders wait.
+/// Kill and ping orders are accepted, no matter how many orders are pending.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
@@ -589,9 +591,9 @@ fn unlimited_kills() {
 }
 
 fn fork_bombs() {
-    // Processes that all continue to fork. In one case, many processes are in the worker's group. In the
-    // other, each process is in a separate session, so that only a scan finds it (these keep the processors
-    // busiest).
+    // All processes of the fork bomb continue to fork. In one case, many processes are in the worker's
+    // process group. In the other case, each process is in a separate session, so that only a scan finds it.
+    // (These processes keep the processors busiest.)
     let bomb = "if [ $1 -gt 0 ]; then
             $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
         fi
@@ -632,7 +634,7 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
 fn unread_reports() {
     let mut fixture = Fixture::start();
     let mut expected = HashSet::new();
-    // More reports than the socket holds.
+    // Causes more reports than the socket can hold.
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);
@@ -649,7 +651,7 @@ fn unread_reports() {
     }
 }
 
-/// Returns the keeper's open descriptors when it has executed all orders.
+/// Waits until the keeper has executed all orders. Returns the keeper's open descriptors.
 fn open_descriptors_when_idle(fixture: &mut Fixture) -> HashSet<String> {
     let (worker, _) = fixture.run("exit 0");
     fixture.exit_of(&worker);

@@ -1,6 +1,6 @@
 //! An application with an embedded supervisor, and the keeper of that supervisor. The first argument selects
-//! the scenario. The working folder is private, and the environment names the worker's program. Any failure
-//! is a panic.
+//! the scenario. The current folder is private to the scenario, and the environment variable `MISBEHAVE`
+//! names the worker's program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -28,7 +28,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // The limit is longer than all waits of a scenario, and short enough for the test to report the failure.
+    // The alarm fires after the longest wait of any scenario, and early enough for the test to report the
+    // failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -138,7 +139,7 @@ fn lends_files() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that in-process clients meet the same limits as clients of a socket.
+/// Checks that in-process clients are subject to the same limits as clients of a socket.
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
@@ -158,7 +159,7 @@ fn admission() {
     // Dropping the job cancels it, and the next job runs.
     drop(running);
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    // Dropping the client has the same effect.
+    // Dropping the client cancels the client's jobs.
     let other = supervisor.blocking_client().unwrap();
     let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
     std::mem::drop((gone, other));
@@ -178,8 +179,8 @@ fn admission() {
     wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Prints the process ids and waits to be killed. With the argument `forks`, a forked child also holds all
-/// descriptors of this process.
+/// Prints the process ids of the supervisor's processes and waits to be killed. With the argument `forks`, a
+/// forked child also holds all descriptors of this process.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -219,8 +220,8 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
     }
 }
 
-/// Checks that the application sees only the death of its own child. Meanwhile a worker, a keeper and the supervisor
-/// end.
+/// Checks that the application sees only the exit of its own child, although a worker, a keeper and the
+/// supervisor exit as well.
 #[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
@@ -258,7 +259,8 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent closes its end. By then the parent knows the child's process id.
+                // Blocks until the parent closes its end. At that time, the parent knows the child's process
+                // id.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -279,7 +281,7 @@ fn signals(status: &str) -> Vec<String> {
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// Returns the state of the process that a supervisor must not change.
+/// Returns the state of this process that an embedded supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -302,8 +304,8 @@ extern "C" fn on_signal(_: i32) {
     HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
 }
 
-/// Checks that the process state is unchanged, that signals arrive on the application's threads, and that no
-/// descriptors are left.
+/// Checks that the supervisor does not change the process state, that signals arrive on the application's
+/// threads, and that no descriptors are left.
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -340,12 +342,14 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers one-time initialization: the C library's signal of its first thread, and tokio's socket pair.
+/// Triggers one-time initialization: the signal that the C library reserves with the first thread, and
+/// tokio's socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// Waits until no descriptors are left, because a client's thread ends asynchronously.
+/// Waits until this process has at most `before` open descriptors, because a client's thread ends
+/// asynchronously.
 fn assert_nothing_open(before: usize) {
     wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
@@ -356,8 +360,8 @@ fn assert_same_state(before: &[String]) {
     }
 }
 
-/// Checks that after the keeper's death jobs get outcomes, a new keeper starts, and the application's own
-/// children survive.
+/// Checks that after the death of the keeper, jobs get outcomes, a new keeper starts, and the application's
+/// own children survive.
 fn loses_its_keeper() {
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -382,8 +386,8 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// Runs all attempts of the hostile worker under this profile. `workers.toml` has the bulkheads and `targets`
-/// the targets.
+/// Runs all attempts of the hostile worker under this profile. The file `workers.toml` configures the
+/// bulkheads, and the file `targets` contains the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -428,7 +432,7 @@ fn holds() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs the scenario with the data plane on this thread and clients on other threads.
+/// Runs [`keep_books`] with the data plane on this thread and clients on other threads.
 async fn local_holds() {
     let (mut supervisor, client) = start_local(HOLDS);
     let books =
@@ -438,7 +442,8 @@ async fn local_holds() {
 }
 
 /// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed
-/// has run, while workers, keepers and guards are killed. The second argument is the duration in seconds.
+/// has run, while workers, keepers and guards are killed. The program's second argument is the duration in
+/// seconds.
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
@@ -453,8 +458,8 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
-                // The victim may have ended and its pid may be reused, so only kill processes with these
-                // names.
+                // The victim can have exited and its pid can have been reused, so only processes with these
+                // names are killed.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {
                     continue;
@@ -501,7 +506,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Keys for a bulkhead that runs one job at a time, and the number of waiting jobs.
+/// Keys of a bulkhead that runs one job at a time, and the number of jobs that wait in the queue.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
@@ -511,7 +516,7 @@ fn assert_told(told: &Result<Reply, JobError>) {
     assert!(told.executed() != Executed::Yes, "{told}");
 }
 
-/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor ends.
+/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor stops.
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
@@ -524,8 +529,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario on this thread. Also drops the supervisor without an iteration in which it could send
-/// the outcomes.
+/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor before it has
+/// an iteration in which it could send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);
@@ -595,7 +600,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // From now on another runtime drives the supervisor, and the first runtime ends.
+    // From now on, another runtime drives the supervisor, and the first runtime is shut down.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -604,7 +609,7 @@ fn local_goes_on() {
     assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
-/// Drops the future of `run_until` after its first poll, repeatedly, like a `select!` with a channel that is
+/// Repeatedly drops the future of `run_until` after its first poll, like a `select!` with a channel that is
 /// always ready.
 async fn local_polled_once() {
     let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
@@ -632,8 +637,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error at once after the end of the supervisor, and that the copy of a supervisor in a
-/// forked child cannot shut down the original.
+/// Checks that clients get an error immediately after the supervisor has ended, and that the copy of a
+/// supervisor in a forked child cannot shut down the original.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -662,7 +667,7 @@ fn ends_for_good() {
     }
 }
 
-/// Names of the supervisor's processes.
+/// Process names of workers, keepers and guards.
 const OURS: [&str; 3] = ["misbehave", "bulkhead-keeper", "bulkhead-guard"];
 
 fn two() {
@@ -685,7 +690,7 @@ fn two() {
     }
 }
 
-/// Checks that each invalid start is an error and leaves nothing behind.
+/// Checks that each start with invalid settings fails and leaves nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());
@@ -750,7 +755,7 @@ fn drains() {
     assert_eq!(outcome(&running.wait()), "ok");
     dropped.join().unwrap();
     assert_gone(&line);
-    // After two stops, running jobs are not awaited.
+    // After a second stop, the supervisor does not wait for running jobs.
     std::fs::remove_file("go").unwrap();
     let (supervisor, client) = start("");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
@@ -805,8 +810,8 @@ async fn in_a_runtime() {
     .unwrap();
 }
 
-/// Prints how a misbehaving job ends, with the data plane on a separate thread and on this thread. Checks
-/// that the next job is served.
+/// Prints the outcome of a misbehaving job, with the data plane on a separate thread and on this thread.
+/// Checks that the next job is served.
 fn after(operation: &str, payload: &str) {
     let (supervisor, client) = start("deadline = \"20s\"");
     let told = client.job("a", payload).operation(operation).send();
@@ -844,7 +849,7 @@ async fn pid_of(client: &bulkhead_client::Client) -> u32 {
     send_to(client, "pid").await.unwrap().outcome().worker_pid.unwrap()
 }
 
-/// Runs the data plane on this thread.
+/// Checks a supervisor whose data plane runs on this thread.
 async fn local() {
     std::thread::spawn(|| run(async {})).join().unwrap();
     let before = process_state();
@@ -883,7 +888,7 @@ async fn local() {
     let next = supervisor.run_until(async {
         loop {
             match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
-                // The worker can answer once more before the kernel ends it.
+                // The worker can reply once more before the kernel kills it.
                 Ok(pid) if pid == line[0] => {}
                 Ok(pid) => return pid,
                 Err(_) => {}
@@ -898,7 +903,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends the supervisor by a stop, by dropping it, and by dropping it before its first iteration.
+/// Ends supervisors with a stop, by dropping, and by dropping before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -927,7 +932,8 @@ async fn local_ends() {
     drop(start_local(""));
 }
 
-/// Checks that the keeper notices the end of the application without the data plane.
+/// Waits to be killed without driving the data plane. The keeper must notice the end of the application by
+/// itself.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();

@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
-/// Files of the payload and of the result, by lease.
+/// Payload file and result file of each lease.
 type Lent = HashMap<u64, (File, File)>;
 
 struct Worker {
@@ -132,7 +132,7 @@ impl Worker {
                     tries.into_iter().filter(|(_, is_done)| *is_done).map(|(name, _)| name).collect();
                 self.send(kind::RESULT, job, &Empty, None, format!("done: {}", done.join(" ")).as_bytes());
             }
-            // Sends a correct answer and continues to write.
+            // Sends a correct result, and continues to write to the result file.
             "scribble" => {
                 result.write_all_at(&vec![1; named.bytes as usize], 0).expect("the result file is writable");
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");

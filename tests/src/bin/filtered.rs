@@ -1,5 +1,5 @@
-//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. This
-//! simulates a kernel without these calls, a container, or a supervisor above ours.
+//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. The filter
+//! simulates a kernel without these system calls, or the sandbox of a container or of another supervisor.
 //!
 //! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect.
 

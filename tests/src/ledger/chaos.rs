@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// Start time in µs of CLOCK_MONOTONIC, and name of a disturbance.
+/// A disturbance: its start time in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -52,7 +52,7 @@ pub struct Chaos {
 }
 
 impl Chaos {
-    /// Starts the disturbances. They end soon after `is_over` is set.
+    /// Starts the disturbances, which end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),
@@ -69,7 +69,7 @@ impl Chaos {
         Self { threads }
     }
 
-    /// Waits for the end and returns all disturbances.
+    /// Waits until the disturbances have ended, and returns all of them.
     pub fn end(self) -> Vec<Deed> {
         self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
     }
@@ -222,7 +222,7 @@ pub fn pause(ms: usize) {
     std::thread::sleep(Duration::from_millis(ms as u64));
 }
 
-/// Returns true if everything was written.
+/// Writes bytes to a socket. Returns true if all bytes were written.
 fn push(socket: &mut UnixStream, bytes: &[u8]) -> bool {
     socket.write_all(bytes).is_ok()
 }

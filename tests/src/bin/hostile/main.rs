@@ -1,9 +1,9 @@
-//! A worker that attempts forbidden actions. Each job runs one attempt and returns how far it got. The
-//! operation names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
+//! A worker that attempts forbidden actions. Each job runs one attempt and returns its result. The operation
+//! names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
 //!
 //! - `hostile`: a worker of the SDK. With `prepare`, runs attempts during its start that a sealed worker
 //!   could not run later.
-//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Standard input has the targets.
+//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Reads the targets from standard input.
 //! - `hostile template HOW`: a template that violates the protocol.
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
@@ -112,8 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns the
-/// results.
+/// Runs attempts during the start, because a sealed worker cannot run them later. The operation `prepared`
+/// returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];
@@ -161,7 +161,7 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
-            // Delays the answer, so that two concurrent jobs go to different processes.
+            // Delays the reply, so that two concurrent jobs go to different processes.
             let text = String::from_utf8_lossy(payload);
             std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())

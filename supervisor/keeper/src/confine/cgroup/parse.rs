@@ -3,13 +3,13 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// True if `cgroup.events` reports a process in the group or below.
+/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// Returns the number of processes killed because memory ran out, from `memory.events`. If a group is killed as
-/// a whole, each of its processes counts.
+/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the
+/// kernel kills a whole group, each process of the group counts.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
@@ -28,17 +28,17 @@ fn number(text: &str, key: &str) -> Option<u64> {
     found
 }
 
-/// Parses digits only, because `parse` would accept a sign too.
+/// Parses a number that consists of digits only, because `parse` would also accept a sign.
 fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// Parses pids in `cgroup.procs`.
+/// Parses the list of pids in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
     text.lines().map(parse_digits).collect()
 }
 
-/// Parses names of controllers in `cgroup.controllers` and `cgroup.subtree_control`.
+/// Parses the names of controllers in `cgroup.controllers` or `cgroup.subtree_control`.
 pub(super) fn words(text: &str) -> Option<Vec<String>> {
     let is_name = |word: &str| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
     let words = text.strip_suffix('\n').unwrap_or(text).split(' ').filter(|word| !word.is_empty());
@@ -66,12 +66,13 @@ fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// True if a path stays below the root. Groups outside of this process's namespace start with `/..`.
+/// Returns true if a path stays below the root folder. The paths of groups outside of this process's cgroup
+/// namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)
 }
 
-/// Decodes the kernel's escapes of spaces, tabs, line ends and backslashes in `mountinfo`.
+/// Decodes the kernel's escape sequences for spaces, tabs, line ends and backslashes in `mountinfo`.
 fn unescape(field: &str) -> Option<String> {
     let mut parts = field.split('\\');
     let mut text = parts.next()?.to_owned();

@@ -1,4 +1,5 @@
-//! Real control groups, below the test's own group. A folder for each test stands for the delegated group.
+//! Tests with real control groups, below the control group of the test process. In each test, a new group
+//! takes the place of the delegated group.
 #![expect(unsafe_code, reason = "starting programs in a cgroup, and waiting for them")]
 
 use std::ffi::CString;
@@ -17,7 +18,7 @@ use super::{
     fork_into, root_path,
 };
 
-/// Time limit of a condition. No condition takes nearly this long.
+/// Maximum time to wait for a condition. No condition is expected to take nearly as long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -28,11 +29,11 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A cgroup for a single test. Killed and removed when dropped.
+/// A cgroup for a single test. Dropping this value kills the processes in the cgroup and removes it.
 struct TestGroup(Folder);
 
 impl TestGroup {
-    /// Returns `None` and prints a message if no group can be created here.
+    /// Returns `None` and prints a message if the test cannot create a cgroup on this machine.
     fn new(test: &str) -> Option<Self> {
         let name = format!("bulkhead-test-{}-{test}", std::process::id());
         let made = root_path().and_then(|path| Folder::open(&path)?.make_child(&name));
@@ -49,7 +50,8 @@ impl TestGroup {
         self.0.path()
     }
 
-    /// Returns the group as a delegated group, with this process as the keeper. `supervisor` is a pid.
+    /// Returns this group as the delegated group of a keeper, which is the test process. `supervisor` is the
+    /// pid of the supervisor.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -58,7 +60,7 @@ impl TestGroup {
         self.root(0).create_leaf(worker, &Limits::default()).unwrap()
     }
 
-    /// True if child groups can use the controller. Otherwise prints a message.
+    /// Returns true if child groups can use the controller. Otherwise prints a message and returns false.
     fn has_controller(&self, controller: &str) -> bool {
         let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
         if !has {
@@ -75,7 +77,7 @@ impl Drop for TestGroup {
     }
 }
 
-/// A shell in a group.
+/// A shell process in a control group.
 struct Shell(libc::pid_t);
 
 impl Shell {
@@ -100,7 +102,7 @@ impl Shell {
         self.0 as u32
     }
 
-    /// Waits until the shell has ended. Returns the status of `waitpid`.
+    /// Waits until the shell has exited. Returns the status of `waitpid`.
     fn wait(self) -> i32 {
         let mut status = 0;
         // SAFETY: the pid is that of a child that has not been waited for, and the pointer is to a local.
@@ -151,12 +153,12 @@ impl Leaf {
         Ok(events.lines().any(|line| line == event))
     }
 
-    /// True if no process in the group is still running. Dead processes may still have to be reaped.
+    /// True if no live process is in the group. Zombies do not count.
     fn is_empty(&self) -> std::io::Result<bool> {
         self.event_is_set("populated 0")
     }
 
-    /// True if all processes in the group have stopped.
+    /// True if all processes in the group are frozen.
     fn is_frozen(&self) -> std::io::Result<bool> {
         self.event_is_set("frozen 1")
     }
@@ -167,7 +169,7 @@ fn forked_process_starts_in_its_cgroup() {
     let Some(group) = TestGroup::new("first-moment") else { return };
     let leaf = group.leaf(1);
     assert!(leaf.is_empty().unwrap());
-    // The process checks this itself, before anything could have moved it.
+    // The shell itself checks its control group, before any other process could have moved it.
     let script =
         format!("grep -q '^0::.*/{}$' /proc/self/cgroup", leaf.path().file_name().unwrap().to_str().unwrap());
     assert_eq!(Shell::start(&folder(&leaf), &script).wait(), 0);
@@ -188,7 +190,8 @@ fn cgroup_kill_reaches_processes_in_other_sessions() {
     let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
         (trap '' TERM HUP; (setsid setsid sleep 1000 &) &) & while :; do sleep 1000; done";
     let shell = Shell::start(&folder(&leaf), script);
-    // Two direct children, two of the double fork, one of the triple fork, and one of the loop.
+    // The script starts six `sleep` processes: two direct children, two by double forks, one by a triple
+    // fork, and one in the loop.
     wait_until("all six `sleep` processes run", || {
         let names: Vec<String> = processes(leaf.path())
             .iter()
@@ -271,7 +274,7 @@ fn worker_cannot_create_child_cgroups() {
 fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that may create groups can remove this limit first.
+    // A process that has the permission to create groups can also remove this limit.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -289,7 +292,7 @@ fn nested_cgroups_are_removed_with_their_leaf() {
     remove(&leaf);
 }
 
-/// The walk through nested groups ends at a maximum depth.
+/// Removing a group fails if groups are nested beyond the maximum depth.
 #[test]
 fn too_deeply_nested_cgroups_are_an_error() {
     let Some(group) = TestGroup::new("abyss") else { return };
@@ -302,7 +305,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
     }
     let error = group.0.remove().unwrap_err();
     assert_eq!(error.errno, Errno::LOOP, "{error}");
-    // Removes some levels, so that the end of the test can remove the others.
+    // Removes some levels, so that dropping `group` can remove the others.
     for _ in 0..200 {
         let parent = here.parent().unwrap();
         assert_eq!(parent.remove_child("d"), Ok(true));
@@ -345,11 +348,12 @@ fn only_leaves_of_dead_keepers_are_removed() {
     assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
-/// Any other process in the group is an error.
+/// A process in the delegated group that does not belong to the supervisor is an error.
 #[test]
 fn only_processes_of_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
-    // The supervisor's child also descends from this process, like the keeper's children.
+    // The shell takes the place of the supervisor. Its child descends from this process, like the keeper's
+    // children do.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
     wait_until("both processes run", || processes(group.path()).len() >= 2);
     let root = group.root(supervisor.pid());
@@ -407,7 +411,7 @@ fn cgroup_limit_without_controller_is_an_error() {
 #[test]
 fn cgroup_controllers_are_enabled_after_moving_processes() {
     let Some(group) = TestGroup::new("enable") else { return };
-    // The test works with any controller.
+    // The test works with any available controller.
     let have = group.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
         return eprintln!("NOT RUN: no controller at all in {}", group.path().display());
@@ -432,7 +436,7 @@ fn memory_limit_kills_all_processes_of_worker() {
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
     let leaf = group.root(0).create_leaf(1, &limits).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
-    // A child of the first process uses the memory.
+    // A child of the shell exceeds the memory limit.
     let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     assert!(leaf.oom_kills().unwrap() >= 1);
@@ -447,7 +451,7 @@ fn pids_limit_prevents_further_forks() {
     }
     let leaf = group.root(0).create_leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
     let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
-    // The shell cannot fork a second time.
+    // The limit is two processes, so the shell cannot fork a second time.
     assert!(libc::WEXITSTATUS(shell.wait()) != 0);
     leaf.kill().unwrap();
     remove(&leaf);

@@ -1,5 +1,5 @@
-//! Tests that ordinary programs work under the default rules, and that the rules deny the rest. Some tests
-//! confine only a thread, because the kernel enforces rules by thread.
+//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some
+//! tests confine only a thread, because the kernel enforces rules by thread.
 #![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;
@@ -18,8 +18,8 @@ use tempfile::TempDir;
 use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
 
-/// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
-/// success.
+/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, because
+/// a test that did not run must not look like a success.
 fn has_abi(min: u32) -> bool {
     match abi_version() {
         Ok(abi) if abi >= min => true,
@@ -30,7 +30,7 @@ fn has_abi(min: u32) -> bool {
     }
 }
 
-/// True if the program exists. Otherwise prints a message.
+/// Returns true if the program exists. Otherwise prints a message and returns false.
 fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -39,7 +39,7 @@ fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Runs a task on a new thread, under these rules.
+/// Runs a task on a new thread that is confined by these rules.
 fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     let ruleset = Ruleset::prepare(rules).unwrap();
     std::thread::scope(|scope| {
@@ -52,7 +52,7 @@ fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// Makes a command run under these rules.
+/// Returns a command whose process is confined by these rules.
 fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     let ruleset = Ruleset::prepare(rules).unwrap();
     // SAFETY: the child makes two system calls.
@@ -344,15 +344,15 @@ fn landlock_denies_signals_to_other_processes() {
     assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);
 }
 
-/// Drops all capabilities, as the child does. With CAP_PERFMON or CAP_SYS_ADMIN the kernel does not require
-/// the right to trace.
+/// Drops all capabilities, as the keeper's child does. With CAP_PERFMON or CAP_SYS_ADMIN, a process can read
+/// these files without the right to trace.
 fn drop_capabilities() {
     use rustix::thread::{CapabilitySet as Set, CapabilitySets, set_capabilities};
     let (effective, permitted, inheritable) = (Set::empty(), Set::empty(), Set::empty());
     set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
 }
 
-/// This protection is the reason why the rules can grant `/proc` as a whole.
+/// Landlock protects the sensitive files of other processes, so the rules can grant all of `/proc`.
 #[test]
 fn landlock_protects_other_processes_in_proc() {
     if !has_abi(1) {

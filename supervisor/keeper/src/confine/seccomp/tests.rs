@@ -18,12 +18,12 @@ use rustix::net::{
 
 use super::*;
 
-/// Time limit of a program, after which it is killed.
+/// Time after which a test program is killed.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 // ---- The program against the rules.
 
-/// Interprets a program like the kernel, for the instructions used here.
+/// Interprets a BPF program as the kernel does. Supports only the instructions that filters use.
 fn interpret(program: &[sock_filter], architecture: u32, number: u32, arguments: [u64; 6]) -> u32 {
     let halves = arguments.iter().flat_map(|argument| [*argument as u32, (*argument >> 32) as u32]);
     let data: Vec<u32> = [number, architecture, 0, 0].into_iter().chain(halves).collect();
@@ -176,7 +176,7 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
     }
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
-        // Search, followed by the longest list of values of an argument.
+        // The longest path is the binary search, followed by the longest list of values of one argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
@@ -184,7 +184,7 @@ fn seccomp_lookup_takes_fewer_than_45_instructions() {
 
 #[test]
 fn seccomp_rules_reject_unknown_call_names() {
-    // Building the profiles asserts this.
+    // Building the profiles asserts that all names are known.
     all_profiles();
     assert_eq!(default(false).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
@@ -219,8 +219,8 @@ impl Confined {
         Self { child, listener: take_listener(&ours) }
     }
 
-    /// Answers notifications with this error until the child and its descendants are gone. Returns the names
-    /// of the calls, and the child's results.
+    /// Responds to notifications with this error until the child and its descendants have exited. Returns the
+    /// names of the calls, and the child's results.
     fn finish(self, errno: Errno) -> Finished {
         let Self { child, listener } = self;
         let pid = child.id() as i32;
@@ -247,8 +247,8 @@ impl Confined {
     }
 }
 
-/// Returns `None` if no process is left. Otherwise returns a notification, if one has arrived within a
-/// second.
+/// Waits at most one second for a notification. Returns `None` if no process is left, and `Some(None)` if no
+/// notification has arrived.
 fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
     let mut entries = [PollFd::new(listener, PollFlags::IN)];
     let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -291,7 +291,8 @@ impl Finished {
 const CALLS: &str = "BULKHEAD_TEST_CALLS";
 const SEAL: &str = "BULKHEAD_TEST_SEAL";
 
-/// Not a test. This program, started again, makes the calls that a variable lists.
+/// Not a test. A test starts this program again with an environment variable that lists system calls, and
+/// this function makes the calls.
 #[test]
 fn helper_child_makes_system_calls() {
     let Ok(calls) = std::env::var(CALLS) else { return };
@@ -314,7 +315,7 @@ fn helper_child_makes_system_calls() {
     }
 }
 
-/// Pseudo-number of a call through the kernel entry of 32-bit programs.
+/// Pseudo-number for a call through `int 0x80`, the system call entry of 32-bit programs.
 const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
@@ -333,7 +334,7 @@ fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     command
 }
 
-/// Arguments with which each call fails if it is made.
+/// Arguments that make every call fail if the kernel executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -341,7 +342,7 @@ fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     syscalls::number(name).map(|number| (u64::from(number), arguments))
 }
 
-/// Makes each call, and compares the error.
+/// Makes each call in a child under the filter, and compares the error numbers.
 fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
     let here: Vec<_> = expectations
         .iter()
@@ -365,7 +366,8 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// Error with which the tests answer seccomp notifications. None of the tested calls returns it otherwise.
+/// Error with which the tests respond to seccomp notifications. No tested call returns this error for another
+/// reason.
 const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
@@ -402,7 +404,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [UNIX, STREAM | CLOEXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
-        // The limit of core dumps can be read but not set. The rule depends on both halves of the pointer.
+        // The limit for core dumps can be read but not set. The rule depends on both halves of the pointer.
         ("prlimit64", [0, CORE, 0], 0),
         ("prlimit64", [0, CORE, 1], libc::EPERM),
         ("prlimit64", [0, CORE, 1 << 32], libc::EPERM),
@@ -493,7 +495,7 @@ fn denied_system_calls_fail_with_expected_errors() {
     }
 }
 
-/// The filter serves kernels whose Landlock does not control truncation.
+/// The filter is needed on kernels whose version of Landlock does not control truncation.
 #[test]
 fn seccomp_denies_truncation_of_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
@@ -526,7 +528,7 @@ fn seal_denies_only_programs_and_sockets() {
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
 }
 
-/// The flags are compared as a whole.
+/// The rule compares all flags of `clone` at once.
 #[test]
 fn only_templates_can_fork_siblings() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
@@ -553,7 +555,7 @@ fn only_templates_can_fork_siblings() {
         let missing = Verdict::Errno(Errno::NOSYS).action(FatalAction::Notify);
         assert_eq!(expected(&template, clone3, [0; 6]), missing);
     }
-    // The filter is installed for each worker, and the kernel's check takes longer for longer filters.
+    // The filter is installed for each worker, and the kernel takes longer to check longer filters.
     let length = deny_siblings(allow_all()).compile(FatalAction::Kill).program.len();
     assert!(length <= 20, "{length} instructions");
 }
@@ -577,7 +579,7 @@ fn fatal_system_call_is_reported_with_arguments() {
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // No process is waiting any more, which is not an error.
+    // No process is waiting for a response any more, which is not an error.
     respond_with_error(confined.listener.as_ref().unwrap(), notification.id, Errno::PERM).unwrap();
 }
 
@@ -674,7 +676,7 @@ worker.on('message', async (answer) => {
 });
 "#;
 
-/// Runs this program. Returns `None` if the program does not exist here.
+/// Runs this program. Returns `None` if the program is not installed.
 fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);
