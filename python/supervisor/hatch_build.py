@@ -31,7 +31,7 @@ def find_programs() -> Path:
     named = os.environ.get("BULKHEAD_PROGRAMS")
     folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]
     if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
-        print("building the programs; this takes some minutes", file=sys.stderr, flush=True)
+        print("building the programs; this takes a few minutes", file=sys.stderr, flush=True)
         packages = [word for package in PACKAGES for word in ("--package", package)]
         programs = [word for program in PROGRAMS for word in ("--bin", program)]
         subprocess.run(["cargo", "build", "--profile", "dist", *packages, *programs], cwd=ROOT, check=True)

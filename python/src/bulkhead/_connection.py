@@ -506,14 +506,14 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
             retryable = reason in ("draining", "unavailable", "overloaded")
             raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
-            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome")
+            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome frame")
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
     except BaseException as error:
         link.close()
         if isinstance(error, EOFError):
-            raise Disconnected(f"the supervisor at {path} closed the connection before sending a welcome") from None
+            raise Disconnected(f"the supervisor at {path} closed the connection before its welcome frame") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
             said = getattr(error, "strerror", None) or error
             raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None

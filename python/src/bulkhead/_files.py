@@ -167,7 +167,7 @@ class Lease(Pair):
         pickled, *buffers = parts(self.other[:size])
         found = [bytes(pickled), *buffers]
         if os.fstat(self.other_file).st_mode & 0o777:
-            raise ValueError("the supervisor revoked the result before this program read the result")
+            raise ValueError("the supervisor revoked the result before this program read it")
         return found
 
 

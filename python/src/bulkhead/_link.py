@@ -175,7 +175,7 @@ def handshake(
                     return welcome, None
                 # The supervisor relies on the journal from here on.
                 if not lent:
-                    raise Refused("the journal did not arrive: see `rlimits.nofile`")
+                    raise Refused("the journal's descriptor did not arrive: raise `rlimits.nofile`")
                 journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)

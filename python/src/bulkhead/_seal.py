@@ -49,6 +49,6 @@ def install(instructions: bytes) -> None:
         ctypes.byref(program),
     )
     if result > 0:
-        raise SealFailed(f"thread {result} has a separate filter")
+        raise SealFailed(f"thread {result} has a seccomp filter that the other threads do not have")
     if result != 0:
         raise SealFailed(f"seccomp: {os.strerror(ctypes.get_errno())}")

@@ -601,7 +601,7 @@ def _clamped(limit: int) -> int:
 
 
 def _was_cancelled() -> HandlerError:
-    return HandlerError("cancelled", "the client no longer waited", fault="caller")
+    return HandlerError("cancelled", "the client is no longer waiting for the job", fault="caller")
 
 
 def _as_bytes(result: object) -> bytes | memoryview:

@@ -42,7 +42,7 @@ def run(
     if socket is None:
         program = " ".join(["python3", *sys.argv])
         print(
-            "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n"
+            "this program is a worker, which bulkhead-supervisor must start. In workers.toml:\n\n"
             f'    [bulkhead.NAME]\n    command = ["{program}"]',
             file=sys.stderr,
         )

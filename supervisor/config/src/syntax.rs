@@ -44,7 +44,7 @@ fn colon_help(before: &str, after: &str) -> String {
     let value = after.lines().next().unwrap_or_default();
     // Inside braces, the next key is not part of the value.
     let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
-    format!("TOML has `=` between key and value: write `{} = {}`", shown(key), shown(value.trim()))
+    format!("TOML uses `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
 }
 
 fn help(message: &str, written: &str, span: &Range<usize>) -> String {
@@ -52,13 +52,13 @@ fn help(message: &str, written: &str, span: &Range<usize>) -> String {
     let advice = match plain(message) {
         "string values must be quoted" if span.is_empty() => "write a value after the `=`",
         "string values must be quoted" if matches!(&*word, "yes" | "on" | "true") => {
-            "write `true`; only a string has quotes"
+            "write `true`; only strings are quoted"
         }
         "string values must be quoted" if matches!(&*word, "no" | "off" | "false") => {
-            "write `false`; only a string has quotes"
+            "write `false`; only strings are quoted"
         }
         "string values must be quoted" => return format!("write \"{}\"", shown(written.trim())),
-        "duplicate key" => "the key was set above: remove either line",
+        "duplicate key" => "the key is already set above: remove one of the two lines",
         "key with no value" => "write `key = value`",
         "unexpected key or value" => "put each `key = value` on a separate line",
         "invalid unquoted key" => "a key consists of A-Z, a-z, 0-9, `_` and `-`; quote any other key",

@@ -115,7 +115,7 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const FRAME_BYTES: usize = 128;
 
 /// Message for a peer that has sent out-of-band data.
-const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
+const OUT_OF_BAND: &str = "the peer sent out-of-band data, which the protocol does not allow";
 
 /// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
 /// records small.
@@ -887,7 +887,7 @@ impl DataPlane {
         match command {
             Command::Listen(listener) => {
                 if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
-                    self.reporter.trouble("the jobs socket cannot be listened to", &error.to_string());
+                    self.reporter.trouble("failed to listen on the jobs socket", &error.to_string());
                 }
             }
             Command::Snapshot { bulkhead, reply } => {

@@ -48,7 +48,7 @@ section! {
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the
     /// job.
-    crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
+    crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of newest crash reports to keep. In addition, the same number of reports about workers that
     /// never started is kept.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;

@@ -43,7 +43,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
         Ok(response) => response,
         Err(_) if admission.has_no_time_limit() => response.await,
         // Nothing else limits the time of a client that was sent `100 Continue`.
-        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request was not complete in time"),
+        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the complete request was not received in time"),
     }
 }
 
