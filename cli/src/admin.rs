@@ -96,8 +96,8 @@ async fn send(
         std::io::ErrorKind::PermissionDenied => Failure::new(
             exit::FORBIDDEN,
             format!(
-                "this user has no permission to use the admin socket {}: \
-                                                   run the command as the supervisor's user or as root",
+                "this user has no permission to use the admin socket {}: run the command as the supervisor's \
+                 user or as root",
                 socket.display()
             ),
         ),
@@ -121,13 +121,7 @@ async fn send(
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
     let body = body.map_err(|error| {
-        Failure::new(
-            exit::UNREACHABLE,
-            format!(
-                "failed to read the supervisor's \
-            response: {error}"
-            ),
-        )
+        Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
     })?;
     Ok(body.to_bytes().to_vec())
 }
@@ -422,8 +416,7 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
         let Ok(line_document) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
         if let Some(count) = line_document.dropped {
             output::to_stderr(&format!(
-                "{count} lines of output were skipped, because the output was not \
-                                        read fast enough"
+                "{count} lines of output were skipped, because the output was not read fast enough"
             ));
             return Ok(());
         }
@@ -450,13 +443,7 @@ async fn lines(
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
         let fail = |error| {
-            Failure::new(
-                exit::UNREACHABLE,
-                format!(
-                    "failed to read the supervisor's \
-            response: {error}"
-                ),
-            )
+            Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
         };
         let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
         partial.extend_from_slice(&data);
@@ -484,7 +471,7 @@ pub(crate) async fn steer(args: &Args, name: &str, action: &str) -> Result<u8, F
             "resume" => "jobs are accepted again",
             _ => {
                 "the breaker, the restart history and the quarantine are reset, and failed workers start \
-                  again"
+                 again"
             }
         };
         output::line(&format!("{}: {done}", escape(name)))?;

@@ -100,7 +100,7 @@ fn describe(report: &CrashReport) -> String {
         add("tenant", name_or_dash(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
-    let whose = if is_program { "the program; the worker continues" } else { "the worker" };
+    let whose = if is_program { "the program died; the worker continues" } else { "the worker died" };
     add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
@@ -217,21 +217,13 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
             return Err(Failure::new(
                 exit::INVALID,
                 format!(
-                    "the report does not contain the selected job: it \
-                contains {count} jobs, counted from 0"
+                    "the report does not contain the selected job: it contains {count} jobs, counted from 0"
                 ),
             ));
         }
     };
-    let missing = || {
-        Failure::new(
-            exit::INVALID,
-            format!(
-                "the report does not contain the payload of job \
-        {index}"
-            ),
-        )
-    };
+    let missing =
+        || Failure::new(exit::INVALID, format!("the report does not contain the payload of job {index}"));
     let payload = jobs[index].payload.as_ref().ok_or_else(missing)?;
     if file == Path::new("-") {
         output::raw(payload)?;

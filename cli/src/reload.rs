@@ -43,8 +43,7 @@ fn lines(changes: &Changes) -> Vec<String> {
     }
     if !ignored.is_empty() {
         lines.push(format!(
-            "[supervisor]: not applied: {ignored}; restart the supervisor to apply these \
-                            changes"
+            "[supervisor]: not applied: {ignored}; restart the supervisor to apply these changes"
         ));
     }
     lines

@@ -349,12 +349,10 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
             _ if matches!(target, Target::InProcess(_)) => "the supervisor did not accept the client",
             io::ErrorKind::NotFound => "the socket does not exist; is the supervisor running?",
             io::ErrorKind::ConnectionRefused => {
-                "no process is listening on the socket; is the supervisor \
-                                                 running?"
+                "no process is listening on the socket; is the supervisor running?"
             }
             io::ErrorKind::PermissionDenied => {
-                "this user has no access to the socket; see `socket_mode` in \
-                                                workers.toml"
+                "this user has no access to the socket; see `socket_mode` in workers.toml"
             }
             io::ErrorKind::WouldBlock => "too many clients are waiting to be accepted; try again later",
             _ => "the socket cannot be opened; check that the path is correct",
@@ -459,11 +457,9 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
                 return Err(HandshakeError::Refused { reason, message });
             }
             Some((kind, _)) => {
-                return Err(format!(
-                    "the supervisor sent a frame of kind {kind} instead of a \
-                                                   welcome frame"
-                )
-                .into());
+                return Err(
+                    format!("the supervisor sent a frame of kind {kind} instead of a welcome frame").into()
+                );
             }
             None if received == Received::Closed => {
                 return Err("the supervisor closed the connection before it sent a welcome frame"

@@ -33,8 +33,7 @@ impl MappedResult {
     pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
         assert!(
             at <= self.bytes && into.len() <= self.bytes - at,
-            "the requested range is beyond the end of \
-            the result"
+            "the requested range is beyond the end of the result"
         );
         if let Some(lease) = &self.lease {
             lease.result.read(at, into);

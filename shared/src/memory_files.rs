@@ -154,8 +154,7 @@ impl Mapping {
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.bytes && into.len() <= self.bytes - at,
-            "the requested range is beyond the end of \
-            the memory file"
+            "the requested range is beyond the end of the memory file"
         );
         // SAFETY: both ranges have this length, and `into` cannot overlap the mapping. Concurrent writes of
         // the other side can change the copied values, but any value is a valid byte.

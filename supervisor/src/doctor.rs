@@ -25,12 +25,9 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => IdAllocator::new(None, IdUse::Check).map(|_| {
-            format!(
-                "separate ids from the range \
-            {WORKER_UIDS}"
-            )
-        }),
+        None => {
+            IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids from the range {WORKER_UIDS}"))
+        }
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
             let missing = |part: &str| {

@@ -230,8 +230,7 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => "stop the program that uses the port, or choose another port",
             std::io::ErrorKind::AddrNotAvailable => {
-                "the address does not belong to this machine: choose \
-                another address"
+                "the address does not belong to this machine: choose another address"
             }
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
             _ => "choose another address",

@@ -150,8 +150,7 @@ impl MappedPayload<'_> {
     pub fn read(&self, at: usize, into: &mut [u8]) {
         assert!(
             at <= self.len() && into.len() <= self.len() - at,
-            "the requested range is beyond the end of \
-            the payload"
+            "the requested range is beyond the end of the payload"
         );
         self.0.files.payload.read(at, into);
     }

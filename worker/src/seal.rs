@@ -36,8 +36,7 @@ impl Seal {
             0 => Ok(()),
             -1 => Err(io::Error::last_os_error()),
             thread => Err(io::Error::other(format!(
-                "thread {thread} has a seccomp filter that the other \
-                threads do not have"
+                "thread {thread} has a seccomp filter that the other threads do not have"
             ))),
         }
     }

@@ -100,8 +100,7 @@ fn read(path: &Path) -> Result<String, ConfigErrors> {
         return Err(ConfigErrors::of_file(
             path,
             message,
-            "pass a configuration file, which is a text file in \
-            the TOML format",
+            "pass a configuration file, which is a text file in the TOML format",
         ));
     }
     String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))

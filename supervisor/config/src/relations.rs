@@ -510,7 +510,7 @@ impl Checker<'_> {
                 ),
                 format!(
                     "set `{name}` to at most \"{max}\", or `max_payload` in [supervisor] to at least \
-                         \"{given}\""
+                     \"{given}\""
                 ),
             );
         }

@@ -23,7 +23,7 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
         last_end = Some(span.start + rest.find('\n').unwrap_or(rest.len()));
         lines += 1;
         if let Some(line) = rest.strip_prefix(':').filter(|_| plain(message) == "invalid unquoted key") {
-            problems.report(span.clone(), "`:` in the place of `=`", colon_help(&text[..span.start], line));
+            problems.report(span.clone(), "`:` in place of `=`", colon_help(&text[..span.start], line));
             continue;
         }
         let written = text.get(span.clone()).unwrap_or_default();

@@ -51,8 +51,7 @@ impl Token {
             let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
             return Err((
                 format!(
-                    "{shown} does not contain a token, which has {least} to {most} visible ASCII \
-                         characters"
+                    "{shown} does not contain a token, which has {least} to {most} visible ASCII characters"
                 ),
                 MAKE_IT,
             ));

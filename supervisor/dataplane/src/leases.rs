@@ -661,8 +661,7 @@ impl Leases {
         }
         if inline_bytes > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
             return invalid(
-                "the payload is not in the memory file of the lease, or is too small for a memory \
-                            file",
+                "the payload is not in the memory file of the lease, or is too small for a memory file",
             );
         }
         Ok(())

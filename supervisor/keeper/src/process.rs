@@ -429,8 +429,7 @@ impl EventLoop {
         let refused = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
-                "the keeper received an order that its \
-            version does not know",
+                "the keeper received an order that its version does not know",
             )
         };
         match Order::decode(message).ok_or_else(refused)? {

@@ -151,8 +151,8 @@ impl Host {
         rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
-                "programs of this worker can read each other's temporary files: `read` or `write` names a \
-                 folder above these files"
+                "programs of this worker can read each other's temporary files, because `read` or `write` \
+                 grants a parent folder of these files"
             );
         }
         let rules = Arc::new(rules);
@@ -356,8 +356,7 @@ impl Host {
         if let Ending::Cancelled = run.end {
             return Reply::Failed(HandlerError::new(
                 "cancelled",
-                "the program was killed because the job was \
-                cancelled",
+                "the program was killed because the job was cancelled",
             ));
         }
         if let Ending::TooLarge = run.end {

@@ -126,12 +126,7 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
     let text = |name: &str| {
         CString::new(name).map_err(|_| {
-            failed(
-                "the name of the operation or the tenant \
-        contains a NUL byte"
-                    .into(),
-            )
-            .caller()
+            failed("the name of the operation or the tenant contains a NUL byte".into()).caller()
         })
     };
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);

@@ -115,8 +115,7 @@ fn variable_name(name: &str) -> Result<(), ValueError> {
     if name.contains(['=', '\0']) {
         return Err(ValueError::new(
             format!(
-                "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL \
-                     byte",
+                "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL byte",
                 shown(name)
             ),
             "write `env = { NAME = \"value\" }`",

@@ -27,8 +27,7 @@ impl Checker<'_> {
                     self.problems.report(
                         given.span.clone(),
                         message,
-                        "remove the status from one of the two \
-                        lists",
+                        "remove the status from one of the two lists",
                     );
                 }
                 written.push((status, name));

@@ -98,8 +98,8 @@ fn error_suggests_keys_for_terms_of_other_systems() {
             "unknown key",
             "write `cgroup.memory = \"1GiB\"` for all processes of a worker",
         ),
-        ("max_queue: 5", 10, "`:` in the place of `=`", "write `max_queue = 5`"),
-        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in the place of `=`", "write `jobs = 5`"),
+        ("max_queue: 5", 10, "`:` in place of `=`", "write `max_queue = 5`"),
+        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in place of `=`", "write `jobs = 5`"),
         ("sandbox.network = yes", 19, "must be quoted", "write `true`"),
         ("sandbox.network = Off", 19, "must be quoted", "write `false`"),
         (

@@ -91,9 +91,7 @@ pub(super) async fn submit(
             Err(Failure::Broken) => rejected(
                 &name,
                 RejectReason::Invalid,
-                "the payload does not match the headers of the \
-                    request"
-                    .into(),
+                "the payload does not match the headers of the request".into(),
             ),
             Err(Failure::Dropped) => dropped(&name),
             Err(Failure::Draining) => {
@@ -434,14 +432,12 @@ async fn run(
     {
         let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!(
-                "the payload of {bytes} bytes is larger than max_payload ({max} \
-                                             bytes)"
-            ),
-            Length::Unknown => format!(
-                "the payload of more than {max} bytes is larger than max_payload \
-                                        ({max} bytes)"
-            ),
+            Length::Known(bytes) => {
+                format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")
+            }
+            Length::Unknown => {
+                format!("the payload of more than {max} bytes is larger than max_payload ({max} bytes)")
+            }
         };
     }
     let mut response = match outcome.verdict {

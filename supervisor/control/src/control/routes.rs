@@ -60,18 +60,14 @@ const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Returns only en
 const SINCE: Parameter = Parameter("since", Schema::Count, "Returns only events after this sequence number.");
 const LIMIT: Parameter =
     Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
-const FOLLOW: Parameter = Parameter(
-    "follow",
-    Schema::Boolean,
-    "True to keep the response open and send new \
-    entries.",
-);
+const FOLLOW: Parameter =
+    Parameter("follow", Schema::Boolean, "True to keep the response open and send new entries.");
 
 const ROUTES: &[Route] = &[
     route!(get "/healthz" "healthz" readiness::healthz, "Reports whether the data plane responds.",
         (200, &[("text/plain; charset=utf-8", Schema::Text)])),
     route!(get "/readyz" "readyz" readiness::readyz, "Reports whether jobs can be sent. The response with \
-        status 503 has the same document.",
+                                                      status 503 has the same document.",
         (200, &[json::<Readiness>()]),
         query: &[Parameter("bulkhead", Schema::Text, "Checks only this bulkhead.")], problems: &[404]),
     route!(get "/openapi.json" "openapi" show_document, "This document.", (200, &[OBJECT])),

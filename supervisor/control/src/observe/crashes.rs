@@ -277,12 +277,8 @@ impl CrashFolder {
                  payloads of jobs: run `chmod 700` on the folder, or configure another `crash_dir`"
             ));
         }
-        std::fs::read_dir(path).map_err(|error| {
-            format!(
-                "the folder for crash reports cannot be read: \
-            {error}"
-            )
-        })?;
+        std::fs::read_dir(path)
+            .map_err(|error| format!("the folder for crash reports cannot be read: {error}"))?;
         let lock = Self::lock(path)?;
         Ok(Self { path: path.to_owned(), _lock: lock })
     }

@@ -338,8 +338,7 @@ impl EventFlow {
                 kind,
                 bulkhead,
                 suppressed = unlogged,
-                "events were not logged because too many \
-                occurred"
+                "events were not logged because too many occurred"
             );
         }
     }

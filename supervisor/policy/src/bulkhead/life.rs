@@ -663,7 +663,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         if reason == StopReason::Policy {
-            self.last_failure.push_str("; restart.policy allows no restart");
+            self.last_failure.push_str("; restart.policy does not allow a restart");
         }
         self.reject_without_workers(now);
         let message = self.last_failure.clone();

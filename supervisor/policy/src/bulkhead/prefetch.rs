@@ -527,10 +527,8 @@ impl<T> Bulkhead<T> {
     /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
     /// therefore ends as `crashed`, unless another worker already has the job.
     pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
-        let message = format!(
-            "the worker sent a result for job {job}, which had not started or had been \
-                               recalled"
-        );
+        let message =
+            format!("the worker sent a result for job {job}, which had not started or had been recalled");
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };

@@ -315,8 +315,7 @@ impl DataPlane {
                 let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
                 if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
                     return Err(format!(
-                        "the worker reported that a program was killed by signal {}, which \
-                                        does not exist",
+                        "the worker reported that a program was killed by signal {}, which does not exist",
                         crashed.signal
                     ));
                 }
