@@ -50,7 +50,7 @@ def _has_programs(folder: Path) -> bool:
 
 
 def _target_folder() -> Path:
-    """Returns cargo's target folder, from its configuration or else from ``$CARGO_TARGET_DIR``."""
+    """Returns cargo's target folder, from cargo's configuration or otherwise from ``$CARGO_TARGET_DIR``."""
     try:
         told = subprocess.run(
             ["cargo", "metadata", "--format-version", "1", "--no-deps"], cwd=ROOT, stdout=subprocess.PIPE, check=True

@@ -122,7 +122,7 @@ def test_map_consumes_iterables_like_the_builtin(pool: BulkheadExecutor, buffers
 def test_large_values_are_sent_in_both_directions(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data
-    # More data than sockets and buffers hold, so neither side may block on the other.
+    # The data is larger than the buffers of the sockets, so a side that blocks while sending would cause a deadlock.
     futures = [pool.submit(jobs.echo, data[: 3 << 20]) for _ in range(40)]
     assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
 

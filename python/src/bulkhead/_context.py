@@ -84,7 +84,7 @@ class Context:
         self._arrival = arrival
         self._deadline = deadline
         self._payload = payload
-        # Progress report that was not sent yet; False after the job was answered.
+        # Progress report that has not been sent yet; False after the reply was sent.
         self._progress: tuple[float, str] | bool | None = None
         self._progress_sent_at = 0.0
         self._task: Any = None

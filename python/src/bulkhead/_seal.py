@@ -39,7 +39,7 @@ def install(instructions: bytes) -> None:
 
     program = Program(count, instructions)
     libc = ctypes.CDLL(None, use_errno=True)
-    # prctl(2) first, because the filter may forbid it.
+    # prctl(2) is called first, because the filter may forbid this call.
     if libc.prctl(ctypes.c_int(_PR_SET_DUMPABLE), *[ctypes.c_ulong(0)] * 4) != 0:
         raise SealFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
     result = libc.syscall(
