@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Handler = Callable[..., Any]
 
     class _Server(Protocol):
-        """The part of the job loop that a context uses."""
+        """Interface of the job loop that a ``Context`` uses."""
 
         state: Any
 

@@ -131,7 +131,7 @@ _SHORT = b"|".join(
 )
 #: Opcodes of texts, bytes and numbers of at most 64 bits, of the memo, and of frames.
 _SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
-#: The simple opcodes and those of dictionaries and sets; the simple opcodes and those of tuples.
+#: Patterns of the simple opcodes combined with those of dictionaries and sets; and combined with those of tuples.
 _HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _SCALAR = (
@@ -229,7 +229,7 @@ class _Name:
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
-        #: A function of the reader and the arguments; or an allowed class; or the buffer.
+        #: Function that takes the reader and the arguments, or an allowed class, or the buffer.
         self.make = make
 
 
@@ -461,7 +461,7 @@ _CONTAINERS: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-#: Functions for the size of types without members that can be large.
+#: Functions that return the size of a value, by type, for types without members whose values can be large.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
     **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),

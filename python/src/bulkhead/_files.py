@@ -125,7 +125,7 @@ def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, i
 
 
 class Pair:
-    """Two files of equal size. Each side writes to one of them."""
+    """Two memory files of equal size. Each side of the connection writes to one of the files."""
 
     def __init__(self, size: int, descriptors: list[int], own: int) -> None:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]

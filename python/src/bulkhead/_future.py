@@ -110,7 +110,7 @@ class JobFuture(CancellableFuture[Reply]):
         if cancel_job is not None:
             cancel_job(self._number)
 
-    # Called by the connection.
+    # Methods that the connection calls.
 
     def started(self, cancel_job: Callable[[int], None], number: int) -> None:
         """Sets the state to running. Called before the job is sent. ``cancel_job`` cancels the job by its number."""

@@ -39,7 +39,7 @@ def _journal(descriptor: int) -> memoryview:
 
 
 class Link:
-    """The socket, with a lock for writers."""
+    """Socket of the link to the supervisor, with a lock for writers."""
 
     __slots__ = ("_identity", "_owner", "_writing", "socket")
 

@@ -204,7 +204,8 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = pickler
-        #: Classes whose instances are accepted as results in addition to plain data. `None` accepts everything.
+        #: Classes whose instances are accepted as results in addition to plain data. With `None`, all results are
+        #: accepted.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
         #: Reason why the pool accepts no more calls, or None.
@@ -887,7 +888,7 @@ class _Session:
         self.output: Output | None = None
 
     def stop(self, *, at_once: bool) -> None:
-        """Ends the processes, and waits for the remaining output unless the output stream is blocked."""
+        """Ends the supervisor and its workers. Waits for the remaining output unless the output stream is blocked."""
         if self.channel is not None:
             self.channel.end()
             self.channel.close()
@@ -963,7 +964,7 @@ def _remote(text: str) -> BaseException:
 
 
 def _explain_denial(error: Any) -> None:
-    """Adds to a file error of a confined worker that the sandbox was the cause, if this process can read the path."""
+    """Explains in a confined worker's file error that the sandbox denied access, if this process can read the path."""
     try:
         is_readable = error.filename is not None and os.access(error.filename, os.R_OK)
     except (TypeError, ValueError):

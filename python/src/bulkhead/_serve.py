@@ -258,7 +258,7 @@ class Server:
                     self._read_link()
 
     def _wait_alone(self) -> list[tuple[int, int]]:
-        """Waits for the link and takes over the duties of the missing watcher."""
+        """Waits for data on the link, and performs the duties of the missing watcher."""
         interval = self.welcome.heartbeat_ms / 1e3 or None
         while not (events := self._handlers.poll(interval)):
             self._link.heartbeat()

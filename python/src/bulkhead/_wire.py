@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Payload = bytes | bytearray
-    #: Kind, number, metadata and payload.
+    #: A frame: kind, number, metadata and payload.
     Frame = tuple[int, int, bytes, Payload]
     #: Contiguous bytes-like objects that can be sent.
     Buffer = bytes | bytearray | memoryview
