@@ -335,8 +335,7 @@ impl DataPlane {
             let link = &self.links[index];
             if is_late && !has_ended(link) {
                 let (compartment, worker) = (link.compartment, link.worker);
-                let message =
-                    "the worker closed its connection to the supervisor, but is still running".to_owned();
+                let message = "the worker closed the link to the supervisor, but still runs".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
                 // The report of the death may be late. A keeper that does not report at all is replaced.

@@ -278,9 +278,7 @@ impl DataPlane {
                 self.record_exit_status((compartment, worker), JobId(number), status);
                 if let Some(named) = named {
                     if size > 0 {
-                        return Err(
-                            "the worker sent a result both in a memory file and in the frame".to_owned()
-                        );
+                        return Err("the worker sent a result in a memory file and in the frame".to_owned());
                     }
                     let spawn = self.links[index].spawn;
                     self.record_result_file((compartment, worker), spawn, JobId(number), named)?;
@@ -314,10 +312,7 @@ impl DataPlane {
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
                 if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
-                    return Err(format!(
-                        "the worker reported that a program was killed by signal {}, which does not exist",
-                        crashed.signal
-                    ));
+                    return Err(format!("the worker reported the invalid signal {}", crashed.signal));
                 }
                 let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
@@ -393,7 +388,9 @@ impl DataPlane {
             }
             kind::HELLO => return Err("the worker said hello twice".into()),
             unknown if header.is_critical() => {
-                return Err(format!("the worker sent a critical frame of the unknown kind {unknown}"));
+                return Err(format!(
+                    "the worker sent a frame of the unknown kind {unknown}, which is marked as critical"
+                ));
             }
             _ => return Ok(()),
         };

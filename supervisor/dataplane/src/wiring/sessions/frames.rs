@@ -165,9 +165,7 @@ impl DataPlane {
         }
         let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
         if hello.role != role::CLIENT {
-            return Err(invalid(
-                "only clients can connect to this socket; workers are started by the supervisor".into(),
-            ));
+            return Err(invalid("only clients connect to this socket; the supervisor starts workers".into()));
         }
         check_version(&hello, "use a matching client library").map_err(invalid)?;
         let welcome = ClientWelcome {
