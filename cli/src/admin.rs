@@ -50,7 +50,10 @@ async fn request_with(
     let socket = args.admin();
     let response = tokio::time::timeout(RESPONSE_TIMEOUT, send(&socket, method, path, body)).await;
     let response = response.unwrap_or_else(|_| {
-        Err(unreachable(&socket, &format!("no response within {} s", RESPONSE_TIMEOUT.as_secs())))
+        Err(unreachable(
+            &socket,
+            &format!("the supervisor did not respond within {} s", RESPONSE_TIMEOUT.as_secs()),
+        ))
     })?;
     if response.status().is_success() {
         return Ok(response);
@@ -90,9 +93,14 @@ async fn send(
         Err(error) => Err(error),
     };
     let stream = connected.map_err(|error| match error.kind() {
-        std::io::ErrorKind::PermissionDenied => {
-            Failure::new(exit::FORBIDDEN, format!("no permission for the admin socket {}", socket.display()))
-        }
+        std::io::ErrorKind::PermissionDenied => Failure::new(
+            exit::FORBIDDEN,
+            format!(
+                "this user has no permission to use the admin socket {}: run the command as the supervisor's \
+                 user or as root",
+                socket.display()
+            ),
+        ),
         _ => unreachable(socket, &error),
     })?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
@@ -112,8 +120,9 @@ async fn send(
 
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
-    let body =
-        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}")))?;
+    let body = body.map_err(|error| {
+        Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
+    })?;
     Ok(body.to_bytes().to_vec())
 }
 
@@ -406,7 +415,9 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
         }
         let Ok(line_document) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
         if let Some(count) = line_document.dropped {
-            output::to_stderr(&format!("{count} lines were missed"));
+            output::to_stderr(&format!(
+                "{count} lines of output were skipped, because the output was not read fast enough"
+            ));
             return Ok(());
         }
         let (stream, line) = (shown(&line_document.stream), shown(&line_document.line));
@@ -431,7 +442,9 @@ async fn lines(
             frame = body.frame() => frame,
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
-        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}"));
+        let fail = |error| {
+            Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
+        };
         let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
@@ -456,7 +469,10 @@ pub(crate) async fn steer(args: &Args, name: &str, action: &str) -> Result<u8, F
             "restart" => "workers are being replaced one after the other",
             "drain" => "new and queued jobs are rejected; running jobs can finish",
             "resume" => "jobs are accepted again",
-            _ => "breaker, restart history and quarantine are cleared, and failed workers start again",
+            _ => {
+                "the breaker, the restart history and the quarantine are reset, and failed workers start \
+                 again"
+            }
         };
         output::line(&format!("{}: {done}", escape(name)))?;
     }
@@ -489,7 +505,7 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
     if args.json {
         output::json(String::from_utf8_lossy(&response).trim_end())?;
     } else {
-        output::line(&format!("{}: in force: {body}", escape(&resize.name)))?;
+        output::line(&format!("{}: the change is in force: {body}", escape(&resize.name)))?;
     }
     Ok(exit::OK)
 }

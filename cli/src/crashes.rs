@@ -100,7 +100,7 @@ fn describe(report: &CrashReport) -> String {
         add("tenant", name_or_dash(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
-    let whose = if is_program { "the program; the worker continues" } else { "the worker" };
+    let whose = if is_program { "the program died; the worker continues" } else { "the worker died" };
     add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
@@ -142,7 +142,8 @@ fn describe_job(job: &CrashJob) -> String {
     if job.is_answered {
         add(
             "note",
-            "the client was answered before the crash; nothing else is known about the job".to_owned(),
+            "the outcome was sent to the client before the crash; nothing else is known about the job"
+                .to_owned(),
         );
         return lines;
     }
@@ -160,7 +161,7 @@ fn describe_job(job: &CrashJob) -> String {
     }
     let bytes = job.payload_bytes;
     let Some(payload) = &job.payload else {
-        add("payload", format!("{bytes} bytes, not kept"));
+        add("payload", format!("{bytes} bytes, not stored in the report"));
         return lines;
     };
     match payload.len() {
@@ -213,10 +214,16 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
             return Err(Failure::new(exit::USAGE, message));
         }
         (_, count) => {
-            return Err(Failure::new(exit::INVALID, format!("this report has {count} jobs")));
+            return Err(Failure::new(
+                exit::INVALID,
+                format!(
+                    "the report does not contain the selected job: it contains {count} jobs, counted from 0"
+                ),
+            ));
         }
     };
-    let missing = || Failure::new(exit::INVALID, format!("the payload of job {index} was not kept"));
+    let missing =
+        || Failure::new(exit::INVALID, format!("the report does not contain the payload of job {index}"));
     let payload = jobs[index].payload.as_ref().ok_or_else(missing)?;
     if file == Path::new("-") {
         output::raw(payload)?;
@@ -252,8 +259,8 @@ fn describe_replay(result: &Replay) -> String {
     let mut lines = String::new();
     let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
     let verdict = match &result.verdict {
-        Word::Known(ReplayVerdict::Same) => "same: the job crashes the same way",
-        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but not the same way",
+        Word::Known(ReplayVerdict::Same) => "same: the job crashes in the same way",
+        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but in a different way",
         Word::Known(ReplayVerdict::NoCrash) => "no crash: the job does not crash in a fresh worker",
         Word::Known(ReplayVerdict::NotRun) => "not run: no worker was available for the job",
         Word::Other(word) => &escape(word),

@@ -57,7 +57,7 @@ fn print_clap_message(error: &clap::Error) -> ExitCode {
 }
 
 fn run_with_runtime(args: &Args) -> Result<u8, Failure> {
-    let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
+    let fail = |error| Failure::new(exit::FAILED, format!("failed to start the async runtime: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     let result = runtime.block_on(run(args));
     runtime.shutdown_background();

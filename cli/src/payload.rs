@@ -39,7 +39,8 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
         Failure::new(exit::USAGE, format!("failed to read the payload from {name}: {error}"))
     })?;
     if bytes.len() as u64 == max {
-        let message = format!("the payload from {name} is larger than any bulkhead accepts");
+        let message =
+            format!("the payload from {name} has at least {max} bytes, more than any bulkhead accepts");
         return Err(Failure::rejected(RejectReason::TooLarge, message));
     }
     Ok(bytes)
@@ -50,7 +51,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
 fn read_with_notice<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
-    let notice = format!("bulkhead: waiting for the end of {name}, the source of the payload{hint}");
+    let notice = format!("bulkhead: reading the payload from {name} until end of input{hint}");
     // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
         if waiting.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {

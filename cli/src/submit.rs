@@ -216,6 +216,6 @@ fn summarise(stats: &JobStats, took: Duration) {
         .filter_map(|(name, share)| Some(format!("{name} {:.3} ms", stats.quantile_ms(*share)?)))
         .collect();
     if !text.is_empty() {
-        output::to_stderr(&format!("latency of ok: {}", text.join(", ")));
+        output::to_stderr(&format!("latency of successful jobs: {}", text.join(", ")));
     }
 }

@@ -52,7 +52,7 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
 async fn sample(sampler: &mut Sampler<'_>) -> SampleResult {
     let admin = sampler.admin();
     tokio::time::timeout(SAMPLE_TIMEOUT, sampler.sample()).await.unwrap_or_else(|_| {
-        let silence = format!("no response within {} s", SAMPLE_TIMEOUT.as_secs());
+        let silence = format!("the supervisor did not respond within {} s", SAMPLE_TIMEOUT.as_secs());
         Err(crate::admin::unreachable(&admin, &silence))
     })
 }

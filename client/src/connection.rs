@@ -63,7 +63,7 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// The supervisor refused this client.
-    #[error("be served at {}: {message}", path.display())]
+    #[error("connect to {}: the supervisor refused the connection: {message}", path.display())]
     Refused {
         /// Path of the socket.
         path: PathBuf,
@@ -73,7 +73,7 @@ pub enum ConnectError {
         reason: u8,
     },
     /// The peer does not speak the protocol.
-    #[error("talk to {}: {message}", path.display())]
+    #[error("complete the handshake with the supervisor at {}: {message}", path.display())]
     Protocol {
         /// Path of the socket.
         path: PathBuf,
@@ -313,7 +313,7 @@ impl Client {
         let found = current.borrow();
         match &*found {
             Connection::Up(requests) if is_replacement(&found) => Ok(requests.clone()),
-            Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
+            Connection::Up(_) => Err(self.unreachable("the connection was lost a moment ago")),
             Connection::Down(loss) if loss.is_final => Err(JobError::Disconnected {
                 executed: Executed::No,
                 message: format!("{}; the job was not sent", loss.reason),
@@ -326,7 +326,7 @@ impl Client {
         let place = self.shared.target.describe();
         let message = format!(
             "the supervisor {place} is not reachable ({reason}); the job was not sent: check that the \
-             supervisor runs, then send the job again"
+             supervisor is running, then send the job again"
         );
         JobError::Disconnected { executed: Executed::No, message }
     }
@@ -350,18 +350,22 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     };
     let transport = connected.map_err(|source| {
         let hint = match source.kind() {
-            _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
-            io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
-            io::ErrorKind::ConnectionRefused => "nothing listens there; is the supervisor running?",
-            io::ErrorKind::PermissionDenied => "this user has no access; see `socket_mode` in workers.toml",
-            io::ErrorKind::WouldBlock => "too many clients wait to be accepted; try again later",
-            _ => "the socket cannot be opened; check that the path is right",
+            _ if matches!(target, Target::InProcess(_)) => "the supervisor did not accept the client",
+            io::ErrorKind::NotFound => "the socket does not exist; is the supervisor running?",
+            io::ErrorKind::ConnectionRefused => {
+                "no process is listening on the socket; is the supervisor running?"
+            }
+            io::ErrorKind::PermissionDenied => {
+                "this user has no access to the socket; see `socket_mode` in workers.toml"
+            }
+            io::ErrorKind::WouldBlock => "too many clients are waiting to be accepted; try again later",
+            _ => "the socket cannot be opened; check that the path is correct",
         };
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
     let protocol = |message: String| ConnectError::Protocol { path: path.to_owned(), message };
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake(&transport)).await {
-        Err(_) => Err(protocol(format!("no welcome within {HANDSHAKE_TIMEOUT:?}"))),
+        Err(_) => Err(protocol(format!("the supervisor sent no welcome frame within {HANDSHAKE_TIMEOUT:?}"))),
         Ok(Err(HandshakeError::Protocol(message))) => Err(protocol(message)),
         Ok(Err(HandshakeError::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
@@ -456,9 +460,15 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
                 let (reason, message) = (refused.reason, refused.message.to_owned());
                 return Err(HandshakeError::Refused { reason, message });
             }
-            Some((kind, _)) => return Err(format!("a frame of kind {kind} instead of a welcome").into()),
+            Some((kind, _)) => {
+                return Err(
+                    format!("the supervisor sent a frame of kind {kind} instead of a welcome frame").into()
+                );
+            }
             None if received == Received::Closed => {
-                return Err("the connection was closed before a welcome".to_owned().into());
+                return Err("the supervisor closed the connection before it sent a welcome frame"
+                    .to_owned()
+                    .into());
             }
             None => {}
         }

@@ -32,14 +32,17 @@ impl MappedResult {
     /// seconds after the end of the job or later, or when the connection is lost. After an error, `into` can
     /// contain zeros.
     pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
-        assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of the result");
+        assert!(
+            at <= self.bytes && into.len() <= self.bytes - at,
+            "the requested range is beyond the end of the result"
+        );
         if let Some(lease) = &self.lease {
             lease.result.read(at, into);
         }
         if self.is_whole() {
             Ok(())
         } else {
-            Err(std::io::Error::other("the result was revoked before this program read the result"))
+            Err(std::io::Error::other("the supervisor revoked the result before this program read it"))
         }
     }
 

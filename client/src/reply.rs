@@ -128,8 +128,8 @@ impl JobError {
 
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
     pub(crate) fn result_revoked() -> Self {
-        let message = "the job is done, but the result was revoked before this program read the result: this \
-                       program was stopped for many seconds; send the job again only if a second run is safe";
+        let message = "the job succeeded, but the supervisor revoked the result because this program did not \
+                       read it for several seconds; send the job again only if a second run is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
@@ -220,11 +220,15 @@ impl fmt::Display for JobError {
                     let limit_ms = limit.as_millis();
                     return write!(
                         f,
-                        "{outcome}: the job ran for {limit_ms} ms, the run limit; allow more time, or send \
-                         less"
+                        "{outcome}: the job reached the run limit of {limit_ms} ms; raise the run limit, or \
+                         give the job less work"
                     );
                 }
-                write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
+                write!(
+                    f,
+                    "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or send \
+                     fewer jobs at once"
+                )
             }
             Self::Crashed(outcome) => {
                 let advice = match outcome.retryable {

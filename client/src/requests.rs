@@ -158,12 +158,13 @@ impl Requests {
     ) -> Result<PendingOutcome, SubmitError> {
         let payload_bytes = job.payload_bytes();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
-            let message = format!("the supervisor does not accept {payload_bytes} bytes of payload");
+            let message =
+                format!("the payload of {payload_bytes} bytes is larger than the supervisor accepts");
             return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
         }
         if job.options.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
-            let message =
-                "the supervisor is too old: send the job without a run limit, or update the supervisor";
+            let message = "the supervisor is too old for run limits: send the job without a run limit, or \
+                           update the supervisor";
             return Err(SubmitError::Rejected(job.rejection(RejectReason::Invalid, message.into())));
         }
         let mut state = self.lock();
@@ -206,7 +207,7 @@ impl Requests {
             let left = state.waiters.remove(number);
             drop(state);
             drop(left);
-            let message = "the job does not fit in a frame".into();
+            let message = "the job does not fit in a frame: send a smaller payload".into();
             return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
         }
         self.schedule_flush(&mut state);

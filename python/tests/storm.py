@@ -13,7 +13,7 @@ import jobs
 from bulkhead import BulkheadExecutor
 from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
 
-#: Memory limit of a storm's workers. Small, so that a leak ends soon.
+#: Memory limit of the workers. The limit is small, so that leaking calls end soon.
 MEMORY = "256MiB"
 #: Bad calls: function, timeout, expected exception.
 BAD = [

@@ -189,7 +189,7 @@ def test_client_serves_loops_of_several_threads(supervisor: Supervisor) -> None:
         thread.start()
     for thread in threads[1:]:
         thread.join(LONG)
-    # Short-lived loops while another loop waits.
+    # Short-lived event loops are used while another event loop waits.
     for _ in range(3):
         assert asyncio.run(call_once(client)) == b"x"
     is_over.set()
@@ -238,7 +238,7 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
                         answers = [await client.call("two", b"%d" % n) for n in range(20)]
                         return [answer.payload for answer in answers] == [b"%d" % n for n in range(20)]
 
-                    # After the fork, this thread is still marked as running the parent's loop.
+                    # In the forked child, asyncio still considers the parent's loop to be running in this thread.
                     asyncio._set_running_loop(None)
                     loop = asyncio.new_event_loop()
                     status = 0 if loop.run_until_complete(in_child()) else 2

@@ -184,7 +184,7 @@ def test_returned_array_is_independent_of_the_file() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for _ in range(10):
-            # The caller gets some state of the memory, or refuses the result.
+            # The caller gets an array with any of the written values, or refuses the result.
             try:
                 result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
             except (ResultRefused, BrokenProcessPool):

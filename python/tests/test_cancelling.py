@@ -92,7 +92,8 @@ def test_shutdown_cancels_calls_that_have_not_begun(connected: Callable[[int], S
     wait(futures[1:], LONG)
     assert all(future.cancelled() for future in futures[1:])
     assert not futures[0].done()
-    # All but the oldest call, which is running: an empty structure and one critical extension.
+    # All calls except for the oldest, which is running, are cancelled with an empty structure and one critical
+    # extension.
     assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted[1:]]
     supervisor.finish_the_first()
     assert futures[0].result(LONG) == "finished"
@@ -126,7 +127,7 @@ def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supe
 @pytest.mark.parametrize("calls_before", [1, 5])
 def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
-        # After quick calls, more of the following calls are sent to the supervisor.
+        # After quick calls, more calls are sent to the supervisor at a time.
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None

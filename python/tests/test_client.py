@@ -338,7 +338,7 @@ def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervis
 
 
 def test_exceptions_of_signal_handlers_lose_no_job(client: Client) -> None:
-    """Imitates Celery's soft time limits. Exceptions in the main thread must not affect other threads."""
+    """Imitates Celery's soft time limits, whose exceptions in the main thread must not affect other threads."""
     ended = threading.Event()
     wrong: list[object] = []
 
@@ -530,7 +530,7 @@ def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: py
         def __len__(self) -> int:
             length = super().__len__()
             self.looks += not length and connection._writing._is_owned()  # type: ignore
-            # The first check is before anything is sent.
+            # The code checks for the first time before anything is sent.
             if moment == "__len__" and self.looks == 2:
                 self.looks += 1
                 signal.raise_signal(signal.SIGUSR1)
@@ -538,7 +538,7 @@ def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: py
 
     monkeypatch.setattr(connection, "_outgoing", Queue())
     try:
-        # Long enough to notice if the job is sent twice.
+        # The pause is long enough to notice a job that is sent twice.
         future = client.submit("two", b"0.3", operation="sleep")
         assert future.result(LONG).payload == b"slept"
         assert found[0].result(LONG).payload == b"nested"

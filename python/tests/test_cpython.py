@@ -23,7 +23,7 @@ RUNNER = Path(__file__).with_name("cpython_runner.py")
 #: Time limit for all tests of one part, in seconds.
 PART_SECONDS_MAX = 240
 
-#: Tests that pass, by module, class (only classes with spawn) and method.
+#: Tests that must pass, by module, class (only classes that use spawn) and method.
 PASS: dict[str, dict[str, list[str]]] = {
     "test_wait": {
         "ProcessPoolSpawnWaitTest": [
@@ -144,7 +144,7 @@ if "bulkhead._pool_worker" not in " ".join(sys.orig_argv):
 
 
 def find_interpreter() -> str | None:
-    """Returns an interpreter of 3.12 or later that has CPython's own tests, or None."""
+    """Returns an interpreter of Python 3.12 or later that includes CPython's own tests, or None."""
     named = os.environ.get("BULKHEAD_CPYTHON")
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     candidates = [named, sys.executable]

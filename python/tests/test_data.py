@@ -284,7 +284,7 @@ def test_compromised_worker_runs_nothing_in_the_caller(call: Callable[..., Any],
         assert not os.path.exists(made)
         assert pool.submit(jobs.plain_data, DATA).result(LONG) == DATA
         assert isinstance(pool.submit(int, "x").exception(LONG), ValueError)
-    # The caller can trust its workers explicitly. Without a sandbox, workers are trusted as in any pool.
+    # The caller can choose to trust confined workers. Workers without a sandbox are trusted, as in any other pool.
     with BulkheadExecutor(1, sandbox="strict", results="any") as pool:
         pool.submit(call, made).exception(LONG)
         assert os.path.exists(made)

@@ -1,4 +1,7 @@
-"""Executors whose supervisor, callbacks or callers end at a bad moment. All futures are settled, no process is left."""
+"""Tests of executors whose supervisor, callback or caller ends at an unfavourable moment.
+
+All futures get a result or exception, and no process remains.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_calls_return_values_and_exceptions(pool: BulkheadExecutor) -> None:
 def test_call_that_holds_the_gil_delays_no_other_call(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         list(pool.map(jobs.double, range(500)))
-    # Takes longer than all other calls together.
+    # This call takes longer than all other calls together.
     slow = pool.submit(jobs.hold_the_lock, 10**12)
     calls = [pool.submit(jobs.double, number) for number in range(60)]
     try:
@@ -122,7 +122,7 @@ def test_map_consumes_iterables_like_the_builtin(pool: BulkheadExecutor, buffers
 def test_large_values_are_sent_in_both_directions(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data
-    # More data than sockets and buffers hold, so neither side may block on the other.
+    # The data is larger than the buffers of the sockets, so a side that blocks while sending would cause a deadlock.
     futures = [pool.submit(jobs.echo, data[: 3 << 20]) for _ in range(40)]
     assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
 
@@ -566,7 +566,7 @@ def test_death_of_the_supervisor_fails_its_calls() -> None:
         os.kill(pid, 9)
         with pytest.raises(BrokenProcessPool):
             running.result(LONG)
-        # Calls that the supervisor never had go to the next supervisor.
+        # Calls that were not sent to the ended supervisor are sent to the next supervisor.
         outcomes = [future.exception(LONG) for future in rest]
         assert outcomes[-1] is None
         assert all(isinstance(each, (BrokenProcessPool, type(None))) for each in outcomes)

@@ -1,4 +1,4 @@
-"""The import graph of the package has no circle, so that each module can be read after the modules that it imports."""
+"""Tests that the package's modules have no circular imports."""
 
 from __future__ import annotations
 

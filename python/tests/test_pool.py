@@ -1,4 +1,4 @@
-"""Failures around a pool: signals, failing callbacks, lack of threads, descriptors or supervisors, and forks."""
+"""Tests of failures around a pool: signals, failing callbacks, forks, missing threads, descriptors or supervisors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class InMain:
 
 def test_ctrl_c_does_not_fail_another_threads_call(pool: BulkheadExecutor) -> None:
     future = PoolFuture(pool._pool)
-    # Imitates a call that another thread has submitted and that is not sent yet.
+    # Imitates a call that another thread has submitted, but that has not been sent yet.
     pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
     with pytest.raises(KeyboardInterrupt):
         pool._pool.shut_down(wait=False, cancel=False)
@@ -142,7 +142,7 @@ def test_failed_thread_start_leaves_no_call_pending(monkeypatch: pytest.MonkeyPa
         channel = channel_of(pool)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_thread)
-            # Imitates the recovery after an exception of a signal handler.
+            # Imitates the recovery after a signal handler raised an exception.
             channel.recover()
         assert isinstance(futures[0].exception(LONG), (PoolDisconnected, type(None)))
         assert pool.submit(jobs.double, 2).result(LONG) == 4

@@ -1,4 +1,4 @@
-"""Results of confined workers: accepted values, refused values, and fields crafted to do harm."""
+"""Tests of results from confined workers: accepted values, refused values, and malicious fields."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def program(code: str, *arguments: str, **variables: str) -> subprocess.Complete
     )
 
 
-# Inheritance of workers.
+# State that workers inherit from the caller.
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", METHODS)
 def test_initializers_get_locks_and_queues_without_a_sandbox(method: str) -> None:
-    # A separate program, because of the helper process that `multiprocessing` leaves behind.
+    # The test runs a separate program, because `multiprocessing` leaves a helper process behind.
     ended = program(f"""
         import multiprocessing, jobs
         from bulkhead import BulkheadExecutor

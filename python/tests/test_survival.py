@@ -1,4 +1,6 @@
-"""Failures that break other pools fail a single call of this pool: single cases, storms of calls, and killed callers.
+"""Tests that failures which break other pools affect only one call of this pool.
+
+Covers single failures, storms of failing calls, and killed callers.
 
 ``BULKHEAD_SURVIVAL_JOBS`` sets the number of calls of a storm. The default is 1,500; use 10,000 before a release.
 """
@@ -134,7 +136,10 @@ def test_killed_caller_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_call_that_kills_its_process_group_fails_alone() -> None:
-    """Workers run as this user. A call that kills processes gets an error, and the next call is served."""
+    """Workers run as this user, so a call can kill its own process group.
+
+    That call gets an error, and the next call is served.
+    """
     with BulkheadExecutor(2) as pool:
         for _ in range(3):
             assert isinstance(pool.submit(os.kill, 0, signal.SIGKILL).exception(LONG), WorkerCrashed)

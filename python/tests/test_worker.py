@@ -387,7 +387,7 @@ def test_handler_that_holds_the_gil_sends_heartbeats() -> None:
     keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"1.5", operation="hold").payload == b"held"
-        # Idle for longer than the heartbeat limit allows without heartbeats.
+        # The worker is idle for longer than the time after which a worker without heartbeats is killed.
         pid = client.call("one").outcome.worker_pid
         time.sleep(1)
         assert client.call("one").outcome.worker_pid == pid

@@ -70,13 +70,13 @@ pub enum CodecError {
     #[error("the metadata is malformed: {0}")]
     Malformed(String),
     /// The metadata continues after the last extension.
-    #[error("{0} bytes of metadata are left over")]
+    #[error("{0} unexpected bytes follow the metadata")]
     LeftOver(usize),
     /// The peer sent a critical extension that this version does not know.
-    #[error("the peer requires the extension {0:#06x}, which this version does not have")]
+    #[error("the peer requires the extension {0:#06x}, which this version does not support")]
     UnknownCritical(u16),
     /// The metadata does not fit in a frame.
-    #[error("the metadata would take more than {METADATA_BYTES_MAX} bytes")]
+    #[error("the metadata would be longer than {METADATA_BYTES_MAX} bytes")]
     TooLong,
 }
 

@@ -86,7 +86,7 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.
-    #[error("a frame announces {metadata_length} bytes of metadata within {length} bytes in all")]
+    #[error("a frame announces {metadata_length} bytes of metadata, but only {length} bytes in total")]
     MetadataBeyondFrame {
         /// Announced size of the metadata.
         metadata_length: u16,

@@ -156,7 +156,10 @@ impl Mapping {
     /// Copies bytes of the mapping, starting at offset `at`, until `into` is full. Panics if the mapping is
     /// too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
-        assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of a memory file");
+        assert!(
+            at <= self.bytes && into.len() <= self.bytes - at,
+            "the requested range is beyond the end of the memory file"
+        );
         // SAFETY: both ranges have `into.len()` bytes, and `into` cannot overlap the mapping. Concurrent
         // writes by another process can change the copied values, but any value is a valid byte.
         #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
@@ -167,7 +170,7 @@ impl Mapping {
 
     /// Appends the first `count` bytes of the mapping to `out`. Panics if the mapping is shorter.
     pub fn copy_to(&self, count: usize, out: &mut Vec<u8>) {
-        assert!(count <= self.bytes, "beyond the end of a memory file");
+        assert!(count <= self.bytes, "the requested range is beyond the end of the memory file");
         let is_fresh = out.capacity() < out.len() + count;
         out.reserve_exact(count);
         if is_fresh && count >= HUGE_BYTES {

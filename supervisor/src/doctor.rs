@@ -26,7 +26,9 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids, of {WORKER_UIDS}")),
+        None => {
+            IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids from the range {WORKER_UIDS}"))
+        }
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
             let missing = |part: &str| {
@@ -34,7 +36,9 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
                 ability.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
             };
             match find_subordinate(missing, || SubordinateIds::find().map(Arc::new), None, IdUse::Check) {
-                Ok((ids, _)) => Ok(format!("separate ids, of {}-{} (/etc/subuid)", ids.first, ids.last)),
+                Ok((ids, _)) => {
+                    Ok(format!("separate ids from the range {}-{} (/etc/subuid)", ids.first, ids.last))
+                }
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }
         }

@@ -162,7 +162,8 @@ impl Builder {
         // the current thread.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
-        let panicked = |_| system("start")(io::Error::other("the starting thread has panicked"));
+        let panicked =
+            |_| system("start")(io::Error::other("the thread that starts the supervisor has panicked"));
         let ready = thread.join().map_err(panicked)??;
         Ok(LocalSupervisor::new(ready))
     }
@@ -332,7 +333,8 @@ fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());
     }
-    let why = format!("the supervisor belongs to process {owner}, and this process is a fork of it");
+    let why =
+        format!("the supervisor belongs to process {owner}, and this process was forked from that process");
     Err(system("use the supervisor")(io::Error::other(why)))
 }
 

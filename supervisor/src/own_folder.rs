@@ -31,7 +31,8 @@ impl OwnFolder {
         let is_own = found.st_uid == rustix::process::geteuid().as_raw();
         if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
             return Err(format!(
-                "{shown} is removed at the end, so the folder must belong to this user and have mode 0700"
+                "the folder {shown} is removed when the supervisor ends, so it must belong to this user and \
+                 have mode 0700"
             ));
         }
         Ok(Self { path, folder })

@@ -90,7 +90,8 @@ pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(),
         let commands = ready.commands.clone();
         let stop = move || {
             tracing::warn!(
-                "the descriptor of --while-open was closed, or the process has ended: stopping at once"
+                "the descriptor passed to --while-open was closed, or the process that it watches has \
+                 exited: stopping immediately"
             );
             for _ in 0..2 {
                 let _ = commands.stop();
@@ -232,8 +233,10 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
     let socket = retry_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
-            std::io::ErrorKind::AddrInUse => "end the program that uses the port, or choose another port",
-            std::io::ErrorKind::AddrNotAvailable => "not an address of this machine: choose another address",
+            std::io::ErrorKind::AddrInUse => "stop the program that uses the port, or choose another port",
+            std::io::ErrorKind::AddrNotAvailable => {
+                "the address does not belong to this machine: choose another address"
+            }
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
             _ => "choose another address",
         };

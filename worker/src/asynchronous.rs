@@ -68,7 +68,7 @@ where
             tokio::select! {
                 result = handler(job, ctx) => result,
                 () = ctx.metadata.handle.cancelled() => {
-                    Err(HandlerError::new("cancelled", "the client no longer waited"))
+                    Err(HandlerError::new("cancelled", "the client is no longer waiting for the job"))
                 }
             }
         })

@@ -20,7 +20,7 @@ pub(crate) struct LeaseFiles {
 impl LeaseFiles {
     fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<Self> {
         let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
-            .map_err(|_| io::Error::other("the files did not arrive"))?;
+            .map_err(|_| io::Error::other("the memory files did not arrive"))?;
         Ok(Self {
             payload: Mapping::new(&payload, lease_ref.bytes, false)?,
             result: Mutex::new(Mapping::new(&result, lease_ref.bytes, true)?),
@@ -150,7 +150,10 @@ impl MappedPayload<'_> {
     /// Copies bytes of the payload, starting at offset `at`, until `into` is full. Panics if the payload is
     /// too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
-        assert!(at <= self.len() && into.len() <= self.len() - at, "beyond the end of the payload");
+        assert!(
+            at <= self.len() && into.len() <= self.len() - at,
+            "the requested range is beyond the end of the payload"
+        );
         self.0.files.payload.read(at, into);
     }
 

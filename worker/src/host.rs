@@ -47,8 +47,8 @@ fn place(descriptor: &OwnedFd) -> String {
 
 fn usage() -> ExitCode {
     eprintln!(
-        "run me under bulkhead-supervisor: this program is the host for bulkheads with `exec` or `library`, \
-         which the supervisor starts by itself"
+        "this program is the host for bulkheads with `exec` or `library`, which bulkhead-supervisor starts \
+         automatically"
     );
     ExitCode::from(USAGE)
 }

@@ -111,7 +111,9 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
                     // After the welcome, the supervisor relies on the journal.
                     let mut heartbeat_time = None;
                     if has_journal {
-                        let file = files.pop().ok_or("the journal did not arrive: see `rlimits.nofile`")?;
+                        let file = files
+                            .pop()
+                            .ok_or("the journal's descriptor did not arrive: raise `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
                         let is_read = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
                         heartbeat_time = is_read.then(|| journal.heartbeat_time());

@@ -13,7 +13,7 @@ impl Seal {
         let (instructions, rest) = bytes.as_chunks::<8>();
         let fits = !instructions.is_empty() && instructions.len() <= usize::from(u16::MAX) && rest.is_empty();
         if !fits {
-            return Err("the supervisor's seal is not a filter".into());
+            return Err("the seccomp filter from the supervisor is malformed".into());
         }
         let instruction = |&[low, high, jt, jf, a, b, c, d]: &[u8; 8]| libc::sock_filter {
             code: u16::from_ne_bytes([low, high]),
@@ -36,7 +36,9 @@ impl Seal {
         match result {
             0 => Ok(()),
             -1 => Err(io::Error::last_os_error()),
-            thread => Err(io::Error::other(format!("thread {thread} has a separate filter"))),
+            thread => Err(io::Error::other(format!(
+                "thread {thread} has a seccomp filter that the other threads do not have"
+            ))),
         }
     }
 }

@@ -221,7 +221,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {
             eprintln!(
-                "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n    \
+                "this program is a worker, which bulkhead-supervisor must start. In workers.toml:\n\n    \
                  [bulkhead.NAME]\n    command = [\"{}\"]",
                 std::env::args().next().unwrap_or_default().escape_debug()
             );
@@ -231,7 +231,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         // descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
         if let Some(call) = self.repeated.take() {
-            let message = format!("`{call}` of `Server` is called twice: remove a call");
+            let message = format!("`{call}` of `Server` is called twice: remove one of the calls");
             self.init = Box::new(|_| Err(HandlerError::new("server", message)));
         }
         let claimed = ownership::mark_worker().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));

@@ -24,14 +24,14 @@ const FOOTER_HEIGHT_MIN: u16 = 4;
 const HELP: &[(&str, &str)] = &[
     ("↑ ↓ j k", "select a bulkhead, or scroll"),
     ("PgUp PgDn", "a page"),
-    ("Home End", "the first, the last"),
-    ("Enter", "open: workers, tenants, rejections, events"),
-    ("Esc", "back; without a filter, leave"),
+    ("Home End", "the first or the last row"),
+    ("Enter", "open a bulkhead: workers, tenants, rejections, events"),
+    ("Esc", "go back, clear the filter, or leave"),
     ("/", "filter by name; Enter applies the filter, Esc cancels"),
     ("s", "switch to the next sort order"),
-    ("w n u r c", "the worst first; by name, utilisation, rejections, crashes"),
+    ("w n u r c", "sort: worst first, by name, utilisation, rejections, crashes"),
     ("p", "pause, continue"),
-    ("Ctrl-Z", "back to the shell; `fg` continues"),
+    ("Ctrl-Z", "suspend and return to the shell; `fg` continues"),
     ("q Ctrl-C", "leave"),
 ];
 
@@ -92,7 +92,7 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
 fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
     let text = match (&app.mode, app.error(), &app.page) {
         (Mode::Filter { .. }, ..) => format!("/{}_  Enter applies the filter, Esc cancels", app.filter),
-        (Mode::Help, ..) => format!("any key goes back; watching {}", app.socket),
+        (Mode::Help, ..) => format!("watching {} (press any key to go back)", app.socket),
         (Mode::Browse, Some(error), _) => error.to_owned(),
         (Mode::Browse, None, Page::List) => {
             let by = app.sort.name();

@@ -156,7 +156,9 @@ impl Requests {
                 .is_some_and(|found| found.lease == lease.number && found.bytes <= lease.result.len() as u64)
         });
         let (Some(lease), Some(lease_ref)) = (lease, lease_ref) else {
-            return Err("the supervisor reported a result in a file that this client does not have".into());
+            return Err(
+                "the supervisor reported a result in a memory file that this client does not have".into()
+            );
         };
         let bytes = lease_ref.bytes as usize;
         if !lease.is_whole() {
@@ -230,8 +232,7 @@ impl Requests {
                 Err(format!("the supervisor ended the connection: {message}"))
             }
             unknown if header.is_critical() => Err(format!(
-                "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
-                 update this program"
+                "the supervisor sent a critical frame of the unknown kind {unknown}: update this program"
             )),
             _ => Ok(()),
         }

@@ -94,7 +94,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     if missing || bulkheads_table.is_some_and(|bulkheads_table| bulkheads_table.is_empty()) {
         let position = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
-        problems.report(position, "the file has no bulkhead", help);
+        problems.report(position, "the configuration file contains no bulkhead", help);
     }
     RawFile { supervisor, access, bulkheads, names }
 }
@@ -109,7 +109,7 @@ fn read_bulkheads(
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
         problems.report(
             name.span(),
-            format!("the file has more than {} bulkheads", defaults::BULKHEADS_MAX),
+            format!("the configuration file contains more than {} bulkheads", defaults::BULKHEADS_MAX),
             "run a second supervisor for some of the bulkheads",
         );
         entries.truncate(defaults::BULKHEADS_MAX);
@@ -135,8 +135,9 @@ fn check_name(name: &Spanned<toml::de::DeString<'_>>, problems: &mut Problems) {
     }
     let better: String = name.get_ref().to_lowercase().chars().map(name_char).take(64).collect();
     let help = match better.is_empty() {
-        true => "write [bulkhead.NAME] with 1 to 64 of a-z, 0-9, `.`, `_` and `-`".to_owned(),
-        false => format!("use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
+        true => "write [bulkhead.NAME], where NAME has 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`"
+            .to_owned(),
+        false => format!("use 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
     };
     problems.report(name.span(), format!("`{}` cannot name a bulkhead", shown(name.get_ref())), help);
 }

@@ -262,7 +262,7 @@ impl fmt::Display for Kind {
                     if all { "to" } else { "to below" }
                 )
             }
-            Self::Number(max) => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Number(max) => write!(f, "number, whole or fractional, above 0 and at most {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),

@@ -94,12 +94,16 @@ pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
 fn read(path: &Path) -> Result<String, ConfigErrors> {
     let bytes = read_bounded(path).map_err(|error| {
         let message = format!("cannot read {}: {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "name a configuration file that this user can read")
+        ConfigErrors::of_file(path, message, "pass a configuration file that this user can read")
     })?;
     if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
         let max = units::format_size(defaults::FILE_BYTES_MAX);
         let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
-        return Err(ConfigErrors::of_file(path, message, "name a configuration file, which is text"));
+        return Err(ConfigErrors::of_file(
+            path,
+            message,
+            "pass a configuration file, which is a text file in the TOML format",
+        ));
     }
     String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))
 }
@@ -114,7 +118,7 @@ fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
         let what = if kind.is_dir() {
             "the path is a directory"
         } else {
-            "the path is not a regular file; a pipe, as of `<(...)`, cannot be read again at a reload"
+            "the path is not a regular file; a pipe such as `<(...)` cannot be read again at a reload"
         };
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
@@ -220,7 +224,7 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
         let message = format!("cannot find the folder of \"{}\": {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "name the configuration file by an absolute path")
+        ConfigErrors::of_file(path, message, "pass the absolute path of the configuration file")
     })?;
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {

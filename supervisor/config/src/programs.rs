@@ -41,7 +41,7 @@ pub(super) fn program(
     }
     let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
     let help = if runs(&folder.join(name)) {
-        format!("the program is in the file's folder: write \"./{}\"", shown(name))
+        format!("the program is in the folder of the configuration file: write \"./{}\"", shown(name))
     } else if name.contains(char::is_whitespace) {
         split_help(label.trim_end_matches("[0]"), name)
     } else {
@@ -80,7 +80,7 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), ValueErr
     may(path, Access::EXEC_OK).map_err(|_| {
         ValueError::new(
             format!("`{label}`: {} is not executable", path.display()),
-            format!("run `chmod +x {}`, or name another program", path.display()),
+            format!("run `chmod +x {}`, or configure another program", path.display()),
         )
     })
 }
@@ -98,7 +98,7 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
         let parent = path.parent().unwrap_or(Path::new("/"));
         return Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
-            format!("name a folder, as in \"{}\"", parent.display()),
+            format!("write the path of a folder, as in \"{}\"", parent.display()),
         ));
     }
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
@@ -109,7 +109,7 @@ pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> 
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
-            "name a folder, or a path that does not exist yet",
+            "write the path of a folder, or a path that does not exist yet",
         )),
         Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
@@ -129,7 +129,7 @@ fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Re
     let kind = if found.is_dir() { "a folder" } else { "not a regular file" };
     Err(ValueError::new(
         format!("`{label}`: {} is {kind}, not a {what}", path.display()),
-        format!("name the {what} itself"),
+        format!("write the path of the {what} itself"),
     ))
 }
 
@@ -137,7 +137,7 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
     fs::metadata(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => ValueError::new(
             format!("`{label}`: there is no {what} {}", path.display()),
-            format!("relative paths start at the file's folder, {}", folder.display()),
+            format!("relative paths start at the folder of the configuration file, {}", folder.display()),
         ),
         _ => ValueError::new(
             format!("`{label}`: {} cannot be inspected: {error}", path.display()),
@@ -162,7 +162,10 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     if path.file_name().is_none() || path.is_dir() {
         return Err(ValueError::new(
             format!("`{label}`: {} is a folder, not a socket", path.display()),
-            format!("name a file in the folder, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
+            format!(
+                "write the path of a file in that folder, as in \"{}\"",
+                path.join(defaults::SOCKET_NAME).display()
+            ),
         ));
     }
     Ok(())

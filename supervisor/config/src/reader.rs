@@ -214,7 +214,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             }
             _ => {}
         }
-        format!("the keys here are {}", here.join(", "))
+        format!("the valid keys are {}", here.join(", "))
     }
 
     fn key_with_value(&self, name: &str) -> Option<(LabelledKey, &'t Spanned<DeValue<'t>>)> {

@@ -77,7 +77,8 @@ impl Checker<'_> {
             self.problems.report(
                 position,
                 format!(
-                    "`max_buffered` ({}) is below `max_payload` ({}): the largest job could never wait",
+                    "`max_buffered` ({}) is below `max_payload` ({}), so a job of the maximum size could \
+                     never wait",
                     buffered.with_origin(&small),
                     payload.with_origin(&large)
                 ),
@@ -93,7 +94,7 @@ impl Checker<'_> {
                 position,
                 format!("`max_pooled` ({size}) is too small for the memory files of a payload and a result"),
                 format!(
-                    "write `max_pooled = \"{}\"` or more, or `0` for none",
+                    "write `max_pooled = \"{}\"` or more, or `max_pooled = 0` to disable memory files",
                     units::format_size(POOLED_MIN)
                 ),
             );
@@ -205,7 +206,8 @@ impl Checker<'_> {
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
                 http.span.clone(),
-                "`http` needs `http_token_file`: without a token, any process that connects could do everything",
+                "`http` needs `http_token_file`: without a token, any process that connects could control \
+                 the supervisor",
                 "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
             ),
             (Field::Absent, Field::Given(file)) => self.problems.report(
@@ -362,7 +364,7 @@ impl Checker<'_> {
                 let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
                 format!("the {which} are {names}")
             }
-            None => "name a bulkhead of this file".to_owned(),
+            None => "write the name of a bulkhead in this configuration file".to_owned(),
         }
     }
 
@@ -399,7 +401,7 @@ impl Checker<'_> {
     fn check_unique(&mut self, label: &str, strings: &[Given<String>]) {
         for (index, string) in strings.iter().enumerate() {
             if strings[..index].iter().any(|before| before.value == string.value) {
-                let message = format!("`{label}` names `{}` twice", shown(&string.value));
+                let message = format!("`{label}` contains `{}` twice", shown(&string.value));
                 self.problems.report(string.span.clone(), message, "remove one");
             }
         }
@@ -449,7 +451,7 @@ impl Checker<'_> {
                 upper.1.with_origin(high.trim_matches('"'))
             ),
             format!(
-                "write `{} = {low}` or more, or `{} = {high}` or less",
+                "set `{}` to at least {low}, or `{}` to at most {high}",
                 key_name(upper.0),
                 key_name(lower.0)
             ),
@@ -473,7 +475,7 @@ impl Checker<'_> {
                     in_flight.with_origin(0),
                     queue.with_origin(queue.value)
                 ),
-                "write `max_in_flight = 1` or more, or `max_queue = 0` to reject every job at once",
+                "set `max_in_flight` to at least 1, or set `max_queue` to 0 to reject every job immediately",
             );
         }
         if u64::from(processes.value) * u64::from(in_flight.value) > defaults::PERMITS_CEILING
@@ -488,7 +490,7 @@ impl Checker<'_> {
                     defaults::PERMITS_CEILING
                 ),
                 format!(
-                    "with these processes write `max_in_flight = {}` or less",
+                    "with this number of processes, write `max_in_flight = {}` or less",
                     defaults::PERMITS_CEILING / u64::from(processes.value.max(1))
                 ),
             );
@@ -505,8 +507,14 @@ impl Checker<'_> {
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
                 position,
-                format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.with_origin(&max)),
-                format!("write `{name} = \"{max}\"` or less, or `max_payload = \"{given}\"` or more in [supervisor]"),
+                format!(
+                    "`{name}` ({given}) is above the supervisor's `max_payload` ({})",
+                    payload.with_origin(&max)
+                ),
+                format!(
+                    "set `{name}` to at most \"{max}\", or `max_payload` in [supervisor] to at least \
+                     \"{given}\""
+                ),
             );
         }
         resolved.value

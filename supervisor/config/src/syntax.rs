@@ -23,7 +23,7 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
         last_end = Some(span.start + rest.find('\n').unwrap_or(rest.len()));
         lines += 1;
         if let Some(line) = rest.strip_prefix(':').filter(|_| plain(message) == "invalid unquoted key") {
-            problems.report(span.clone(), "`:` in the place of `=`", colon_help(&text[..span.start], line));
+            problems.report(span.clone(), "`:` in place of `=`", colon_help(&text[..span.start], line));
             continue;
         }
         let written = text.get(span.clone()).unwrap_or_default();
@@ -45,7 +45,7 @@ fn colon_help(before: &str, after: &str) -> String {
     let value = after.lines().next().unwrap_or_default();
     // In an inline table, the value ends before the next key.
     let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
-    format!("TOML has `=` between key and value: write `{} = {}`", shown(key), shown(value.trim()))
+    format!("TOML uses `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
 }
 
 fn help(message: &str, written: &str, span: &Range<usize>) -> String {
@@ -53,13 +53,13 @@ fn help(message: &str, written: &str, span: &Range<usize>) -> String {
     let advice = match plain(message) {
         "string values must be quoted" if span.is_empty() => "write a value after the `=`",
         "string values must be quoted" if matches!(&*word, "yes" | "on" | "true") => {
-            "write `true`; only a string has quotes"
+            "write `true`; only strings are quoted"
         }
         "string values must be quoted" if matches!(&*word, "no" | "off" | "false") => {
-            "write `false`; only a string has quotes"
+            "write `false`; only strings are quoted"
         }
         "string values must be quoted" => return format!("write \"{}\"", shown(written.trim())),
-        "duplicate key" => "the key was set above: remove either line",
+        "duplicate key" => "the key is already set above: remove one of the two lines",
         "key with no value" => "write `key = value`",
         "unexpected key or value" => "put each `key = value` on a separate line",
         "invalid unquoted key" => "a key consists of A-Z, a-z, 0-9, `_` and `-`; quote any other key",

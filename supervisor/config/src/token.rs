@@ -42,7 +42,8 @@ impl Token {
                 format!("{shown} has the mode {mode:04o}, so other users can read or change the token");
             return Err((
                 message,
-                "run `chmod 600` on the file; at most, the file's group can have read permission",
+                "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read \
+                 the token",
             ));
         }
         let mut text = Vec::new();
@@ -51,7 +52,9 @@ impl Token {
         if !TOKEN_BYTES.contains(&token.len()) || !token.iter().all(u8::is_ascii_graphic) {
             let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
             return Err((
-                format!("{shown} does not hold a token: {least} to {most} visible ASCII characters"),
+                format!(
+                    "{shown} does not contain a token, which has {least} to {most} visible ASCII characters"
+                ),
                 MAKE_IT,
             ));
         }

@@ -86,11 +86,15 @@ pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
         return format!(
-            "there is no shell: if the command needs a shell, write `{name} = [\"sh\", \"-c\", \"{text}\"]`"
+            "the supervisor runs no shell: if the command needs a shell, write `{name} = [\"sh\", \"-c\", \
+             \"{text}\"]`"
         );
     }
     let words: Vec<_> = text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
-    format!("there is no shell that would split the string: write `{name} = [{}]`", words.join(", "))
+    format!(
+        "the supervisor runs no shell that would split the string: write `{name} = [{}]`",
+        words.join(", ")
+    )
 }
 
 /// Parses an integer. A value outside the range of `i128` is replaced with the nearest value in the range,
@@ -130,7 +134,9 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
-            "to never wait set `max_queue = 0`; to wait until the deadline, remove the key".to_owned()
+            "to reject jobs instead of queueing them, set `max_queue = 0`; to let jobs wait until their \
+             deadline, remove the key"
+                .to_owned()
         }
         _ => write_help(key, &key.example()),
     }
@@ -147,7 +153,9 @@ fn duration_text(key: &LabelledKey, text: &str) -> ValueResult<Duration> {
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
-            UnitError::TooFine => "a fraction must be in whole nanoseconds, as in \"1.5ms\"".to_owned(),
+            UnitError::TooFine => {
+                "a duration must be a whole number of nanoseconds, as in \"1.5ms\"".to_owned()
+            }
             UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
@@ -283,7 +291,7 @@ pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> 
         (false, true) => "above 0 and at most 1",
         (false, false) => "above 0 and below 1",
     };
-    let why = if share >= 1.0 && !all { ": nothing would be left for others" } else { "" };
+    let why = if share >= 1.0 && !all { ": nothing would be left for other jobs" } else { "" };
     let percent = share / 100.0;
     let help = if share >= 2.0 && share.fract() == 0.0 && fits(percent) {
         format!("{} for {share} %", write_help(key, &units::share_literal(&percent)))
@@ -458,7 +466,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
         return Err(ValueError::new(message, help()));
     };
     if first > last {
-        let message = format!("`{}` starts above the end: \"{}\"", key.label, shown(text));
+        let message = format!("in `{}`, the first id is above the last id: \"{}\"", key.label, shown(text));
         return Err(ValueError::new(message, write_help(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {
@@ -576,6 +584,6 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
         format!("`{}` cannot be read by this version", key.label),
-        "this is an error in bulkhead, not in your file; remove the key and report the error",
+        "this is a bug in Bulkhead, not an error in your file; remove the key and report the bug",
     )
 }

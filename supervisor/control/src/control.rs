@@ -353,7 +353,10 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
         }
         let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);
         if now_dropped > dropped {
-            tracing::error!("{} events were dropped: too many at once", now_dropped - dropped);
+            tracing::error!(
+                "{} events were dropped because too many occurred at once",
+                now_dropped - dropped
+            );
             dropped = now_dropped;
         }
     }

@@ -144,7 +144,7 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {
-        return Err(format!("the socket option against received descriptors cannot be set: {error}"));
+        return Err(format!("the socket option that prevents received descriptors cannot be set: {error}"));
     }
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
@@ -219,7 +219,9 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
         }
         Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Ok(error) => Err(format!("failed to check whether the existing socket is in use: {error}")),
-        Err(()) => Err("a program already listens there; stop the program, or configure another path".into()),
+        Err(()) => Err("another program already listens on this socket; stop that program, or configure \
+                        another path"
+            .into()),
     }
 }
 
@@ -248,7 +250,7 @@ mod tests {
         drop(removed);
         assert!(path.exists(), "the socket of another process was removed");
         let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
-        assert!(error.contains("already listens there"), "{error}");
+        assert!(error.contains("already listens on this socket"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();

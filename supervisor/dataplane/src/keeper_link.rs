@@ -167,7 +167,7 @@ impl KeeperLink {
         let is_again = now.since(self.since) < LIFETIME_MIN;
         self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
         self.pinged_at = None;
-        let lost = self.keeper.take().expect("a keeper is lost once");
+        let lost = self.keeper.take().expect("a keeper can be lost only once");
         background.replace_keeper(lost, pause_after(self.early_deaths));
     }
 

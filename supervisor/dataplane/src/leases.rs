@@ -46,7 +46,7 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// processed the recall.
 const REVOKED_PER_CLIENT_MAX: usize = LEASES_PER_CLIENT_MAX;
 
-const REVOKED: &str = "this lease was recalled and not returned in time; send the job again";
+const REVOKED: &str = "this lease was recalled, but not returned in time; send the job again";
 const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
                        send the payload with the job, or ask for another lease";
 
@@ -663,7 +663,7 @@ impl Leases {
         };
         match lease.state {
             State::Held(_) | State::Recalled { .. } if !lease.is_busy => {}
-            _ => return invalid("this lease is in use by another job, or was not taken"),
+            _ => return invalid("this lease is in use by another job, or the client has not taken it"),
         }
         if matches!(lease.state, State::Recalled { at, .. } if now.since(at) >= RESPONSE_TIMEOUT) {
             return revoked;
@@ -672,7 +672,9 @@ impl Leases {
             return invalid("this lease is for another bulkhead or tenant");
         }
         if inline_bytes > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
-            return invalid("the payload is not in the file of the lease, or too small for a file");
+            return invalid(
+                "the payload is not in the memory file of the lease, or is too small for a memory file",
+            );
         }
         Ok(())
     }

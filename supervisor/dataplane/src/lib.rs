@@ -117,7 +117,7 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 const FRAME_BYTES: usize = 128;
 
 /// Message for a peer that sent out-of-band data.
-const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
+const OUT_OF_BAND: &str = "the peer sent out-of-band data, which the protocol does not allow";
 
 /// The data plane's record of a job. Policy stores the record in a box and moves the box with every action,
 /// so the record should be small.
@@ -415,7 +415,7 @@ impl DataPlane {
     }
 
     /// Orders the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
-    /// The thread must then call [`DataPlane::settle`] and [`DataPlane::run_iteration`] alternately while
+    /// The thread must then call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately while
     /// [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
@@ -896,7 +896,7 @@ impl DataPlane {
         match command {
             Command::Listen(listener) => {
                 if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
-                    self.reporter.trouble("the jobs socket cannot be listened to", &error.to_string());
+                    self.reporter.trouble("failed to listen on the jobs socket", &error.to_string());
                 }
             }
             Command::Snapshot { bulkhead, reply } => {

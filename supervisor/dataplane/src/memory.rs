@@ -295,7 +295,8 @@ impl Charge {
 /// Returns the reason and the message for rejecting data that does not fit into `most` bytes.
 pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
     let message = format!(
-        "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
+        "waiting data has reached the limit max_buffered ({most} bytes), and no other client has more \
+         waiting data than this client"
     );
     (RejectReason::Overloaded, message)
 }

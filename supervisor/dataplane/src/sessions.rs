@@ -609,9 +609,9 @@ impl Sessions {
             if over(session.unread_since, READ_TIMEOUT) {
                 late.push((index, None));
             } else if over(hello_since, HELLO_TIMEOUT) {
-                late.push((index, Some("no hello came in time")));
+                late.push((index, Some("the client did not say hello in time")));
             } else if !session.is_paused && over(session.mid_frame_since, FRAME_TIMEOUT) {
-                late.push((index, Some("a frame was begun and not finished in time")));
+                late.push((index, Some("the client did not finish sending a frame in time")));
             }
         }
         self.needs_checks = is_any_watched;

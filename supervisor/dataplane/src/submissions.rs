@@ -42,14 +42,14 @@ pub(super) fn check_form(
         return invalid(format!("the tenant's name is longer than {TENANT_BYTES_MAX} bytes"));
     }
     if submit.operation.contains('\0') || submit.tenant.contains('\0') {
-        return invalid("the names of operation and tenant must not hold a NUL byte".into());
+        return invalid("the names of the operation and the tenant must not contain a NUL byte".into());
     }
     if Priority::from_code(submit.priority).is_none() {
         return invalid(format!("there is no priority {}", submit.priority));
     }
     let run_limit = extensions.get(tag::RUN_LIMIT).map(decode_run_limit);
     if run_limit == Some(None) {
-        return invalid("the run limit must be 8 bytes that count microseconds, at least 1".into());
+        return invalid("the run limit must be a number of microseconds in 8 bytes, at least 1".into());
     }
     let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
         Some(None) => return invalid("the name of a lease must have 16 bytes".into()),

@@ -251,7 +251,8 @@ impl Templates {
     pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
         let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
         if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
-            template.last_status = Some("the temporary folder holds more than `tmp` allows".to_owned());
+            template.last_status =
+                Some("the temporary folder contains more than `sandbox.tmp` allows".to_owned());
             self.effects.push_back(Effect::Kill(spawn));
         }
     }

@@ -208,7 +208,10 @@ impl Keeper {
 
     fn send_spawn_order(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
         if self.outbox.len() >= PENDING_ORDERS_MAX {
-            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
+            return Err(io::Error::new(
+                io::ErrorKind::WouldBlock,
+                "too many orders are waiting for the keeper",
+            ));
         }
         self.send_order(message, descriptors.into())
     }

@@ -140,7 +140,8 @@ fn probe_seccomp() -> [LayerSupport; 3] {
         LayerSupport::without_details(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
-            "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
+            "forbidden system calls are not reported by name; run a newer kernel, or do not run the \
+             supervisor inside another supervisor's sandbox",
         ),
         LayerSupport::without_details("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
     ]

@@ -434,7 +434,12 @@ impl EventLoop {
     }
 
     fn execute_order(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<()> {
-        let refused = || io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version");
+        let refused = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the keeper received an order that its version does not know",
+            )
+        };
         match Order::decode(message).ok_or_else(refused)? {
             Order::Spawn(order) => {
                 if let Err(error) = self.spawn(&order, descriptors) {

@@ -29,7 +29,7 @@ pub fn get() -> io::Result<io::Stdout> {
     match WAS_CLOSED.load(Ordering::Relaxed) {
         true => Err(io::Error::new(
             io::ErrorKind::NotConnected,
-            "the descriptor is closed; redirect unwanted output to /dev/null",
+            "standard output is closed; redirect unwanted output to /dev/null",
         )),
         false => Ok(io::stdout()),
     }

@@ -134,7 +134,7 @@ pub fn rejection_message(
     let mut allowing = rules.iter().filter(|rule| rule.allows_bulkhead(name, exists)).peekable();
     let name = truncate(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if allowing.peek().is_none() {
-        return Some(format!("you cannot use a bulkhead '{name}'"));
+        return Some(format!("you have no access to a bulkhead named '{name}'"));
     }
     // If the bulkhead does not exist, the tenant is not checked, because the caller rejects the job as
     // `not_found`.

@@ -232,7 +232,7 @@ fn check_numbers(
 ) -> Option<String> {
     let check_range = |name: &str, value: Option<u32>, min: u32, max: u64| {
         let is_out_of_range = value.is_some_and(|value| value < min || u64::from(value) > max);
-        is_out_of_range.then(|| format!("{name} must be {min} to {max}"))
+        is_out_of_range.then(|| format!("{name} must be from {min} to {max}"))
     };
     check_range("max_in_flight", max_in_flight, in_flight_min, in_flight_max)
         .or_else(|| check_range("processes", processes, 1, PROCESSES_CEILING))
@@ -245,7 +245,7 @@ fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
         return Some(format!("rate_limit.per_second must be above 0 and at most {RATE_CEILING}"));
     }
     let is_out_of_range = burst.is_some_and(|burst| burst == 0 || u64::from(burst) > RATE_CEILING);
-    is_out_of_range.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
+    is_out_of_range.then(|| format!("rate_limit.burst must be from 1 to {RATE_CEILING}"))
 }
 
 /// Reason why the data plane did not execute a command.

@@ -505,8 +505,8 @@ impl LayerResolver<'_> {
         };
         self.refused = why.map(|why| {
             format!(
-                "`start.mode = \"fork\"` is not available here under `profile = \"{}\"`, also with `best_effort`, \
-                 because workers of a template share a user: {why}; see the requirements in \
+                "`start.mode = \"fork\"` is not available here under `profile = \"{}\"`, even with \
+                 `best_effort`, because workers of a template share a user: {why}; see the requirements in \
                  `bulkhead-supervisor doctor`, or remove `start.mode`",
                 profile.name(),
             )
@@ -546,8 +546,8 @@ impl LayerResolver<'_> {
             }
             IdSource::Refused(why) => {
                 self.refused = Some(format!(
-                    "root starts workers as root only on request, and cannot start workers as another user: {why}; \
-                     grant the missing ability, or write `user = \"root\"` in `sandbox`"
+                    "the supervisor runs as root, but cannot start workers as another user: {why}; grant the \
+                     missing ability, or write `user = \"root\"` in `sandbox` to start workers as root"
                 ));
                 WorkerIdentity::Own
             }
@@ -705,7 +705,7 @@ impl LayerResolver<'_> {
         let names = names.join(", ");
         let without = match profile {
             Profile::None => "no `cgroup`, or a `profile` with `best_effort`".to_owned(),
-            profile => format!("`best_effort = [{names}]`, or another `profile` than \"{}\"", profile.name()),
+            profile => format!("`best_effort = [{names}]`, or a `profile` other than \"{}\"", profile.name()),
         };
         Some(format!(
             "the layer {} of the sandbox is not available here: {why}; see the requirements in \

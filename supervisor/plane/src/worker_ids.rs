@@ -203,7 +203,7 @@ impl IdAllocator {
                 return Ok(id);
             }
         }
-        Err(self.exhausted_error("a bulkhead with a fixed id", "name a `user`"))
+        Err(self.exhausted_error("a bulkhead with a fixed id", "set `user` in `sandbox`"))
     }
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
@@ -280,8 +280,8 @@ impl IdAllocator {
     fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
-                "the ids of workers cannot be locked in {}: {error}; make the file writable, or name a `user` in \
-                 `sandbox`",
+                "the ids of workers cannot be locked in the file {}: {error}; make the file writable, or set \
+                 `user` in `sandbox`",
                 self.lock_path.display()
             ))
         };
@@ -358,7 +358,7 @@ fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(
-            "ids are locked in the user's home, so that no two workers share an id, and {} {why}",
+            "a file in the user's home folder locks ids, so that no two workers share an id, but {} {why}",
             home.display()
         )
     };

@@ -556,7 +556,7 @@ impl<T> Bulkhead<T> {
             && let Some(index) = self.jobs.find(id)
         {
             let message =
-                "the memory for waiting jobs is used up, and the client of the job holds most of the memory"
+                "the memory for waiting jobs is used up, and the client of this job uses most of that memory"
                     .to_owned();
             self.leave_queue(now, index, Verdict::Rejected { reason: RejectReason::Overloaded, message });
         }

@@ -132,8 +132,8 @@ impl KillReason {
                               built with the worker SDK needs `exec` instead of `command`"
                 .into(),
             Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::ExitTimeout => "the worker was asked to stop and did not".into(),
-            Self::NotNeeded => "the worker had not begun a job and is no longer needed".into(),
+            Self::ExitTimeout => "the worker was asked to stop, but did not exit".into(),
+            Self::NotNeeded => "the worker had not started a job and is no longer needed".into(),
             Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
         }
     }

@@ -646,7 +646,9 @@ fn ends_for_good() {
     // SAFETY: the child only uses its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let refused = supervisor.shutdown().is_err_and(|error| error.to_string().contains("is a fork of it"));
+        let refused = supervisor
+            .shutdown()
+            .is_err_and(|error| error.to_string().contains("was forked from that process"));
         // SAFETY: only exits.
         unsafe { libc::_exit(if refused { 7 } else { 8 }) };
     }

@@ -314,7 +314,7 @@ fn too_large_payload_is_rejected_before_it_arrives() {
     socket.write_all(b"3e9\r\n").unwrap();
     socket.write_all(&[0; 1001]).unwrap();
     let problem = check(&Answer::read(socket).unwrap(), 413, "rejected", "too_large", "no");
-    assert!(problem["detail"].as_str().unwrap().contains("max_payload is 1000"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("max_payload (1000 bytes)"), "{problem}");
     let rejected = supervisor.snapshot("b")["rejected"]["too_large"].as_u64().unwrap();
     assert_eq!(rejected, 11, "all rejections have the reason `too_large`");
 

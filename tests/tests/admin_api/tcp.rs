@@ -327,7 +327,7 @@ fn start_fails_if_http_address_is_unavailable() {
     let Place::Tcp(address) = place else { panic!() };
     for (address, hint) in [
         (address.to_string(), "choose another port"),
-        ("192.0.2.1:9464".into(), "not an address of this machine"),
+        ("192.0.2.1:9464".into(), "the address does not belong to this machine"),
     ] {
         let folder = folder();
         let config = format!(

@@ -157,8 +157,8 @@ fn access_rule_limits_bulkheads_and_tenants() {
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
     // The message is the same for a bulkhead that does not exist. A client with limited access must not learn which
     // bulkheads exist.
-    submit(&supervisor, alice, &["back"]).is_forbidden("you cannot use a bulkhead 'back'");
-    submit(&supervisor, alice, &["missing"]).is_forbidden("you cannot use a bulkhead 'missing'");
+    submit(&supervisor, alice, &["back"]).is_forbidden("you have no access to a bulkhead named 'back'");
+    submit(&supervisor, alice, &["missing"]).is_forbidden("you have no access to a bulkhead named 'missing'");
 
     for tenant in ["acme", "größe 3"] {
         submit(&supervisor, bob, &["front", "--tenant", tenant]).is_ok();

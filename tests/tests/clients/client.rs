@@ -285,7 +285,7 @@ fn blocking_client_runs_and_cancels_jobs() {
     let limit = Duration::from_millis(30);
     let late = client.job("b", "10000").operation("sleep").deadline(limit).send().unwrap_err();
     assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late}");
-    assert!(late.to_string().contains("not within 30 ms"), "{late}");
+    assert!(late.to_string().contains("did not finish within 30 ms"), "{late}");
 
     let handle = client.job("b", "").operation("yield").start().unwrap();
     drop(client);
@@ -306,14 +306,14 @@ fn connect_error_suggests_checking_the_supervisor() {
     let path = folder.path().join("jobs.sock");
     let missing = text(&path);
     assert!(missing.starts_with(&format!("connect to {}", path.display())), "{missing}");
-    assert!(missing.contains("there is no such socket; is the supervisor running?"), "{missing}");
+    assert!(missing.contains("the socket does not exist; is the supervisor running?"), "{missing}");
 
     drop(UnixListener::bind(&path).unwrap());
     let stale = text(&path);
-    assert!(stale.contains("nothing listens there; is the supervisor running?"), "{stale}");
+    assert!(stale.contains("no process is listening on the socket; is the supervisor running?"), "{stale}");
 
     let too_long = text(&folder.path().join("x".repeat(200)));
-    assert!(too_long.contains("check that the path is right"), "{too_long}");
+    assert!(too_long.contains("check that the path is correct"), "{too_long}");
 }
 
 #[test]
@@ -499,12 +499,12 @@ fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf)
 #[test]
 fn connect_fails_without_valid_welcome() {
     let no_welcome: &[(&str, Vec<u8>)] = &[
-        ("closed before a welcome", Vec::new()),
-        ("failed to be served", refused("too many clients; try later")),
+        ("closed the connection before it sent a welcome", Vec::new()),
+        ("the supervisor refused the connection", refused("too many clients; try later")),
         ("instead of a welcome", outcome(1, b"")),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
-        ("metadata within", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
+        ("metadata, but only", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
         ("version 9 of the protocol", welcome(9)),
     ];
     for (expected, answer) in no_welcome {
@@ -515,7 +515,7 @@ fn connect_fails_without_valid_welcome() {
                 assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
                 let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
                     if message == "too many clients; try later");
-                assert_eq!(is_refusal, expected.contains("served"), "{error:?}");
+                assert_eq!(is_refusal, expected.contains("refused"), "{error:?}");
             },
         );
     }
@@ -531,7 +531,7 @@ fn protocol_violation_by_supervisor_fails_the_job() {
     let cases: &[(&str, Vec<u8>)] = &[
         ("announced a frame of 4294967295 bytes", [header(kind::OUTCOME, u32::MAX, 8), vec![0; 8]].concat()),
         ("announced a frame of 4294967295 bytes", [header(77, u32::MAX, 8), vec![0; 8]].concat()),
-        ("metadata within", header(kind::OUTCOME, 4, 100)),
+        ("metadata, but only", header(kind::OUTCOME, 4, 100)),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
         ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),

@@ -237,19 +237,19 @@ impl Attack {
 }
 
 fn silent(attack: &Attack) {
-    is_refused(&dial(&attack.path), "no hello");
+    is_refused(&dial(&attack.path), "did not say hello in time");
 }
 
 fn half_a_header(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..7]);
-    is_refused(&socket, "no hello");
+    is_refused(&socket, "did not say hello in time");
 }
 
 fn half_a_hello(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..40]);
-    is_refused(&socket, "no hello");
+    is_refused(&socket, "did not say hello in time");
 }
 
 fn four_gibibytes_first(attack: &Attack) {
@@ -279,10 +279,10 @@ fn garbage_first(attack: &Attack) {
 fn garbage_after_hello(attack: &Attack) {
     let socket = open(&attack.path);
     push(&socket, &[0xff; 100_000]);
-    is_refused(&socket, "must be understood");
+    is_refused(&socket, "a critical frame");
     let socket = open(&attack.path);
     push(&socket, &header(4, kind::SUBMIT, 5, 1));
-    is_refused(&socket, "5 bytes of metadata within 4");
+    is_refused(&socket, "5 bytes of metadata, but only 4");
 }
 
 fn never_reads(attack: &Attack) {
@@ -735,7 +735,7 @@ fn out_of_band_byte_closes_only_its_own_connection() {
         let socket = dial(&supervisor.socket());
         push(&socket, sent);
         rustix::net::send(&socket, b"!", SendFlags::OOB).unwrap();
-        is_refused(&socket, "out of band");
+        is_refused(&socket, "out-of-band");
     }
     let flooded = result(&client, "out-of-band", "").unwrap_err();
     let verdict = &flooded.outcome().unwrap().verdict;
@@ -763,7 +763,7 @@ fn out_of_band_byte_during_start_kills_worker() {
     wait_for("the supervisor answers", || supervisor.try_get("/healthz"));
     // The worker must be killed at every start. If the supervisor missed one violation, no further worker would start.
     for event in supervisor.wait_events("worker_killed", STARTS) {
-        assert!(event["reason"].as_str().unwrap().contains("out of band"), "{event}");
+        assert!(event["reason"].as_str().unwrap().contains("out-of-band"), "{event}");
     }
 }
 
@@ -1356,13 +1356,13 @@ fn stalled_clients_are_disconnected_but_slow_client_stays() {
             scope.spawn(|| {
                 let socket = open(&path);
                 push(&socket, &submit(1, "echo", &[1; 1000])[..500]);
-                is_refused(&socket, "not finished in time");
+                is_refused(&socket, "not finish sending a frame in time");
             }),
             scope.spawn(|| {
                 let socket = open(&path);
                 push(&socket, &announcement(1, 2 << 20));
                 push(&socket, &[1; 1 << 20]);
-                is_refused(&socket, "not finished in time");
+                is_refused(&socket, "not finish sending a frame in time");
             }),
         ];
         // This client completes each frame quickly, but always has an incomplete frame on the connection. The

@@ -692,7 +692,7 @@ fn result_in_revoked_file_is_an_error() {
     kill_pid(worker, Signal::SIGCONT);
     wait_for("the files of the client are freed", || (file_bytes(&supervisor) == 0).then_some(()));
     let late = runtime.block_on(job).map(|reply| reply.payload().len()).unwrap_err();
-    assert!(late.to_string().contains("revoked before this program read the result"), "{late}");
+    assert!(late.to_string().contains("because this program did not read it"), "{late}");
     assert_eq!(late.executed(), Executed::Yes);
     // The client can send further jobs.
     let payload = pattern(2, MIB);

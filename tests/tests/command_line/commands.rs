@@ -388,9 +388,9 @@ fn commands_exit_69_without_supervisor() {
             assert!(is_told, "{command:?}: {}", ran.stderr);
         }
     };
-    check("there is no such socket");
+    check("the socket does not exist");
     drop((UnixListener::bind(&socket).unwrap(), UnixListener::bind(&admin).unwrap()));
-    check("nothing listens there");
+    check("no process is listening on the socket");
 }
 
 #[test]

@@ -84,7 +84,7 @@ fn submit_reports_waiting_for_standard_input() {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
     stderr.read_line(&mut line).unwrap();
-    assert!(line.contains("waiting for the end of standard input") && line.contains("-n"), "{line}");
+    assert!(line.contains("reading the payload from standard input") && line.contains("-n"), "{line}");
     stdin.write_all(b"ended").unwrap();
     drop(stdin);
     let mut rest = String::new();

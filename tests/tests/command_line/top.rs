@@ -216,7 +216,7 @@ fn top_reconnects_after_supervisor_restart() {
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
     assert_eq!(row(&text, "b").unwrap()[1], "ready", "the screen keeps the last known state");
     terminal.press("?");
-    terminal.shows("any key goes back");
+    terminal.shows("press any key to go back");
     terminal.press("x");
 
     supervisor.child = Command::new(programs().join("bulkhead-supervisor"))
@@ -256,7 +256,7 @@ fn top_handles_keys_while_supervisor_hangs() {
     let is_told = |text: &str| text.contains("NO RESPONSE for") || text.contains("NOT REACHABLE for");
     terminal.shows_as("the missing response", is_told);
     terminal.press("?");
-    terminal.shows("any key goes back");
+    terminal.shows("press any key to go back");
     terminal.press("xs");
     terminal.shows("sort: name");
     supervisor.signal(Signal::SIGCONT);

@@ -194,7 +194,8 @@ fn reload_names_dropped_live_values() {
     let tried = post(&supervisor, "/v1/reload?dry_run=true", 200);
     assert_eq!(tried["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
     let told = text(&command(&supervisor, &["reload", "--dry-run"]).stdout);
-    let dropped = "live values dropped because of a conflict with the configuration file: max_in_flight";
+    let dropped =
+        "values set at runtime were dropped because they conflict with the configuration file: max_in_flight";
     assert!(told.starts_with(&format!("b: adaptive; {dropped}\n")), "{told}");
     assert_eq!(supervisor.snapshot("b")["max_in_flight"], 1, "a dry run drops nothing");
     let changes = reload(&supervisor, &adaptive);

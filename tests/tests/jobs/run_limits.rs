@@ -30,7 +30,7 @@ fn job_that_exceeds_its_run_limit_is_ended() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
-    assert!(error.to_string().contains("the job ran for 3000 ms, the run limit"), "{error}");
+    assert!(error.to_string().contains("the job reached the run limit of 3000 ms"), "{error}");
     let outcome = late(Err(error));
     assert_eq!(
         (outcome.run_limit, outcome.deadline),

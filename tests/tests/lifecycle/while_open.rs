@@ -70,10 +70,18 @@ fn while_open_rejects_descriptor_that_never_ends() {
     let listener = std::os::unix::net::UnixListener::bind(folder.path().join("listener")).unwrap();
     let (datagrams, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
     for (number, stdin, sentence) in [
-        ("0", file(), "descriptor 0 never reports an end: pass a pipe"),
-        ("0", Stdio::null(), "descriptor 0 never reports an end"),
-        ("0", Stdio::from(OwnedFd::from(listener)), "descriptor 0 never reports an end"),
-        ("0", Stdio::from(OwnedFd::from(datagrams)), "descriptor 0 never reports an end"),
+        ("0", file(), "descriptor 0 cannot report that its other end was closed: pass a pipe"),
+        ("0", Stdio::null(), "descriptor 0 cannot report that its other end was closed"),
+        (
+            "0",
+            Stdio::from(OwnedFd::from(listener)),
+            "descriptor 0 cannot report that its other end was closed",
+        ),
+        (
+            "0",
+            Stdio::from(OwnedFd::from(datagrams)),
+            "descriptor 0 cannot report that its other end was closed",
+        ),
         ("977", Stdio::null(), "descriptor 977 is not open"),
         ("-1", Stdio::null(), "-1"),
         ("x", Stdio::null(), "invalid value 'x'"),

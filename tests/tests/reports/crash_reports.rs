@@ -243,7 +243,9 @@ fn report_omits_large_payload() {
     assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
     let refused = command(&supervisor, &["replay", &id(&all[1])]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("65537 bytes are more than a report keeps"));
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("a report cannot contain a payload of 65537 bytes")
+    );
 }
 
 #[test]
@@ -262,10 +264,10 @@ fn reports_omit_payloads_if_crash_payloads_is_false() {
     let kept = kept.expect("the report is a file");
     assert!(!kept.contains("my-secret") && !kept.contains("bXktc2VjcmV0"), "{kept}");
     let shown = stdout(&command(&supervisor, &["crashes", &id(&report)]));
-    assert!(shown.contains("9 bytes, not kept"), "{shown}");
+    assert!(shown.contains("9 bytes, not stored in the report"), "{shown}");
     let refused = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("the report contains none of the 9 bytes"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("all 9 bytes of the payload are missing"));
 }
 
 #[test]

@@ -138,7 +138,8 @@ impl Host {
         let open_files = getrlimit(Resource::Nofile);
         plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
-        setrlimit(Resource::Nofile, raised).map_err(|error| failed("raise a limit", error.into()))?;
+        setrlimit(Resource::Nofile, raised)
+            .map_err(|error| failed("raise the limit on open files", error.into()))?;
         let mut rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;
         let place = match super::inherited_program() {
             Some(program) => {
@@ -152,8 +153,8 @@ impl Host {
         rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
-                "programs of this worker can read each other's temporary files: `read` or `write` names a \
-                 folder above these files"
+                "programs of this worker can read each other's temporary files, because `read` or `write` \
+                 grants a parent folder of these files"
             );
         }
         let rules = Arc::new(rules);
@@ -209,7 +210,7 @@ impl Host {
                 format!("the program exited and left no result in the file `{name}`: {why}"),
             )
         };
-        let folder = folder.ok_or_else(|| none(&"there is no folder"))?;
+        let folder = folder.ok_or_else(|| none(&"the job has no folder"))?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         folder.restore_owner_rights();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {
@@ -355,7 +356,10 @@ impl Host {
     fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
         if let Ending::Cancelled = run.end {
-            return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
+            return Reply::Failed(HandlerError::new(
+                "cancelled",
+                "the program was killed because the job was cancelled",
+            ));
         }
         if let Ending::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
@@ -407,9 +411,10 @@ fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> Handle
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
     let message = format!(
-        "the program exited, but the {output} was still open in {holders} after {} ms, and the rest was \
-         killed: have the program wait for child processes, redirect the output of child processes, or raise \
-         `output_grace`; `output_grace = \"0s\"` drops output that is written after the exit",
+        "the program exited, but the {output} was still open in {holders} after {} ms, so the remaining \
+         processes were killed: have the program wait for child processes, redirect the output of child \
+         processes, or raise `output_grace`; `output_grace = \"0s\"` drops output that is written after the \
+         exit",
         grace.as_millis()
     );
     HandlerError::new("output_incomplete", message)

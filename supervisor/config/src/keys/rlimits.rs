@@ -18,11 +18,12 @@ fn row(resource: Resource) -> Key {
         kind: Kind::Limit(resource),
         default: match resource {
             Resource::Core => DefaultValue::Count(0),
-            Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox the supervisor's own"),
+            Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox, the supervisor's own limit"),
             Resource::Nproc => DefaultValue::Described(
-                "1024 if the limit counts per worker, with a separate user id or user namespace; otherwise the supervisor's own",
+                "1024 if the limit applies per worker (separate user id or user namespace); otherwise the \
+                 supervisor's own limit",
             ),
-            _ => DefaultValue::Described("the supervisor's own"),
+            _ => DefaultValue::Described("the supervisor's own limit"),
         },
         example: match measure {
             Measure::Bytes => "\"1GiB\"",

@@ -54,7 +54,7 @@ section! {
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// Folder for crash reports. If it does not exist, it is created with mode 0700. A crash report contains
     /// the payload of the job.
-    crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
+    crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
     /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
     /// do not count; the same number of those is kept in addition.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;

@@ -178,7 +178,7 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
 
 fn too_many() -> ValueError {
     ValueError::new(
-        format!("more than {} tenants with separate limits in one bulkhead", defaults::TENANT_TABLES_MAX),
+        format!("the bulkhead has separate limits for more than {} tenants", defaults::TENANT_TABLES_MAX),
         "set common limits in [bulkhead.NAME] or [bulkhead.NAME.tenants]",
     )
 }

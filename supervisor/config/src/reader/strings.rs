@@ -26,7 +26,7 @@ impl TableReader<'_, '_> {
             };
             if let Some(beyond) = array.get(max) {
                 let message = format!("`{}` has more than {max} {what}", key.label);
-                let error = ValueError::new(message, format!("keep the first {max}, or fewer"));
+                let error = ValueError::new(message, format!("remove entries until at most {max} remain"));
                 reader.report_error(beyond.span(), error);
             }
             let (mut taken, mut has_first) = (Vec::new(), false);
@@ -115,14 +115,17 @@ fn variable_name(name: &str) -> Result<(), ValueError> {
     }
     if name.contains(['=', '\0']) {
         return Err(ValueError::new(
-            format!("`{}` cannot name a variable: the name contains `=` or a NUL byte", shown(name)),
+            format!(
+                "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL byte",
+                shown(name)
+            ),
             "write `env = { NAME = \"value\" }`",
         ));
     }
     if name.starts_with("BULKHEAD_") {
         return Err(ValueError::new(
             format!(
-                "`{}` is reserved: the supervisor sets the names that start with `BULKHEAD_`",
+                "`{}` is reserved: the supervisor sets the variables whose names start with `BULKHEAD_`",
                 shown(name)
             ),
             "choose another name",

@@ -83,8 +83,10 @@ impl Checker<'_> {
         self.check_unique("access.bulkheads", &given.value);
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         for name in given.value.iter().filter(|name| !names.contains(&name.value.as_str())) {
-            let message =
-                format!("`access.bulkheads` names `{}`, and there is no such bulkhead", shown(&name.value));
+            let message = format!(
+                "`access.bulkheads` contains `{}`, but there is no bulkhead of that name",
+                shown(&name.value)
+            );
             let help = Self::suggest_name(&name.value, &names, "bulkheads");
             self.problems.report(name.span.clone(), message, help);
         }

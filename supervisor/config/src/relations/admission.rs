@@ -120,7 +120,7 @@ impl Checker<'_> {
         let Some(position) = report_position_of(&[&max, processes, in_flight]) else { return };
         let help = match most {
             0 => "write `max_in_flight = 1` or more, or remove `adaptive`".to_owned(),
-            most => format!("write `max = {most}` or less, or more `processes` or `max_in_flight`"),
+            most => format!("set `max` to at most {most}, or raise `processes` or `max_in_flight`"),
         };
         self.problems.report(
             position,

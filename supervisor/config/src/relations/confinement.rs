@@ -66,7 +66,7 @@ impl Checker<'_> {
             return;
         }
         let elsewhere = match given.origin {
-            Origin::Defaults => "; a bulkhead without a sandbox sets `sandbox = { profile = \"none\" }`",
+            Origin::Defaults => "; for a bulkhead without a sandbox, set `sandbox = { profile = \"none\" }`",
             Origin::Own | Origin::Tenant => "",
         };
         let (default, strict) = (Profile::Default.name(), Profile::Strict.name());
@@ -120,7 +120,10 @@ impl Checker<'_> {
         for name in given.value.iter().filter(|name| !is_system_call(&name.value)) {
             self.problems.report(
                 name.span.clone(),
-                format!("`{label}` names `{}`, and there is no such system call", shown(&name.value)),
+                format!(
+                    "`{label}` contains `{}`, but there is no system call of that name",
+                    shown(&name.value)
+                ),
                 "write a name from syscalls(2), as in \"mlock\"",
             );
         }
@@ -157,10 +160,11 @@ impl Checker<'_> {
             self.problems.report(
                 denied.span.clone(),
                 format!(
-                    "`sandbox.syscalls.deny` names `{}`, which every worker needs to start",
+                    "`sandbox.syscalls.deny` contains `{}`, which every worker needs to start",
                     denied.value
                 ),
-                "remove the name; with the profile \"strict\" a worker drops execve automatically when ready",
+                "remove the name; with the profile \"strict\", a worker drops execve automatically when it \
+                 is ready",
             );
         }
     }

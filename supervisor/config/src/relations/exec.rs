@@ -24,14 +24,18 @@ impl Checker<'_> {
                 if let Some((_, before)) = written.iter().find(|(other, _)| *other == status) {
                     let message =
                         format!("`exit_status` has the status {status} in `{before}` and in `{name}`");
-                    self.problems.report(given.span.clone(), message, "remove the status from either list");
+                    self.problems.report(
+                        given.span.clone(),
+                        message,
+                        "remove the status from one of the two lists",
+                    );
                 }
                 written.push((status, name));
             }
         }
         if let Some(given) = raw.ok.given().filter(|given| given.value.is_empty()) {
-            let message = "`exit_status.ok` is empty, so no job could end ok";
-            self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
+            let message = "`exit_status.ok` is empty, so no job could succeed";
+            self.problems.report(given.span.clone(), message, "add a status, as in `ok = [0]`");
         }
         // A list that the file does not set has its default, without the statuses that are in another list of
         // the file.
@@ -66,7 +70,8 @@ impl Checker<'_> {
                         shown(file)
                     ),
                     format!(
-                        "write at most {FILE_NAME_BYTES_MAX} bytes without `/`, as in `{name} = \"{name}.txt\"`"
+                        "write a name of at most {FILE_NAME_BYTES_MAX} bytes without `/`, as in `{name} = \
+                         \"{name}.txt\"`"
                     ),
                 );
             }
@@ -86,8 +91,9 @@ impl Checker<'_> {
         if let Some(cwd) = raw.cwd.given().filter(|cwd| cwd.origin >= files.origin) {
             self.problems.report(
                 cwd.span.clone(),
-                "`cwd` and `files` exclude each other: with `files` each job's own folder is the working directory",
-                "remove `cwd`, and name other files by absolute paths",
+                "`cwd` and `files` cannot be combined: with `files`, each job's own folder is the working \
+                 directory",
+                "remove `cwd`, and use absolute paths for other files",
             );
         }
         let sandbox = &bulkhead.sandbox;
@@ -107,7 +113,7 @@ impl Checker<'_> {
             self.problems.report(
                 given.span.clone(),
                 format!("`{key}` has no effect: bulkhead `{}` has no `exec`", raw.name),
-                format!("remove `{key}`, or run a program by `exec = [\"program\"]`"),
+                format!("remove `{key}`, or run a program with `exec = [\"program\"]`"),
             );
         }
     }

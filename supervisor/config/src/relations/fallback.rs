@@ -27,8 +27,8 @@ impl Checker<'_> {
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(
-            format!("`fallback` names `{}` twice", shown(&name.value)),
-            "remove an entry: a job tries each bulkhead at most once",
+            format!("`fallback` contains `{}` twice", shown(&name.value)),
+            "remove one of the entries: each bulkhead is tried at most once for a job",
         ));
     }
     if name.value == own {
@@ -41,12 +41,13 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
             ),
             Origin::Own | Origin::Tenant => ValueError::new(
                 format!("bulkhead `{}` is a fallback of itself", shown(own)),
-                "name another bulkhead, or remove the name",
+                "write the name of another bulkhead, or remove this name",
             ),
         });
     }
     if !names.contains(&name.value) {
-        let message = format!("`fallback` names `{}`, and there is no such bulkhead", shown(&name.value));
+        let message =
+            format!("`fallback` contains `{}`, but there is no bulkhead of that name", shown(&name.value));
         return Some(ValueError::new(message, suggest_name(&name.value, own, names)));
     }
     None
@@ -55,7 +56,9 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
 fn suggest_name(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
-        [] => "the file has no other bulkhead: add a section [bulkhead.NAME], or remove the name".to_owned(),
+        [] => "the configuration file has no other bulkhead: add a section [bulkhead.NAME], or remove this \
+               name"
+            .to_owned(),
         others => Checker::suggest_name(name, others, "other bulkheads"),
     }
 }

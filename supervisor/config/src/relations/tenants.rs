@@ -53,7 +53,7 @@ impl Checker<'_> {
         }
         let elsewhere = match given.origin {
             Origin::Defaults => {
-                "; a bulkhead whose tenants share workers sets `tenants = { isolate = false }`"
+                "; for a bulkhead whose tenants share workers, set `tenants = { isolate = false }`"
             }
             Origin::Own | Origin::Tenant => "",
         };
@@ -75,8 +75,8 @@ impl Checker<'_> {
             self.problems.report(
                 position,
                 format!(
-                    "`tenants.{name}` ({}) is a share of common workers, but with `tenants.isolate` ({}) no \
-                     workers are common",
+                    "`tenants.{name}` ({}) limits a tenant's share of common workers, but with \
+                     `tenants.isolate` ({}) no workers are common",
                     share.with_origin(share.value),
                     isolate.with_origin(true)
                 ),

@@ -241,7 +241,7 @@ fn configuration_summary_contains_all_keys() {
 fn configuration_summary_mentions_unset_keys() {
     let summary = Folder::new().accept(&bulkhead("")).summary();
     for line in [
-        "# crash_dir: none, reports are kept in memory",
+        "# crash_dir: none; reports are kept in memory",
         "# worker_uids: 61184-65519 if the supervisor can start workers as other users",
         "# cgroup: off",
     ] {

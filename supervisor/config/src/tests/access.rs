@@ -119,11 +119,11 @@ fn access_rule_names_only_existing_bulkheads() {
     folder.reject_one(
         &text("[\"thumbs\", \"thumb\"]"),
         (3, 24),
-        "`access.bulkheads` names `thumb`, and there is no such bulkhead",
+        "`access.bulkheads` contains `thumb`, but there is no bulkhead of that name",
         "did you mean `thumbs`?",
     );
-    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "names `pdf`", "the bulkheads are thumbs");
-    folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "names `thumbs` twice", "remove one");
+    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "contains `pdf`", "the bulkheads are thumbs");
+    folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "contains `thumbs` twice", "remove one");
     folder.reject_one(
         &text("\"thumbs\""),
         (3, 13),
@@ -150,7 +150,7 @@ fn access_rule_names_only_valid_tenants() {
     folder.reject_one(&text("[\"\"]"), (5, 12), "contains an empty name", "jobs without a tenant");
     folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
-    folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");
+    folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "contains `a` twice", "");
     folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
 }
 

@@ -110,10 +110,10 @@ fn share_outside_its_range_is_rejected() {
             "critical_reserve",
             "1",
             reserve,
-            "1: nothing would be left for others",
+            "1: nothing would be left for other jobs",
             "reserve = 0.2`",
         ),
-        ("priority", "critical_reserve", "1.5", reserve, "1.5: nothing would be left for others", ""),
+        ("priority", "critical_reserve", "1.5", reserve, "1.5: nothing would be left for other jobs", ""),
         (
             "priority",
             "critical_reserve",
@@ -323,7 +323,7 @@ fn pressure_warn_cannot_exceed_pressure_reject() {
         &bulkhead("max_queue = 5\npressure = { warn = 0.9, reject = 0.5 }"),
         (4, 21),
         "`pressure.warn` (0.9) is above `pressure.reject` (0.5)",
-        "write `reject = 0.9` or more, or `warn = 0.5` or less",
+        "set `reject` to at least 0.9, or `warn` to at most 0.5",
     );
     let early = accept_one("max_queue = 5\npressure = { reject = 0.5 }");
     assert_eq!(early.pressure, PressureConfig { warn: 0.5, reject: 0.5 });
@@ -445,7 +445,7 @@ fn adaptive_max_cannot_exceed_permits() {
     let folder = Folder::new();
     let message = "`adaptive.max` (6) is above `processes` (2) × `max_in_flight` (1, the default)";
     let text = bulkhead(&format!("processes = 2\n{ADAPTIVE}"));
-    folder.reject_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
+    folder.reject_one(&text, (4, 20), message, "set `max` to at most 2, or raise `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
     folder.reject_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
     // The error is reported at the bulkhead's own key, because the values in `[defaults]` can be valid for
@@ -463,7 +463,7 @@ fn adaptive_max_cannot_exceed_permits_of_isolated_tenant() {
     folder.accept(&tenant("max_queue = 3"));
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
     let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
-    folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
+    folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "set `max` to at most 5");
     // A limit on shared workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
     folder.accept(&bulkhead(&common));

@@ -89,7 +89,7 @@ fn profile_none_rejects_other_sandbox_keys() {
         let column = line.find(value).unwrap() + 1;
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
-        folder.reject_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
+        folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
         // Unlike keys in `[defaults]`, keys in the bulkhead's own table are rejected if that table sets the
         // profile `none`.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
@@ -130,7 +130,7 @@ fn sandbox_paths_must_exist() {
             &sandbox(&format!("{name} = [\"none\"]")),
             at,
             &format!("`sandbox.{name}`: there is no file or folder {}", folder.path("none").display()),
-            "relative paths start at the file's folder",
+            "relative paths start at the folder of the configuration file",
         );
         folder.reject_one(
             &sandbox(&format!("{name} = [\"\"]")),
@@ -152,7 +152,7 @@ fn sandbox_paths_must_exist() {
             &format!("write `{name} = [\"/usr\"]`"),
         );
         let twice = sandbox(&format!("{name} = [\"work\", \"work\"]"));
-        folder.reject_one(&twice, (3, at.1 + 8), "names `work` twice", "remove one");
+        folder.reject_one(&twice, (3, at.1 + 8), "contains `work` twice", "remove one");
         let many = ["\"/\""; 257].join(", ");
         let problems = folder.reject(&sandbox(&format!("{name} = [{many}]")));
         assert!(problems.iter().any(|problem| problem.message.contains("has more than 256 paths")));
@@ -232,7 +232,7 @@ fn worker_uids_must_be_valid_range() {
         ("\"-5-7\"", "is not a range of ids", example),
         ("\"+5-7\"", "is not a range of ids", example),
         ("\"5-7-9\"", "is not a range of ids", example),
-        ("\"9-5\"", "starts above the end: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"9-5\"", "the first id is above the last id: \"9-5\"", "write `worker_uids = \"5-9\"`"),
         ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
         ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
@@ -255,13 +255,14 @@ fn sandbox_rejects_unknown_system_calls() {
         let at = (3, column(&format!("syscalls = {{ {name} = [")));
         folder.accept(&list("\"mlock\", \"clone3\", \"mbind\""));
         for wrong in ["", "Mlock", "mlock(2)", "SYS-mlock", "größe"] {
-            let message =
-                format!("`sandbox.syscalls.{name}` names `{wrong}`, and there is no such system call");
+            let message = format!(
+                "`sandbox.syscalls.{name}` contains `{wrong}`, but there is no system call of that name"
+            );
             folder.reject_one(&list(&format!("\"{wrong}\"")), at, &message, "as in \"mlock\"");
         }
         let message = format!("`sandbox.syscalls.{name}[0]` must be a string, not a number");
         folder.reject_one(&list("5"), at, &message, "write \"5\"");
-        folder.reject_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "names `mlock` twice", "");
+        folder.reject_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "contains `mlock` twice", "");
     }
     folder.reject_one(
         &sandbox("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", \"mlock\"] }"),

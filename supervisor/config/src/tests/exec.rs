@@ -33,9 +33,9 @@ fn exit_status_belongs_to_at_most_one_list() {
             "ok = [0, 1], caller = [1]",
             39,
             "has the status 1 in `ok` and in `caller`",
-            "remove the status from either list",
+            "remove the status from one of the two lists",
         ),
-        ("ok = []", 22, "`exit_status.ok` is empty, so no job could end ok", "ok = [0]"),
+        ("ok = []", 22, "`exit_status.ok` is empty, so no job could succeed", "ok = [0]"),
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
@@ -55,7 +55,7 @@ fn job_files_must_have_plain_names() {
         folder.reject_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
     let long = bulkhead(&format!("files = {{ input = \"{}\" }}", "n".repeat(256)));
-    folder.reject_one(&long, (3, 19), "the name of a file", "write at most 255 bytes without `/`");
+    folder.reject_one(&long, (3, 19), "the name of a file", "write a name of at most 255 bytes without `/`");
     folder.reject_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
     for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
         folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
@@ -73,7 +73,7 @@ fn job_files_exclude_cwd_and_require_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));
-    folder.reject_one(&text, (3, 7), "`cwd` and `files` exclude each other", "remove `cwd`");
+    folder.reject_one(&text, (3, 7), "`cwd` and `files` cannot be combined", "remove `cwd`");
     folder.accept(&format!("[defaults]\ncwd = \"work\"\n{}", bulkhead(files)));
     let text = bulkhead(&format!("{files}\nsandbox = {{ tmp = 0 }}"));
     folder.reject_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");

@@ -34,20 +34,25 @@ fn fallback_must_name_existing_bulkheads() {
     folder.reject_one(
         &file("[\"b\", \"thumbnial-safe\"]", &["b", "thumbnail-safe"]),
         (3, 18),
-        "`fallback` names `thumbnial-safe`, and there is no such bulkhead",
+        "`fallback` contains `thumbnial-safe`, but there is no bulkhead of that name",
         "did you mean `thumbnail-safe`?",
     );
-    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
+    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "contains `xyzzy`", "bulkheads are b, c");
     folder.reject_one(
         &file("[\"b\"]", &[]),
         (3, 13),
-        "names `b`",
-        "the file has no other bulkhead: add a section",
+        "contains `b`",
+        "the configuration file has no other bulkhead: add a section",
     );
-    folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
+    folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "contains ``", "");
     let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    folder.reject_one(&file("[\"x\"]", &many), (3, 13), "names `x`", "name a bulkhead of this file");
+    folder.reject_one(
+        &file("[\"x\"]", &many),
+        (3, 13),
+        "contains `x`",
+        "write the name of a bulkhead in this configuration file",
+    );
     let problems = folder.reject(&file("[\"x\", \"y\", 3]", &["b"]));
     assert_eq!(problems.len(), 3, "{problems:#?}");
 }
@@ -65,7 +70,7 @@ fn bulkhead_cannot_be_its_own_fallback() {
         &file("[\"b\", \"a\"]", &["b"]),
         (3, 18),
         "bulkhead `a` is a fallback of itself",
-        "name another bulkhead, or remove the name",
+        "write the name of another bulkhead, or remove this name",
     );
     let defaults = "[defaults]\nfallback = [\"b\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     let text = format!("{defaults}[bulkhead.a]\nexec = [\"tool\"]\n");
@@ -87,12 +92,12 @@ fn fallback_cannot_name_bulkhead_twice() {
     folder.reject_one(
         &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
         (3, 23),
-        "`fallback` names `b` twice",
-        "remove an entry",
+        "`fallback` contains `b` twice",
+        "remove one of the entries",
     );
     let text = "[defaults]\nfallback = [\"c\", \"c\"]\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\n\
                 exec = [\"tool\"]\n[bulkhead.c]\nexec = [\"tool\"]\nfallback = []\n";
-    folder.reject_one(text, (2, 18), "`fallback` names `c` twice", "");
+    folder.reject_one(text, (2, 18), "`fallback` contains `c` twice", "");
 }
 
 #[test]
@@ -101,7 +106,12 @@ fn fallback_has_at_most_eight_names() {
     let names = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8", "b9"];
     let array = |count: usize| format!("[\"{}\"]", names[..count].join("\", \""));
     assert_eq!(folder.accept(&file(&array(8), &names)).bulkheads[0].fallback, names[..8]);
-    folder.reject_one(&file(&array(9), &names), (3, 61), "`fallback` has more than 8 names", "the first 8");
+    folder.reject_one(
+        &file(&array(9), &names),
+        (3, 61),
+        "`fallback` has more than 8 names",
+        "at most 8 remain",
+    );
     folder.reject_one(
         &file("\"b\"", &["b"]),
         (3, 12),

@@ -54,7 +54,7 @@ fn token_file_must_be_private_and_hold_valid_token() {
         "sésame-sésame-sésame",
     ] {
         folder.token("bad", text, 0o600);
-        folder.reject_one(&with("bad"), (3, 19), "does not hold a token", "create a token");
+        folder.reject_one(&with("bad"), (3, 19), "does not contain a token", "create a token");
     }
     folder.reject_one(&with("missing"), (3, 19), "cannot be read", "create a token");
     folder.reject_one(&with("work"), (3, 19), "", "create a token");

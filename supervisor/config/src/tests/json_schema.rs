@@ -44,7 +44,8 @@ fn complaints(text: &str) -> Option<Vec<String>> {
 /// are too large or have too many decimal places, because a pattern cannot check these.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
-    let uncounted = ["the longest duration is", "must be in whole nanoseconds", "must fit in 64 bits"];
+    let uncounted =
+        ["the longest duration is", "must be a whole number of nanoseconds", "must fit in 64 bits"];
     if uncounted.iter().any(|words| help.contains(words)) {
         return false;
     }
@@ -63,7 +64,7 @@ fn is_of_shape(problem: &Problem) -> bool {
         " has no effect: the limit of a tenant always applies per tenant",
         " must be one of ",
         " must be a duration with a unit, not a bare number",
-        "the file has no bulkhead",
+        "the configuration file contains no bulkhead",
         " is reserved: the supervisor sets",
     ];
     of_another_type || words.iter().any(|words| message.contains(words))

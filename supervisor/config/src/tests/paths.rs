@@ -23,7 +23,10 @@ fn missing_program_error_shows_searched_path() {
         "[bulkhead.a]\ncommand = [\"./thumb\", \"--fast\"]\n",
         (2, 12),
         &format!("`command[0]`: there is no program {there}"),
-        &format!("relative paths start at the file's folder, {}", folder.dir.path().display()),
+        &format!(
+            "relative paths start at the folder of the configuration file, {}",
+            folder.dir.path().display()
+        ),
     );
     folder.reject_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
     folder.reject_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
@@ -49,7 +52,7 @@ fn bare_program_name_is_searched_only_in_path() {
         "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
         (2, 9),
         "there is no program `thumbnail-worker` in PATH",
-        "the program is in the file's folder: write \"./thumbnail-worker\"",
+        "the program is in the folder of the configuration file: write \"./thumbnail-worker\"",
     );
 }
 
@@ -170,7 +173,7 @@ fn error_names_unreadable_file_and_cause() {
 #[test]
 fn large_and_endless_configuration_files_are_rejected() {
     let errors = load(Path::new("/dev/zero")).unwrap_err();
-    assert!(errors.to_string().contains("not a regular file; a pipe, as of `<(...)`"), "{errors}");
+    assert!(errors.to_string().contains("not a regular file; a pipe such as `<(...)`"), "{errors}");
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::File::create(&path).unwrap().set_len((4 << 20) + 1).unwrap();

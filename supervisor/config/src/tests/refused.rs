@@ -98,8 +98,8 @@ fn error_suggests_keys_for_terms_of_other_systems() {
             "unknown key",
             "write `cgroup.memory = \"1GiB\"` for all processes of a worker",
         ),
-        ("max_queue: 5", 10, "`:` in the place of `=`", "write `max_queue = 5`"),
-        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in the place of `=`", "write `jobs = 5`"),
+        ("max_queue: 5", 10, "`:` in place of `=`", "write `max_queue = 5`"),
+        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in place of `=`", "write `jobs = 5`"),
         ("sandbox.network = yes", 19, "must be quoted", "write `true`"),
         ("sandbox.network = Off", 19, "must be quoted", "write `false`"),
         (
@@ -160,8 +160,8 @@ fn syntax_errors_have_position_and_help() {
         "write \"5s\"",
     );
     folder.reject_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
-    folder.reject_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove either line");
-    folder.reject_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove either line");
+    folder.reject_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove one of the two lines");
+    folder.reject_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove one of the two lines");
     folder.reject_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
     folder.reject_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
     folder.reject_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a separate line");
@@ -175,9 +175,9 @@ fn syntax_errors_have_position_and_help() {
 #[test]
 fn configuration_requires_at_least_one_bulkhead() {
     let folder = Folder::new();
-    folder.reject_one("", (1, 1), "the file has no bulkhead", "[bulkhead.NAME]");
-    folder.reject_one("# nothing\n", (1, 1), "the file has no bulkhead", "");
-    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the file has no bulkhead", "");
+    folder.reject_one("", (1, 1), "the configuration file contains no bulkhead", "[bulkhead.NAME]");
+    folder.reject_one("# nothing\n", (1, 1), "the configuration file contains no bulkhead", "");
+    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the configuration file contains no bulkhead", "");
     folder.reject_one(
         "bulkhead = 3\n",
         (1, 12),
@@ -204,7 +204,7 @@ fn invalid_bulkhead_names_are_rejected() {
         "`PDF to Text` cannot name a bulkhead",
         "as in `pdf-to-text`",
     );
-    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of a-z");
+    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of the characters a-z");
     folder.reject_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
 }
 
@@ -251,7 +251,7 @@ fn error_suggests_table_for_misplaced_key() {
         &bulkhead("colour = 1"),
         (3, 1),
         "unknown key `colour`",
-        "the keys here are command, library",
+        "the valid keys are command, library",
     );
     folder.reject_one(
         &bulkhead("ratelimit = 1"),

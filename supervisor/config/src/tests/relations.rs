@@ -11,13 +11,13 @@ fn deadline_cannot_exceed_deadline_max() {
         &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
         (3, 12),
         "`deadline` (5s) is above `deadline_max` (2s)",
-        "write `deadline_max = \"5s\"` or more, or `deadline = \"2s\"` or less",
+        "set `deadline_max` to at least \"5s\", or `deadline` to at most \"2s\"",
     );
     folder.reject_one(
         &bulkhead("deadline_max = \"2s\""),
         (3, 16),
         "`deadline` (30s, the default) is above `deadline_max` (2s)",
-        "`deadline = \"2s\"` or less",
+        "`deadline` to at most \"2s\"",
     );
 }
 
@@ -42,13 +42,13 @@ fn run_limit_cannot_exceed_longest_deadline() {
         &bulkhead("run_limit = \"40s\""),
         (3, 13),
         "`run_limit` (40s) is above `deadline` (30s, the default)",
-        "write `deadline = \"40s\"` or more, or `run_limit = \"30s\"` or less",
+        "set `deadline` to at least \"40s\", or `run_limit` to at most \"30s\"",
     );
     folder.reject_one(
         &bulkhead("run_limit = \"3s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""),
         (3, 13),
         "`run_limit` (3s) is above `deadline_max` (2s)",
-        "write `deadline_max = \"3s\"` or more, or `run_limit = \"2s\"` or less",
+        "set `deadline_max` to at least \"3s\", or `run_limit` to at most \"2s\"",
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
     folder.reject_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
@@ -69,7 +69,7 @@ fn adaptive_target_cannot_exceed_longest_deadline() {
         &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
         (3, 32),
         "`adaptive.target` (40s) is above `deadline` (30s, the default)",
-        "write `deadline = \"40s\"` or more, or `target = \"30s\"` or less",
+        "set `deadline` to at least \"40s\", or `target` to at most \"30s\"",
     );
     folder.accept(&bulkhead("adaptive = { max = 1, target = \"40s\" }\ndeadline_max = \"40s\""));
 }
@@ -97,7 +97,7 @@ fn queue_requires_permits() {
         &bulkhead("max_queue = 10\nmax_in_flight = 0"),
         (4, 17),
         "`max_in_flight` (0) with a queue (`max_queue` is 10)",
-        "write `max_in_flight = 1` or more",
+        "set `max_in_flight` to at least 1",
     );
     let text = format!("[defaults]\nmax_queue = 3\n{}", bulkhead("max_in_flight = 0"));
     folder.reject_one(&text, (5, 17), "(`max_queue` is 3, from [defaults])", "");
@@ -123,7 +123,7 @@ fn payload_limit_cannot_exceed_limit_of_supervisor() {
     for name in ["max_payload", "max_result"] {
         let message =
             format!("`{name}` (65MiB) is above the supervisor's `max_payload` (64MiB, the default)");
-        let help = format!("write `{name} = \"64MiB\"` or less");
+        let help = format!("set `{name}` to at most \"64MiB\"");
         folder.reject_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
         folder.accept(&format!(
             "[supervisor]\nmax_payload = \"65MiB\"\n{}",
@@ -158,7 +158,7 @@ fn max_pooled_must_hold_two_memory_files() {
         "too small for the memory files of a payload",
         "write `max_pooled = \"512KiB\"`",
     );
-    folder.reject_one(&text("524287"), (2, 14), "too small", "or `0` for none");
+    folder.reject_one(&text("524287"), (2, 14), "too small", "or `max_pooled = 0` to disable memory files");
     for good in ["0", "524288"] {
         folder.accept(&text(good));
     }
@@ -171,7 +171,7 @@ fn backoff_cannot_exceed_backoff_max() {
         &bulkhead("restart = { backoff_max = \"10ms\" }"),
         (3, 27),
         "`restart.backoff` (100ms, the default) is above `restart.backoff_max` (10ms)",
-        "write `backoff_max = \"100ms\"` or more, or `backoff = \"10ms\"` or less",
+        "set `backoff_max` to at least \"100ms\", or `backoff` to at most \"10ms\"",
     );
 }
 

@@ -97,7 +97,7 @@ fn isolation_keys_require_isolated_tenants() {
         &text,
         (2, 26),
         "`tenants.max_active` has no effect",
-        "a bulkhead whose tenants share workers sets `tenants = { isolate = false }`",
+        "for a bulkhead whose tenants share workers, set `tenants = { isolate = false }`",
     );
     folder.accept(&format!("{text}tenants = {{ isolate = false }}\n"));
     folder.accept(&format!("{text}tenants = {{ isolate = true }}\n"));
@@ -125,7 +125,7 @@ fn isolation_rejects_shares_of_common_workers() {
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
-                "`tenants.{name}` (2) is a share of common workers, but with `tenants.isolate` (true) no workers"
+                "`tenants.{name}` (2) limits a tenant's share of common workers, but with `tenants.isolate` (true) no workers"
             ),
             &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
         );
@@ -326,7 +326,7 @@ fn isolated_tenants_obey_rules_of_bulkheads() {
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
         (6, 13),
         "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
-        "write `max_in_flight = 1` or more",
+        "set `max_in_flight` to at least 1",
     );
     folder.accept(&isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5\nmax_in_flight = 1"));
     folder.reject_one(

@@ -23,11 +23,11 @@ fn invalid_durations_are_rejected_with_help() {
         ("deadline = \"366d\"", "must be from 1ms to 365d, not 366d", ""),
         ("deadline = \"99999999999999999999s\"", "is not a duration", "the longest duration is \"365d\""),
         ("deadline = \"99999999999999999999s soon\"", "is not a duration", "write numbers with units"),
-        ("deadline = \"0.1month\"", "is not a duration", "a fraction must be in whole nanoseconds"),
-        ("deadline = \"1.5ns\"", "is not a duration", "a fraction must be in whole nanoseconds"),
+        ("deadline = \"0.1month\"", "is not a duration", "a duration must be a whole number of nanoseconds"),
+        ("deadline = \"1.5ns\"", "is not a duration", "a duration must be a whole number of nanoseconds"),
         ("deadline = \"0.1month 0\"", "is not a duration", "write numbers with units"),
         ("deadline_max = \"0s\"", "", ""),
-        ("queue_timeout = \"0s\"", "", "to never wait set `max_queue = 0`"),
+        ("queue_timeout = \"0s\"", "", "to reject jobs instead of queueing them, set `max_queue = 0`"),
         ("grace = \"2y\"", "must be from 0s to 365d", ""),
         ("restart = { within = \"0s\" }", "`restart.within` must be from 1ms", "write `within = \"30s\"`"),
         ("start = { handshake = \"0s\" }", "`start.handshake`", ""),
@@ -197,7 +197,7 @@ fn environment_requires_valid_names_and_strings() {
         ("A = []", 13, "not an array", ""),
         ("A = \"\\u0000\"", 13, "contains a NUL byte", ""),
         ("\"\" = \"x\"", 9, "a name in `env` is empty", ""),
-        ("\"A=B\" = \"x\"", 9, "`A=B` cannot name a variable", ""),
+        ("\"A=B\" = \"x\"", 9, "`A=B` cannot be the name of an environment variable", ""),
         ("BULKHEAD_JOB = \"x\"", 9, "`BULKHEAD_JOB` is reserved", ""),
     ];
     for (entry, column, message, help) in cases {

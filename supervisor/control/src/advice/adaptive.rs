@@ -32,7 +32,9 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
     let [min, max] = [adaptive.min, adaptive.max].map(|each| total(adaptive, each));
     let Some(latency) = adaptive.latency_ms else {
-        return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
+        return format!(
+            "too few jobs have finished to compare the job time with the target of {target_ms} ms"
+        );
     };
     let steps =
         format!("the limit was raised {} times and lowered {} times", adaptive.raised, adaptive.lowered);
@@ -48,8 +50,8 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
              check why jobs wait, or set a longer target"
                 .to_owned()
         }
-        _ if !is_below_max(adaptive) => format!("so all {max} can run at once"),
-        _ => format!("and {limit} can run at once"),
+        _ if !is_below_max(adaptive) => format!("so all {max} jobs can run at once"),
+        _ => format!("and {limit} jobs can run at once"),
     };
     format!("{took}; {verdict}; {steps}")
 }

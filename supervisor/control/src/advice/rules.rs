@@ -135,8 +135,8 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
     if seen.time_short_of_workers > MISSING_WORKERS_MAX {
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
-            "workers were missing for {missing} of the time with jobs, so the required number is unknown: first find \
-             out why workers end or do not start"
+            "workers were missing for {missing} of the busy time, so the required number of workers is \
+             unknown: first find out why workers end or do not start"
         );
         verdicts.keep(sizing.key, now, reason);
         return limit;
@@ -166,7 +166,7 @@ fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
     let why = format!(
-        "for 99 % of the time with jobs at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
+        "for 99 % of the busy time, at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
         jobs_were(p99),
         seen.concurrency.max
     );
@@ -184,15 +184,15 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let wanted = needed.clamp(limit, 2 * limit);
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
-        "no permit was free for {at_limit} of the time with jobs, so the {p99} in flight only show the limit; with \
-         waiting jobs there were {demand}"
+        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only show the \
+         limit; including waiting jobs there were {demand}"
     );
     if in_all > 0 {
         why +=
             &format!(", and {in_all} of {} jobs were not served ({})", seen.jobs, reasons(not_served(seen)));
     }
     why += &match needed > wanted {
-        true => format!("; the need would be {needed}, but one step at most doubles the value"),
+        true => format!("; {needed} would be needed, but one recommendation at most doubles the value"),
         false => format!("; with 25 % headroom: {wanted}"),
     };
     (wanted, why)
@@ -223,8 +223,8 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, and with {} processors more than {processors} jobs at \
-             once would only compete",
+            "; but a running job uses {} of a processor, so with {} processors more than {processors} \
+             concurrent jobs would only compete for processor time",
             percent(seen.processors_per_job.unwrap_or(1.0)),
             machine.processors
         ),
@@ -273,7 +273,12 @@ fn lowered(
 fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> String {
     let (Some(each), Some(all)) = (seen.rss_max_bytes, machine.memory_bytes) else { return String::new() };
     let total = each.saturating_mul(processes);
-    format!("; at {} each, the workers hold up to {} of {}", size(each), size(total), size(all))
+    format!(
+        "; at {} per worker, the workers use up to {} of this machine's {}",
+        size(each),
+        size(total),
+        size(all)
+    )
 }
 
 // Rules for the queue.
@@ -283,11 +288,14 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} queue places were used", seen.queued.max);
     let Some(useful) = useful_length(seen, settings, permits) else { return };
-    let in_time = format!("the capacity of {permits} permits in {}", describe_wait_limit(seen, settings));
+    let in_time = format!(
+        "the number of jobs that {permits} permits can complete within {}",
+        describe_wait_limit(seen, settings)
+    );
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful} jobs: jobs that cannot \
-             run in time should be rejected at once",
+            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful}: jobs that cannot \
+             run in time should be rejected immediately",
             seen.jobs
         );
         return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
@@ -308,10 +316,10 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
-        let reason = format!("{why}, but {in_time} is {useful} jobs: further jobs would not run in time");
+        let reason = format!("{why}, but {in_time} is {useful}: further jobs would not run in time");
         return verdicts.keep(key, now_set, reason);
     }
-    let reason = format!("{why}; {in_time} is {useful} jobs, and one step at most doubles the queue");
+    let reason = format!("{why}; {in_time} is {useful}, and one recommendation at most doubles the queue");
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
@@ -352,8 +360,9 @@ fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut
     }
     let proposed = rounded_down(settings.deadline - run);
     let reason = format!(
-        "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 \
-         % of the jobs), and a client that is rejected then can still try another service",
+        "{queued} of {} jobs waited until their deadline; after {} of {}, too little time is left to run a \
+         job (99 % of the jobs need at most {}), and a client whose job is rejected at that point can still \
+         try another service",
         seen.jobs,
         format_duration(proposed),
         format_duration(settings.deadline),
@@ -388,15 +397,19 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
         return longer(2.0 * deadline, why, verdicts);
     }
     if p99 >= DEADLINE_NEAR * deadline {
-        return longer(1.5 * p99, format!("{used}: 50 % more leaves room"), verdicts);
+        return longer(
+            1.5 * p99,
+            format!("{used}: a deadline of 1.5 times this run time leaves headroom"),
+            verdicts,
+        );
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
         let reason = format!(
-            "the longest job took {} with the waiting time, and a job that hangs holds a permit for {}: five \
-             times the longest job is enough",
+            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}: \
+             five times the longest job is enough",
             time(longest),
             format_duration(settings.deadline)
         );
@@ -410,18 +423,22 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
 fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let Some(peak) = seen.rss_max_bytes.filter(|_| missing(seen).is_none()) else { return };
     let wanted = (2 * peak).next_multiple_of(SIZE_STEP).max(CGROUP_MEMORY_MIN);
-    let most = format!("the largest worker held {}", size(peak));
+    let most = format!("the largest worker used {} of memory", size(peak));
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
     match settings.cgroup_memory {
         Some(limit) if 5 * peak > 4 * limit => {
-            let reason = format!("{most}, which is over 80 % of {}: allow twice the peak", size(limit));
+            let reason =
+                format!("{most}, which is over 80 % of the limit of {}: allow twice the peak", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
-            let reason = format!("{most}, and with {} a leaking worker can use far more", size(limit));
+            let reason =
+                format!("{most}, and with the limit of {} a leaking worker can use far more", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
+        Some(limit) => {
+            verdicts.keep(key, Setting::Bytes(limit), format!("{most}, with a limit of {}", size(limit)))
+        }
         None if settings.has_memory_limit => {}
         None => {
             let reason = format!(

@@ -121,17 +121,21 @@ fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, S
         Some(one) => {
             let job = &report.jobs[one];
             let why = match (job.is_answered, job.payload_bytes) {
-                (true, _) => "the client was answered before the crash".to_owned(),
+                (true, _) => "the outcome was sent to the client before the crash".to_owned(),
                 (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
-                    format!("the report contains none of the {bytes} bytes")
+                    format!("all {bytes} bytes of the payload are missing")
                 }
-                (false, bytes) => format!("{bytes} bytes are more than a report keeps"),
+                (false, bytes) => format!("a report cannot contain a payload of {bytes} bytes"),
             };
-            Err(format!("the payload of job {one} was not kept: {why}"))
+            Err(format!("the report does not contain the payload of job {one}: {why}"))
         }
         None => {
             let all: Vec<usize> = (0..count).filter(|&one| report.jobs[one].is_replayable()).collect();
-            if all.is_empty() { Err("the report contains the payload of no job".into()) } else { Ok(all) }
+            if all.is_empty() {
+                Err("the report does not contain the payload of any job".into())
+            } else {
+                Ok(all)
+            }
         }
     }
 }

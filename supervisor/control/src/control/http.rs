@@ -45,7 +45,7 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
         Ok(response) => response,
         Err(_) if admission.has_no_time_limit() => response.await,
         // For a client that was sent `100 Continue`, this is the only time limit.
-        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request was not complete in time"),
+        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the complete request was not received in time"),
     }
 }
 

@@ -90,9 +90,11 @@ pub(super) async fn submit(
                 rejected(&name, RejectReason::Overloaded, sentence)
             }
             // The request did not become a job. The client has usually disconnected.
-            Err(Failure::Broken) => {
-                rejected(&name, RejectReason::Invalid, "the payload does not match its headers".into())
-            }
+            Err(Failure::Broken) => rejected(
+                &name,
+                RejectReason::Invalid,
+                "the payload does not match the headers of the request".into(),
+            ),
             Err(Failure::Dropped) => dropped(&name),
             Err(Failure::Draining) => {
                 rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
@@ -354,7 +356,10 @@ impl Spool {
     }
 
     fn memory_full(&self) -> Failure {
-        Failure::Overloaded(format!("waiting data has reached max_buffered ({} bytes)", self.capacity))
+        Failure::Overloaded(format!(
+            "waiting data has reached the limit max_buffered ({} bytes)",
+            self.capacity
+        ))
     }
 
     /// Returns all segments and stops counting their bytes, because the data plane counts them from now on.
@@ -433,8 +438,12 @@ async fn run(
     {
         let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!("a payload of {bytes} bytes; max_payload is {max}"),
-            Length::Unknown => format!("a payload of more than {max} bytes; max_payload is {max}"),
+            Length::Known(bytes) => {
+                format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")
+            }
+            Length::Unknown => {
+                format!("the payload of more than {max} bytes is larger than max_payload ({max} bytes)")
+            }
         };
     }
     let mut response = match outcome.verdict {

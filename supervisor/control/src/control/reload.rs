@@ -102,8 +102,8 @@ enum ReloadError {
     #[error("the data plane does not respond")]
     Stuck,
     #[error(
-        "reading the configuration and the files it names took more than {READ_TIMEOUT:?} or still hangs: check \
-         the file systems of the configuration, programs and folders"
+        "reading the configuration and the files that it names did not finish within {READ_TIMEOUT:?}: check \
+         whether a file system with the configuration, a program or a folder hangs"
     )]
     ReadTimeout,
     #[error("failed to read the configuration: {0}")]
@@ -286,7 +286,9 @@ async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prep
     thread.map_err(|error| ReloadError::Internal(error.to_string()))?;
     match tokio::time::timeout(READ_TIMEOUT, read_file).await {
         Ok(Ok(prepared)) => prepared,
-        Ok(Err(_)) => Err(ReloadError::Internal("the reading thread has panicked".to_owned())),
+        Ok(Err(_)) => {
+            Err(ReloadError::Internal("the thread that reads the configuration has panicked".to_owned()))
+        }
         Err(_) => Err(ReloadError::ReadTimeout),
     }
 }

@@ -265,24 +265,25 @@ impl CrashFolder {
             .recursive(true)
             .mode(0o700)
             .create(path)
-            .map_err(|error| format!("the folder cannot be created: {error}"))?;
+            .map_err(|error| format!("the folder for crash reports cannot be created: {error}"))?;
         let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
         let own = rustix::process::geteuid().as_raw();
         if about.uid() != own {
             let owner = about.uid();
             return Err(format!(
-                "the folder belongs to user {owner}, but reports contain payloads of jobs: run `chown` to give \
-                 the folder to user {own}, or configure another `crash_dir`"
+                "the folder for crash reports belongs to user {owner}, but reports contain payloads of jobs: \
+                 run `chown` to give the folder to user {own}, or configure another `crash_dir`"
             ));
         }
         let mode = about.mode() & 0o7777;
         if mode & 0o077 != 0 {
             return Err(format!(
-                "other users can access the folder (mode {mode:04o}), but reports contain payloads of jobs: run \
-                 `chmod 700` on the folder, or configure another `crash_dir`"
+                "other users can access the folder for crash reports (mode {mode:04o}), but reports contain \
+                 payloads of jobs: run `chmod 700` on the folder, or configure another `crash_dir`"
             ));
         }
-        std::fs::read_dir(path).map_err(|error| format!("the folder cannot be read: {error}"))?;
+        std::fs::read_dir(path)
+            .map_err(|error| format!("the folder for crash reports cannot be read: {error}"))?;
         let lock = Self::lock(path)?;
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
@@ -291,10 +292,12 @@ impl CrashFolder {
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
             LockError::Held => {
-                "another supervisor uses the folder; stop the other supervisor, or configure another `crash_dir`".into()
+                "another supervisor uses the folder for crash reports; stop the other supervisor, or \
+                 configure another `crash_dir`"
+                    .into()
             }
-            LockError::Open(error) => format!("the file {LOCK_FILE} in the folder cannot be opened: {error}"),
-            LockError::Unsupported(errno) => format!("the file {LOCK_FILE} in the folder cannot be locked: {errno}"),
+            LockError::Open(error) => format!("the lock file {LOCK_FILE} cannot be opened: {error}"),
+            LockError::Unsupported(errno) => format!("the lock file {LOCK_FILE} cannot be locked: {errno}"),
         })
     }
 
@@ -333,7 +336,7 @@ impl CrashFolder {
         let mut text = Vec::new();
         file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)?;
         if text.len() as u64 > FILE_BYTES_MAX {
-            return Err(invalid(format!("more than {FILE_BYTES_MAX} bytes")));
+            return Err(invalid(format!("the file has more than {FILE_BYTES_MAX} bytes")));
         }
         let report: CrashReport =
             serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;

@@ -341,7 +341,12 @@ impl EventFlow {
         let unlogged = std::mem::take(&mut self.lines).saturating_sub(LOG_LINES_PER_SECOND);
         if unlogged > 0 {
             let bulkhead = bulkhead.unwrap_or("");
-            tracing::warn!(kind, bulkhead, suppressed = unlogged, "events were not logged: too many");
+            tracing::warn!(
+                kind,
+                bulkhead,
+                suppressed = unlogged,
+                "events were not logged because too many occurred"
+            );
         }
     }
 }

@@ -230,7 +230,7 @@ impl BulkheadEntry {
                 let is_new = !isolated.own.contains_key(tenant);
                 if is_new && isolated.own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "{TENANT_LIMITS_MAX} tenants, the maximum, already have separate numbers"
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
                     ));
                 }
                 let mut limits = isolated.limits_of(tenant);
@@ -245,7 +245,9 @@ impl BulkheadEntry {
                 }
                 check_adaptive(&limits, processes, in_flight)?;
                 if in_flight == 0 && limits.max_queue > 0 {
-                    return unfit("this tenant's max_in_flight is 0: no queued job would run".into());
+                    return unfit(
+                        "this tenant's max_in_flight is 0, so its queued jobs would never run".into(),
+                    );
                 }
                 check_workers(processes, limits.start.spares, isolated.max_active)
             }
@@ -253,7 +255,7 @@ impl BulkheadEntry {
                 let own = &self.own;
                 if !own.contains_key(tenant) && own.len() >= TENANT_LIMITS_MAX {
                     return unfit(format!(
-                        "{TENANT_LIMITS_MAX} tenants, the maximum, already have separate numbers"
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
                     ));
                 }
                 if numbers.processes.is_some() {
@@ -355,7 +357,7 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
     match &limits.adaptive {
         Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Conflict(format!(
             "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower adaptive.max in the \
-             file first",
+             configuration file first",
             adaptive.max
         ))),
         _ => Ok(()),

@@ -121,8 +121,8 @@ impl UnsolicitedFrames {
         }
         if self.excess > EXCESS_MAX {
             return Err(format!(
-                "the worker sent more than {EXCESS_MAX} frames beyond the budget for frames that answer no \
-                 job, such as heartbeats, progress and status"
+                "the worker sent more than {EXCESS_MAX} frames beyond the budget for frames without a \
+                 result, such as heartbeats, progress and status"
             ));
         }
         Ok(())

@@ -41,7 +41,7 @@ fn client_without_hello_is_rejected() {
     let (index, _peer) = open(&mut sessions, at(1));
     assert!(sessions.needs_checks());
     assert!(sessions.check_timeouts(at(6)).is_empty());
-    assert_eq!(sessions.check_timeouts(at(7)), [(index, Some("no hello came in time"))]);
+    assert_eq!(sessions.check_timeouts(at(7)), [(index, Some("the client did not say hello in time"))]);
 }
 
 #[test]

@@ -156,7 +156,7 @@ impl DataPlane {
         let Some(record) = compartment_of_job.policy.record_mut(job) else {
             // If this were ignored, the link's count of jobs would differ from that of policy.
             debug_assert!(false, "{job} was answered before the supervisor sent the job");
-            let message = "a job was answered before the supervisor sent the job".to_owned();
+            let message = "the worker sent a result for a job that it had not received yet".to_owned();
             return self.end_link_for_violation(index, message);
         };
         if record.held.file.is_some() {
@@ -340,7 +340,7 @@ impl DataPlane {
             let link = &self.links[index];
             if is_late && !has_ended(link) {
                 let (compartment, worker) = (link.compartment, link.worker);
-                let message = "the worker closed the link and still runs".to_owned();
+                let message = "the worker closed the link to the supervisor, but still runs".to_owned();
                 self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
             } else {
                 // The report of the death may be late. If the keeper does not report at all, it will be

@@ -108,8 +108,8 @@ impl DataPlane {
         if is_full {
             let most = self.limits.clients_max;
             let message = format!(
-                "{most} clients are connected already, the maximum that max_clients and the limit of open \
-                 files allow; share a client by cloning the client"
+                "{most} clients are already connected, the maximum that max_clients and the limit on open \
+                 files allow; clone an existing client to share its connection"
             );
             self.reject_session(index, RejectReason::Overloaded, &message);
         }
@@ -156,7 +156,7 @@ impl DataPlane {
         if grant.is_ok() && is_full && idle.is_none() {
             let most = self.limits.clients_max;
             let message = format!(
-                "{most} clients are connected already, the maximum that max_clients and the limit of open \
+                "{most} clients are already connected, the maximum that max_clients and the limit on open \
                  files allow; try again later"
             );
             return Err(ClientRejection {
@@ -191,8 +191,8 @@ impl DataPlane {
 
     /// Closes an idle connection to make room for another user.
     fn close_idle_session(&mut self, index: SessionIndex) {
-        let message = "this connection was idle, and this user has most of the connections that max_clients \
-                       allows: another user needs a connection; connect again";
+        let message = "this idle connection was closed to make room for another user, because this user has \
+                       most of the connections that max_clients allows; connect again";
         self.reject_session(index, RejectReason::Overloaded, message);
         self.flush_session(index);
         self.close_session(index);

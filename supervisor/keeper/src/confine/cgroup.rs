@@ -52,16 +52,17 @@ const NAMED_PROCESSES_MAX: usize = 3;
 /// Advice for administrators, appended to errors about control groups.
 pub(crate) const MOUNT_ADVICE: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, mount cgroup v2";
-pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
-     supervisor by `systemd-run --user --scope -p Delegate=yes`";
+pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: set Delegate=yes in the supervisor's unit, or \
+                                          start the supervisor with `systemd-run --user --scope -p \
+                                          Delegate=yes`";
 pub(crate) const CONTROLLER_ADVICE: &str =
-    "delegate the controller (Delegate=yes); if cgroup v1 holds the controller, boot with cgroup v2 alone";
+    "delegate the controller (Delegate=yes); if cgroup v1 uses the controller, boot with cgroup v2 only";
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
 const GROUP_LIMITS_ADVICE: &str =
     "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
-const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups hold the cgroup";
+const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups keep the cgroup in use";
 
 /// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -96,7 +96,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
         Ok(text.split_whitespace().any(|word| word == controller))
     };
     if !lists("cgroup.controllers")? {
-        return Err(format!("{} has no such controller", own.display()));
+        return Err(format!("the controller is not available in {}", own.display()));
     }
     let switch = own.join("cgroup.subtree_control");
     if lists("cgroup.subtree_control")? {

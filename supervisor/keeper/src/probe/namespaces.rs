@@ -80,7 +80,7 @@ fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     };
     drop(theirs);
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| receive_result(&ours, step, pid)).collect();
-    results.resize(STEPS.len(), Err("the probing process does not answer".to_owned()));
+    results.resize(STEPS.len(), Err("the probing process does not respond".to_owned()));
     // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     wait_for_exit_code(pid)?;

@@ -36,9 +36,11 @@ const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 /// The caller's standard input is the socket, and its standard output is the pidfd of the application.
 pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
-        let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
+        let theirs =
+            version.map_or("of an unknown version".to_owned(), |theirs| format!("of version {theirs}"));
         return Err(io::Error::other(format!(
-            "the application's library is {theirs}, and this keeper of {VERSION}: use a keeper of that version"
+            "the application's library is {theirs}, but this keeper is of version {VERSION}: use a keeper of \
+             the library's version"
         )));
     }
     rustix::thread::set_name(c"bulkhead-guard")?;

@@ -201,7 +201,7 @@ impl EventLoop {
             child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = lacks_filter.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
-            let step = format!("read-back from /proc: {what} is not as ordered");
+            let step = format!("read-back from /proc: {what} differs from the requested value");
             return Err(SpawnError::new(&step, Errno::PERM));
         }
         if let Some(listener) = listener {
@@ -234,7 +234,9 @@ impl EventLoop {
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;
             self.kill(pid);
-            let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
+            let step = format!(
+                "read-back from /proc: {what} differs from the requested value once the program runs"
+            );
             return self.report_failure(worker, &SpawnError::new(&step, Errno::PERM));
         }
         let Some(child) = self.children.get_mut(&pid) else { return };

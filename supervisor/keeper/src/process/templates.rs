@@ -470,7 +470,7 @@ impl EventLoop {
         if let Some(namespace) = &parent.namespace {
             let pids = namespace_pids_of_live(pid)?;
             if pids.parent != template || namespace.contains(pids.inner) {
-                let step = "fork: another process than the template forked the worker";
+                let step = "fork: a process other than the template forked the worker";
                 self.report_failure(worker, &SpawnError::new(step, Errno::PERM));
                 return Ok(false);
             }

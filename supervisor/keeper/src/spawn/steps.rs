@@ -90,7 +90,7 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("exec", exec),
 ];
 
-const COVERS_STEP: &str = "what its user cannot reach";
+const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
 /// `detail` of a failed Landlock step if the kernel accepted the rules but does not enforce them.

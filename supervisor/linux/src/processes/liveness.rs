@@ -45,7 +45,8 @@ impl LivenessDescriptor {
         };
         if !ends {
             return Err(io::Error::other(format!(
-                "descriptor {number} never reports an end: pass a pipe, a socket, a terminal or a pidfd"
+                "descriptor {number} cannot report that its other end was closed: pass a pipe, a socket, a \
+                 terminal or a pidfd"
             )));
         }
         fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;

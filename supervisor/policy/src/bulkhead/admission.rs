@@ -112,8 +112,8 @@ impl<T> Bulkhead<T> {
         }
         if self.is_quarantined(now, submission.digest) {
             let message = format!(
-                "this payload has crashed the worker or program at least {} times while no other job ran \
-                 there; `reset` lifts the quarantine",
+                "this payload has crashed its worker or program at least {} times while no other job was \
+                 running there; `bulkhead reset` clears the quarantine",
                 self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
             );
             return Err(rejected_with(RejectReason::Quarantined, message));
@@ -170,8 +170,8 @@ impl<T> Bulkhead<T> {
             }
             Err(Excess::Never) => {
                 let message = format!(
-                    "the job costs {}, and rate_limit.burst is {}: waiting does not help; lower the cost, or \
-                     raise the burst",
+                    "the job costs {}, but rate_limit.burst is {}, so the job can never run: lower the cost, \
+                     or raise the burst",
                     submission.cost, limit.burst
                 );
                 let verdict = Verdict::Rejected { reason: RejectReason::RateLimited, message };
@@ -219,10 +219,10 @@ impl<T> Bulkhead<T> {
         if is_over || !has_share && self.waiting_max() == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
-                0 => format!("tenant '{name}' already has the full share of this bulkhead"),
+                0 => format!("tenant '{name}' already uses its full share of this bulkhead"),
                 withheld => format!(
-                    "tenant '{name}' already has the full share of this bulkhead; {withheld} places of the \
-                     share are withheld until the workers that the tenant's jobs ended are replaced"
+                    "tenant '{name}' already uses its full share of this bulkhead; {withheld} places of the \
+                     share are withheld until the workers that the tenant's jobs ended have been replaced"
                 ),
             };
             return Err(rejected_with(RejectReason::TenantQuota, message));
@@ -233,7 +233,8 @@ impl<T> Bulkhead<T> {
     fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Rejection> {
         let next_start = if self.has_ready_worker() { None } else { self.next_start() };
         if next_start.is_some_and(|at| at > now + limit) {
-            let message = "no worker runs, and the next start comes after the deadline".to_owned();
+            let message =
+                "no worker is running, and the next start is scheduled after the job's deadline".to_owned();
             return Err(rejected_with(RejectReason::Unavailable, message));
         }
         Ok(())

@@ -665,7 +665,7 @@ impl<T> Bulkhead<T> {
             return;
         }
         if reason == StopReason::Policy {
-            self.last_failure.push_str("; restart.policy allows no restart");
+            self.last_failure.push_str("; restart.policy does not allow a restart");
         }
         self.reject_without_workers(now);
         let message = self.last_failure.clone();
@@ -685,9 +685,9 @@ impl<T> Bulkhead<T> {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),
             (Activity::ScaledToZero, _) => {
-                "all tenants that may have workers are busy (tenants.max_active)".into()
+                "tenants.max_active is reached, and all tenants with workers are busy".into()
             }
-            _ => format!("no worker runs: {}", self.last_failure),
+            _ => format!("no worker is running: {}", self.last_failure),
         }
     }
 

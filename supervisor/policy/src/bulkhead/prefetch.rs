@@ -213,7 +213,8 @@ impl<T> Bulkhead<T> {
             return Some(begun);
         }
         let message = format!(
-            "the journal counts {begun} jobs begun, but {sent} were sent and {last_begun} had begun before"
+            "the worker's journal counts {begun} started jobs, but {sent} jobs were sent, and the journal \
+             counted {last_begun} before"
         );
         self.edit(place, |worker| worker.journal = None);
         self.kill(place, KillReason::Protocol(message));
@@ -487,7 +488,7 @@ impl<T> Bulkhead<T> {
             rejection(RejectReason::Draining)
         } else if !job.is_resendable {
             let message =
-                "the worker returned the job, and the supervisor kept no copy of the payload: send the job \
+                "the worker returned the job, and the supervisor has no copy of the payload: send the job \
                  again"
                     .to_owned();
             Verdict::Rejected { reason: RejectReason::Unavailable, message }
@@ -528,7 +529,8 @@ impl<T> Bulkhead<T> {
     /// Kills a worker that sent the result of a job before its turn, or after the job was recalled. The job has run and
     /// therefore ends as `crashed`, unless another worker already has the job.
     pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
-        let message = format!("the worker answered the job {job}, which had not begun or had been recalled");
+        let message =
+            format!("the worker sent a result for job {job}, which had not started or had been recalled");
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };

@@ -83,14 +83,15 @@ impl Collector {
             (None, Some(base)) => (ENDPOINT, format!("{}/v1/traces", base.trim_end_matches('/'))),
             (None, None) => return Ok(None),
         };
-        let endpoint: Uri = address.parse().map_err(|error| format!("{name} is no address: {error}"))?;
+        let endpoint: Uri =
+            address.parse().map_err(|error| format!("{name} is not a valid address: {error}"))?;
         if endpoint.scheme_str() != Some("http") {
             return Err(format!(
                 "{name} must start with http://, because encryption is not supported: use a collector on this \
                  machine, which can forward the spans"
             ));
         }
-        let authority = endpoint.authority().ok_or_else(|| format!("{name} names no host"))?;
+        let authority = endpoint.authority().ok_or_else(|| format!("the address in {name} has no host"))?;
         Ok(Some(Self {
             host: authority.host().to_owned(),
             port: authority.port_u16().unwrap_or(80),
@@ -115,7 +116,12 @@ impl Collector {
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
         let status = tokio::time::timeout(SEND_TIMEOUT, self.post(message))
             .await
-            .map_err(|_| SendError::retryable(format!("no response within {} s", SEND_TIMEOUT.as_secs())))?
+            .map_err(|_| {
+                SendError::retryable(format!(
+                    "the collector did not respond within {} s",
+                    SEND_TIMEOUT.as_secs()
+                ))
+            })?
             .map_err(SendError::retryable)?;
         match status {
             status if status.is_success() => Ok(()),

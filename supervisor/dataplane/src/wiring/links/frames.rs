@@ -312,7 +312,7 @@ impl DataPlane {
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) = decode_all::<ProgramCrashed<'_>>(metadata, &[])?;
                 if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
-                    return Err(format!("a program cannot be killed by the signal {}", crashed.signal));
+                    return Err(format!("the worker reported the invalid signal {}", crashed.signal));
                 }
                 let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
@@ -337,7 +337,7 @@ impl DataPlane {
                 let (_, extensions) = decode_all::<Empty>(metadata, &[])?;
                 let send_number = extensions.get(tag::ARRIVAL).and_then(|bytes| bytes.try_into().ok());
                 let send_number =
-                    send_number.ok_or("the worker returned a job without the send_number number")?;
+                    send_number.ok_or("the worker returned a job without the job's send number")?;
                 self.links[index].unsolicited.charge(0);
                 // The job was recalled before the worker began it.
                 let (job, send_number) = (JobId(number), u64::from_le_bytes(send_number));
@@ -389,7 +389,7 @@ impl DataPlane {
             kind::HELLO => return Err("the worker said hello twice".into()),
             unknown if header.is_critical() => {
                 return Err(format!(
-                    "the worker sent a frame of the unknown kind {unknown} that must be understood"
+                    "the worker sent a frame of the unknown kind {unknown}, which is marked as critical"
                 ));
             }
             _ => return Ok(()),
@@ -411,7 +411,7 @@ impl DataPlane {
         let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         if hello.role != role::WORKER {
-            return Err("the worker says hello in the role of a client".into());
+            return Err("the worker said hello in the role of a client".into());
         }
         if let Err(message) = check_version(&hello, "build the worker with a matching SDK") {
             let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
@@ -573,7 +573,10 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     // A result that is too large is discarded while it arrives, whatever its size.
     let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
     if header.kind != kind::RESULT && header.length as usize > most {
-        return Err(format!("the worker began a frame of kind {} with {} bytes", header.kind, header.length));
+        return Err(format!(
+            "the worker began a frame of kind {} with {} bytes, which is too long",
+            header.kind, header.length
+        ));
     }
     Ok(())
 }

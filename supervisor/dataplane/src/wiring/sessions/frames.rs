@@ -142,7 +142,7 @@ impl DataPlane {
                 self.handle_lease_frame(index, header, metadata).map_err(Some)
             }
             (Phase::Open, unknown) if header.is_critical() => {
-                let message = format!("a frame of the unknown kind {unknown} must be understood");
+                let message = format!("the client sent a critical frame of the unknown kind {unknown}");
                 Err(Some(Violation(RejectReason::Invalid, message)))
             }
             (Phase::Open, _) => {
@@ -165,7 +165,7 @@ impl DataPlane {
         }
         let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
         if hello.role != role::CLIENT {
-            return Err(invalid("only clients connect here; workers are started by the supervisor".into()));
+            return Err(invalid("only clients connect to this socket; the supervisor starts workers".into()));
         }
         check_version(&hello, "use a matching client library").map_err(invalid)?;
         let welcome = ClientWelcome {

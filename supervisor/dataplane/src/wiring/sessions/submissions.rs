@@ -105,7 +105,7 @@ impl DataPlane {
     pub(super) fn check_request_number(&self, index: SessionIndex, number: u64) -> Result<(), Violation> {
         match self.sessions.request(index, number) {
             Some(_) => {
-                let message = format!("the request number {number} is in use already");
+                let message = format!("the request number {number} is already in use");
                 Err(Violation(RejectReason::Invalid, message))
             }
             None => Ok(()),
@@ -146,7 +146,7 @@ impl DataPlane {
         if size > most {
             return Err((
                 RejectReason::TooLarge,
-                format!("a payload of {size} bytes; max_payload is {most}"),
+                format!("the payload of {size} bytes is larger than max_payload ({most} bytes)"),
             ));
         }
         // A part of the frame may already be held.
