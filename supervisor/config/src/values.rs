@@ -466,7 +466,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
         return Err(ValueError::new(message, help()));
     };
     if first > last {
-        let message = format!("in `{}`, the first id is above the last id: \"{}\"", key.label, shown(text));
+        let message = format!("`{}` has a first id above the last id: \"{}\"", key.label, shown(text));
         return Err(ValueError::new(message, write_help(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {

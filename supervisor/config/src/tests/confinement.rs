@@ -232,7 +232,7 @@ fn worker_uids_must_be_valid_range() {
         ("\"-5-7\"", "is not a range of ids", example),
         ("\"+5-7\"", "is not a range of ids", example),
         ("\"5-7-9\"", "is not a range of ids", example),
-        ("\"9-5\"", "the first id is above the last id: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"9-5\"", "has a first id above the last id: \"9-5\"", "write `worker_uids = \"5-9\"`"),
         ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
         ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
