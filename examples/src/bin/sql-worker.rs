@@ -3,7 +3,7 @@
 //!
 //! - By default, the worker does not watch its queries. A query that does not end is killed at its deadline,
 //!   together with the process.
-//! - With the operation `polite`, the worker stops the query when no client waits for the result any more,
+//! - With the operation `polite`, the worker stops the query when no client waits for the result any longer,
 //!   and the process continues.
 //! - A query that uses too much memory ends at a limit of SQLite itself.
 
@@ -20,10 +20,10 @@ use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
 
-/// Maximum number of databases that are kept. If it is exceeded, the worker drops all of them.
+/// Maximum number of databases that are kept. Above this number, the worker drops all databases.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. The heap must stay well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
 /// Number of SQLite instructions between two checks for a cancellation.
@@ -36,12 +36,12 @@ fn main() -> ExitCode {
 }
 
 fn prepare() -> rusqlite::Result<Databases> {
-    // The limit applies to the whole process, so it does not matter which connection sets it.
+    // The limit applies to the whole process, so any connection can set the limit.
     Connection::open_in_memory()?.pragma_update(None, "hard_heap_limit", HEAP_BYTES_MAX)?;
     Ok(Databases::default())
 }
 
-/// Runs the query until it ends, or until no client waits for its rows any more.
+/// Runs the query until it ends, or until no client waits for the rows any longer.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {

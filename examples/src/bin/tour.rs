@@ -1,4 +1,4 @@
-//! The tour runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. It
+//! The tour runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. The tour
 //! prints the outcome of each job, and checks that only hostile jobs failed. The checks do not depend on the
 //! speed or the load of the machine.
 
@@ -20,7 +20,7 @@ const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A job and its expected outcomes.
+/// A job and the expected outcomes.
 struct Case {
     bulkhead: &'static str,
     operation: &'static str,
@@ -85,7 +85,7 @@ fn tour() -> Result<()> {
 struct Supervisor(Child);
 
 impl Supervisor {
-    /// Stops the supervisor and waits until its process has ended.
+    /// Stops the supervisor and waits until the process has ended.
     fn stop(&mut self) -> Result<()> {
         let pid = i32::try_from(self.0.id())?;
         kill_process(Pid::from_raw(pid).ok_or("the supervisor has no valid pid")?, Signal::TERM)?;
