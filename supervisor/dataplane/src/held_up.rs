@@ -82,7 +82,8 @@ mod tests {
         let holder = Shares::default().open(Owner::User(1), 1);
         let stage = Stage::AwaitingHello { since: at(1) };
         let end = ClientEnd::InProcess(end);
-        let mut session = Session::new(end, (None, Grant::Unrestricted), stage, (1, holder), (1, at(1)));
+        let mut session =
+            Session::new(end, (None, Grant::Unrestricted), stage, (Owner::User(1), holder), (1, at(1)));
         session.mid_frame_since = Some(at(2));
         // This time lies within the pause, so it moves to the current time at most.
         session.unread_since = Some(at(50));

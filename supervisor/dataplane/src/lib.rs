@@ -340,7 +340,7 @@ impl DataPlane {
         let command_sender = CommandSender::new(sender, waker.clone());
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
-        let own = rustix::process::geteuid().as_raw();
+        let (own, own_spool) = (rustix::process::geteuid().as_raw(), counters.own_spool.clone());
         let mut plane = Self {
             origin: Instant::now(),
             now: Time::ZERO,
@@ -356,7 +356,7 @@ impl DataPlane {
             sessions: Sessions::new(),
             links: Links::new(support.ids()),
             templates: templates::Templates::default(),
-            memory: Memory::new(own),
+            memory: Memory::new(own, own_spool),
             leases: Leases::new(),
             buffers: Buffers::default(),
             dirty: Vec::new(),
@@ -756,6 +756,7 @@ impl DataPlane {
         self.reporter.counters.has_ended.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.hear_the_last();
+        self.reporter.counters.has_answered_all.store(true, Ordering::SeqCst);
         loop {
             for index in self.sessions.indices() {
                 self.flush_session(index);

@@ -3,8 +3,10 @@
 //! memory that the tree selects.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use bulkhead_plane::counters::SpoolCounters;
 use bulkhead_policy::{Bulkhead, Event};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
@@ -27,6 +29,9 @@ const REQUEST_BYTES: usize =
 
 /// Memory for a tenant with jobs: another copy of the name, the numbers, and the place in the fair queue.
 const TENANT_BYTES: usize = 512;
+
+/// Number of a spool among the connections of its owner. No session has this number.
+const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// Maximum number of entries in a list of waiting jobs beyond twice the number of waiting jobs.
 const STALE_MAX: usize = 64;
@@ -62,24 +67,47 @@ pub(super) struct Memory {
     workers: Holder,
     /// Holder of the supervisor's own jobs (replays).
     own: Holder,
-    /// Holder of payloads that arrive by HTTP without a known length.
-    spool: Holder,
-    spooled: usize,
+    /// Payloads that arrive over HTTP without a known length, by user or token.
+    spools: Vec<Spool>,
+}
+
+/// Payloads of unknown length that the control plane receives for one user or token.
+struct Spool {
+    counters: Arc<SpoolCounters>,
+    holder: Holder,
+    /// Size of the payloads as last counted, in bytes.
+    counted: usize,
 }
 
 impl Memory {
-    pub(super) fn new(own_uid: u32) -> Self {
+    pub(super) fn new(own_uid: u32, own_spool: Arc<SpoolCounters>) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
         // Session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
-        let spool = shares.open(Owner::User(own_uid), u64::MAX);
-        Self { shares, waiting: HashMap::default(), workers, own, spool, spooled: 0 }
+        let mut memory = Self { shares, waiting: HashMap::default(), workers, own, spools: Vec::new() };
+        memory.add_spool(Owner::User(own_uid), own_spool);
+        memory
+    }
+
+    /// Starts to count payloads of unknown length for a user or token. Forgets spools that the control plane no
+    /// longer uses.
+    pub(super) fn add_spool(&mut self, owner: Owner, counters: Arc<SpoolCounters>) {
+        let Self { shares, spools, .. } = self;
+        spools.retain(|spool| {
+            let is_used = spool.counted > 0 || Arc::strong_count(&spool.counters) > 1;
+            if !is_used {
+                shares.close(spool.holder);
+            }
+            is_used
+        });
+        let holder = self.shares.open(owner, SPOOL_CONNECTION);
+        self.spools.push(Spool { counters, holder, counted: 0 });
     }
 
     /// Returns the memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
-        self.shares.held() - self.spooled
+        self.shares.held() - self.spools.iter().map(|spool| spool.counted).sum::<usize>()
     }
 
     /// Replaces a counted size.
@@ -98,10 +126,30 @@ impl Memory {
         self.recount(of(was), of(is));
     }
 
-    fn spooled(&mut self, is: usize) {
-        let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
+    /// Updates the size of the payloads in a spool.
+    fn recount_spool(&mut self, index: usize, is: usize) {
+        let spool = &mut self.spools[index];
+        let (holder, was) = (spool.holder, std::mem::replace(&mut spool.counted, is));
         let of = |bytes| Counted { holder, bytes, kind: Kind::Frame };
         self.recount(of(was), of(is));
+    }
+
+    fn recount_spools(&mut self) {
+        for index in 0..self.spools.len() {
+            let SpoolCounters { held, bytes_to_free, .. } = &*self.spools[index].counters;
+            let unwanted = bytes_to_free.load(Ordering::Relaxed);
+            let held = held.load(Ordering::Relaxed);
+            self.recount_spool(index, held.saturating_sub(unwanted));
+        }
+    }
+
+    /// Asks the control plane to free memory of a spool.
+    fn free_spool(&mut self, index: usize, bytes_max: usize) {
+        let spool = &self.spools[index];
+        let freed = (self.shares.held() - bytes_max).min(spool.counted);
+        spool.counters.bytes_to_free.fetch_add(freed, Ordering::Relaxed);
+        spool.counters.free_requested.notify_waiters();
+        self.recount_spool(index, spool.counted - freed);
     }
 
     /// Releases the memory charged for a job.
@@ -206,12 +254,6 @@ impl DataPlane {
         self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
 
-    fn look_at_spool(&mut self) {
-        let unwanted = self.reporter.counters.spool_bytes_to_free.load(Ordering::Relaxed);
-        let spooled = self.reporter.counters.spooled.load(Ordering::Relaxed);
-        self.memory.spooled(spooled.saturating_sub(unwanted));
-    }
-
     /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
     pub(super) fn tell_memory(&self) {
         self.reporter.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
@@ -222,15 +264,18 @@ impl DataPlane {
     /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
     /// `wants`.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
-        self.look_at_spool();
+        self.memory.recount_spools();
         if self.leases.bytes > 0 {
             self.settle_files(self.memory.shares.held());
         }
         while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
             let before = self.memory.shares.held();
+            let spool = |holder| self.memory.spools.iter().position(|spool| spool.holder == holder);
             match giver {
-                Giver::Frame(spool) if spool == self.memory.spool => self.give_spool(),
-                Giver::Frame(holder) => self.give_frame(self.memory.shares.connection(holder)),
+                Giver::Frame(holder) => match spool(holder) {
+                    Some(spool) => self.memory.free_spool(spool, self.limits.buffered_bytes_max),
+                    None => self.give_frame(self.memory.shares.connection(holder)),
+                },
                 Giver::Job(leaf) => self.give_job(leaf),
             }
             if self.memory.shares.held() >= before {
@@ -238,14 +283,6 @@ impl DataPlane {
                 return;
             }
         }
-    }
-
-    fn give_spool(&mut self) {
-        let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
-        let given = over.min(self.memory.spooled);
-        self.reporter.counters.spool_bytes_to_free.fetch_add(given, Ordering::Relaxed);
-        self.reporter.counters.spool_free_requested.notify_waiters();
-        self.memory.spooled(self.memory.spooled - given);
     }
 
     /// Rejects the newest waiting job of the lowest priority.

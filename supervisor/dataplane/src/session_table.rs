@@ -7,7 +7,7 @@ use bulkhead_shared::JobId;
 
 use super::allowance::Allowance;
 use super::sessions::Session;
-use super::shares::Holder;
+use super::shares::{Holder, Owner};
 use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
 use super::turns::Turns;
 
@@ -69,7 +69,7 @@ impl Sessions {
     pub(super) fn want_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
             let turns = if session.standing.can_wait() { &mut self.patient } else { &mut self.turns };
-            turns.wait(session.uid, index, &mut session.standing);
+            turns.wait(session.owner, index, &mut session.standing);
         }
     }
 
@@ -91,21 +91,21 @@ impl Sessions {
         Some(self.of(id)?.holder)
     }
 
-    /// Returns the idle connection to close for a new client of user `uid`. Only the user with the most connections
-    /// must give up a connection. Returns `None` if `uid` would then have more connections than that user, or if that
+    /// Returns the idle connection to close for a new client of `owner`. Only the user with the most connections
+    /// must give up a connection. Returns `None` if `owner` would then have more connections than that user, or if that
     /// user has no idle connection. So a single user can have all connections, and gives some up when another user
     /// finds none free.
-    pub(super) fn idle_for(&self, uid: u32) -> Option<SessionIndex> {
+    pub(super) fn idle_for(&self, owner: Owner) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits.
         let clients = || self.slab.iter().filter(|(_, session)| session.place.is_none());
         let mut counts = HashMap::new();
-        clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);
-        let own = counts.remove(&uid).unwrap_or(0);
+        clients().for_each(|(_, session)| *counts.entry(session.owner).or_insert(0_usize) += 1);
+        let own = counts.remove(&owner).unwrap_or(0);
         let (giver, most) = counts.into_iter().max_by_key(|&(_, count)| count)?;
         if own >= most {
             return None;
         }
-        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.uid == giver).collect();
+        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.owner == giver).collect();
         of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }

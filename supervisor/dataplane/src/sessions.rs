@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::Severity;
-use bulkhead_plane::access::Grant;
+use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_plane::peer_check::{self, ClientRejection, SocketKind};
 use bulkhead_policy::{Event, Time};
 use bulkhead_shared::client_protocol::Refused;
@@ -78,7 +78,7 @@ pub(super) struct Session {
     pub(super) is_paused: bool,
     /// Permit of a control-plane client, which does not count as a client of the jobs socket.
     pub(super) place: Option<OwnedSemaphorePermit>,
-    pub(super) uid: u32,
+    pub(super) owner: Owner,
     /// Time of the last input or output.
     pub(super) active_at: Time,
 }
@@ -101,7 +101,7 @@ impl Session {
         end: ClientEnd,
         (peer, grant): (Option<Peer>, Grant),
         stage: Stage,
-        (uid, holder): (u32, Holder),
+        (owner, holder): (Owner, Holder),
         (epoch, now): (u64, Time),
     ) -> Self {
         Self {
@@ -126,7 +126,7 @@ impl Session {
             is_dirty: false,
             is_paused: false,
             place: None,
-            uid,
+            owner,
             active_at: now,
         }
     }
@@ -208,8 +208,8 @@ impl DataPlane {
         self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         // All clients of unknown identity share a user.
-        let uid = peer.map_or(u32::MAX, |peer| peer.uid);
-        let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
+        let owner = Owner::User(peer.map_or(u32::MAX, |peer| peer.uid));
+        let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, owner);
         self.want_housekeeping();
         if let Some(refusal) = refusal {
             self.refuse_session(index, refusal.reason, &refusal.message);
@@ -230,7 +230,7 @@ impl DataPlane {
         self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         let end = ClientEnd::InProcess(end);
-        let index = self.open_session(end, (None, Grant::Unrestricted), stage, None, own);
+        let index = self.open_session(end, (None, Grant::Unrestricted), stage, None, Owner::User(own));
         self.want_housekeeping();
         if is_full {
             let most = self.limits.clients_max;
@@ -243,9 +243,17 @@ impl DataPlane {
     }
 
     /// Serves a client of the control plane.
-    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
-        let end = ClientEnd::Socket(socket);
-        self.open_session(end, (None, Grant::Unrestricted), Stage::Open, Some(place), uid);
+    pub(super) fn welcome_own(
+        &mut self,
+        socket: UnixStream,
+        place: OwnedSemaphorePermit,
+        client: HttpClient,
+    ) {
+        let (grant, owner) = match client {
+            HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
+            HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
+        };
+        self.open_session(ClientEnd::Socket(socket), (None, grant), Stage::Open, Some(place), owner);
     }
 
     /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
@@ -256,14 +264,14 @@ impl DataPlane {
         (peer, grant): (Option<Peer>, Grant),
         stage: Stage,
         place: Option<OwnedSemaphorePermit>,
-        uid: u32,
+        owner: Owner,
     ) -> SessionIndex {
         self.sessions.epochs += 1;
-        let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
+        let holder = self.memory.shares.open(owner, self.sessions.epochs);
         let (epoch, now) = (self.sessions.epochs, self.now);
         let index = self.sessions.slab.insert(Session {
             place,
-            ..Session::new(end, (peer, grant), stage, (uid, holder), (epoch, now))
+            ..Session::new(end, (peer, grant), stage, (owner, holder), (epoch, now))
         });
         let token = Endpoint::Session(index).token();
         let session = &self.sessions[index];
@@ -282,7 +290,8 @@ impl DataPlane {
         let grant = self.entrance.access.grant(peer, socket);
         let most = self.limits.clients_max;
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= most;
-        let idle = if grant.is_ok() && is_full { self.sessions.idle_for(peer.uid) } else { None };
+        let idle =
+            if grant.is_ok() && is_full { self.sessions.idle_for(Owner::User(peer.uid)) } else { None };
         if grant.is_ok() && is_full && idle.is_none() {
             let message = format!(
                 "{most} clients are connected already, the maximum that max_clients and the limit of open \

@@ -22,6 +22,8 @@ const ROOT: Holder = Holder(0);
 pub(super) enum Owner {
     /// Clients of this user.
     User(u32),
+    /// Jobs over HTTP with the token of this number.
+    Token(u32),
     /// Frames that workers have not read, which cannot be freed.
     Workers,
 }
@@ -94,6 +96,7 @@ impl Shares {
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
+            Owner::Token(id) => 1 << 32 | u64::from(id),
             Owner::Workers => u64::MAX,
         };
         let owner = self.child(ROOT, key);

@@ -16,6 +16,7 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::bulkheads::{Layout, Presence};
+use super::shares::Owner;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming};
 
@@ -68,7 +69,8 @@ impl DataPlane {
                 let _ = accepted.send(self.replay(request, done));
             }
             Command::AddInProcessClient { end } => self.welcome_embedded(end),
-            Command::AddClient { socket, permit, uid } => self.welcome_own(socket, permit, uid),
+            Command::AddClient { socket, permit, client } => self.welcome_own(socket, permit, client),
+            Command::AddSpool { token, spool } => self.memory.add_spool(Owner::Token(token), spool),
             Command::ReportRejection { rejection, .. } => self.note_refusal(SocketKind::Admin, rejection),
             Command::Reload { reload, reply } => {
                 let done = self.reload(*reload);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use foldhash::quality::RandomState;
 
 use super::DataPlane;
+use super::shares::Owner;
 use super::slab::SessionIndex;
 
 /// Maximum number of bytes read at once from a connection while others wait.
@@ -30,9 +31,6 @@ const FRAME_COST: usize = 256;
 /// [`TAKEN_COUNTS`] rejections, so a connection can wait if more than four in five frames are rejected.
 const REFUSED_MAX: u32 = 256;
 const TAKEN_COUNTS: u32 = 4;
-
-/// User whose connections share a place in the order.
-type Uid = u32;
 
 /// State of a connection in the order.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,9 +61,9 @@ struct User {
 /// Sessions that wait to be read.
 #[derive(Default)]
 pub(super) struct Turns {
-    users: HashMap<Uid, User, RandomState>,
+    users: HashMap<Owner, User, RandomState>,
     /// Users with waiting connections, in order.
-    order: VecDeque<Uid>,
+    order: VecDeque<Owner>,
     rounds: u64,
     waiting: usize,
 }
@@ -76,14 +74,14 @@ impl Turns {
     }
 
     /// Queues a connection that may have input.
-    pub(super) fn wait(&mut self, uid: Uid, index: SessionIndex, standing: &mut Standing) {
+    pub(super) fn wait(&mut self, owner: Owner, index: SessionIndex, standing: &mut Standing) {
         if std::mem::replace(&mut standing.is_waiting, true) {
             return;
         }
         self.waiting += 1;
         let rounds = &mut self.rounds;
-        let user = self.users.entry(uid).or_insert_with(|| {
-            self.order.push_back(uid);
+        let user = self.users.entry(owner).or_insert_with(|| {
+            self.order.push_back(owner);
             *rounds += 1;
             User { round: *rounds, ..User::default() }
         });
@@ -94,8 +92,8 @@ impl Turns {
 
     /// Returns the next connection, which may have been closed, and the user's round.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
-        let uid = self.order.pop_front()?;
-        let user = self.users.get_mut(&uid)?;
+        let owner = self.order.pop_front()?;
+        let user = self.users.get_mut(&owner)?;
         let next = user.fresh.pop_front().or_else(|| {
             if user.left == 0 {
                 self.rounds += 1;
@@ -107,9 +105,9 @@ impl Turns {
         let round = user.round;
         self.waiting -= usize::from(next.is_some());
         if user.fresh.is_empty() && user.backlog.is_empty() {
-            self.users.remove(&uid);
+            self.users.remove(&owner);
         } else {
-            self.order.push_back(uid);
+            self.order.push_back(owner);
         }
         next.map(|index| (index, round))
     }
@@ -196,19 +194,19 @@ mod tests {
     struct Crowd {
         turns: Turns,
         standings: Vec<Standing>,
-        uids: Vec<Uid>,
+        owners: Vec<Owner>,
     }
 
     impl Crowd {
-        fn new(uids: Vec<Uid>) -> Self {
-            let standings = vec![Standing::default(); uids.len()];
-            let mut crowd = Self { turns: Turns::default(), standings, uids };
-            (0..crowd.uids.len()).for_each(|index| crowd.wait(index));
+        fn new(owners: Vec<Owner>) -> Self {
+            let standings = vec![Standing::default(); owners.len()];
+            let mut crowd = Self { turns: Turns::default(), standings, owners };
+            (0..crowd.owners.len()).for_each(|index| crowd.wait(index));
             crowd
         }
 
         fn wait(&mut self, index: usize) {
-            self.turns.wait(self.uids[index], SessionIndex::from_number(index), &mut self.standings[index]);
+            self.turns.wait(self.owners[index], SessionIndex::from_number(index), &mut self.standings[index]);
         }
 
         /// Reads a connection, and queues the connection again if there is more input.
@@ -226,9 +224,9 @@ mod tests {
 
     #[test]
     fn users_take_turns_whatever_their_connections() {
-        let mut uids = vec![1; 200];
-        uids.push(2);
-        let mut crowd = Crowd::new(uids);
+        let mut owners = vec![Owner::User(1); 200];
+        owners.push(Owner::User(2));
+        let mut crowd = Crowd::new(owners);
         let read: Vec<usize> = (0..1000).map(|_| crowd.read(QUANTUM_BYTES, |_| true)).collect();
         let of_the_second = read.iter().filter(|&&index| index == 200).count();
         assert!((499..=501).contains(&of_the_second), "{of_the_second}");
@@ -239,7 +237,7 @@ mod tests {
 
     #[test]
     fn quiet_connection_does_not_wait_for_busy_ones() {
-        let mut crowd = Crowd::new(vec![1; 201]);
+        let mut crowd = Crowd::new(vec![Owner::User(1); 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
@@ -283,7 +281,7 @@ mod tests {
 
     #[test]
     fn nothing_is_left_of_those_who_have_nothing() {
-        let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
+        let mut crowd = Crowd::new((0..50).map(|n| Owner::User(n % 7)).collect());
         crowd.wait(3);
         for _ in 0..50 {
             crowd.read(1, |_| false);

@@ -1,0 +1,262 @@
+//! Payloads of jobs over HTTP, on their way to the data plane.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::body::{Body, BodyDataStream, Bytes};
+use axum::http::{HeaderMap, header};
+use bulkhead_config::Config;
+use bulkhead_plane::counters::{SharedCounters, SpoolCounters};
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
+use futures_util::stream::StreamExt;
+use tokio::io::AsyncWriteExt;
+use tokio::net::unix::OwnedWriteHalf;
+
+use super::Failure;
+
+/// Size of the segments that hold a payload of unknown length, in bytes.
+const SEGMENT_BYTES: usize = 256 * 1024;
+
+/// Announced size of a payload whose size is unknown or invalid. Exceeds the size up to which payloads are
+/// sent unannounced, so that the data plane replies before it receives a byte of the payload.
+const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
+
+/// An incoming payload.
+pub(super) struct Upload {
+    body: BodyDataStream,
+    pub(super) length: Length,
+    /// The bulkhead's `max_payload`; `None` if the bulkhead does not exist.
+    pub(super) max_bytes: Option<u64>,
+    spool: Spool,
+}
+
+pub(super) enum Length {
+    Known(u64),
+    /// Chunked: the length is unknown until the end.
+    Unknown,
+}
+
+/// Size of a payload as announced to the data plane, and the source of its bytes.
+pub(super) enum Announced {
+    /// The bytes are passed on as they arrive.
+    Streamed(u64),
+    /// The bytes are already in memory.
+    Spooled(u64),
+    /// No bytes will be sent. The data plane must reject this size.
+    TooLarge(u64),
+}
+
+impl Upload {
+    pub(super) fn new(
+        config: &Config,
+        (counters, owner): (Arc<SharedCounters>, Arc<SpoolCounters>),
+        name: &str,
+        headers: &HeaderMap,
+        body: Body,
+    ) -> Self {
+        let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+        let length = match length {
+            Some(length) if !headers.contains_key(header::TRANSFER_ENCODING) => Length::Known(length),
+            _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Unknown,
+            _ => Length::Known(0),
+        };
+        let max_bytes = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
+        Self {
+            body: body.into_data_stream(),
+            length,
+            max_bytes,
+            spool: Spool::new(counters, owner, capacity),
+        }
+    }
+
+    /// Determines the length of the payload. A chunked payload must be received completely first.
+    pub(super) async fn announce(&mut self) -> Result<Announced, Failure> {
+        let max = self.max_bytes.unwrap_or(0);
+        // If `max_payload` was raised meanwhile, the data plane accepts this size, but no bytes ever follow.
+        let too_large =
+            |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
+        match self.length {
+            Length::Known(bytes) if bytes > max => return Ok(too_large(bytes)),
+            Length::Known(bytes) => return Ok(Announced::Streamed(bytes)),
+            Length::Unknown => {}
+        }
+        let owner = self.spool.owner.clone();
+        loop {
+            let memory_needed = owner.free_requested.notified();
+            let chunk = tokio::select! {
+                chunk = next_chunk(&mut self.body) => chunk?,
+                () = memory_needed => {
+                    self.spool.check_memory_pressure()?;
+                    continue;
+                }
+            };
+            let Some(chunk) = chunk else { break };
+            if self.spool.bytes as u64 + chunk.len() as u64 > max {
+                return Ok(too_large(max.saturating_add(1)));
+            }
+            self.spool.add(&chunk)?;
+        }
+        Ok(Announced::Spooled(self.spool.bytes as u64))
+    }
+
+    /// Sends the frame and the payload.
+    pub(super) async fn send(
+        &mut self,
+        mut frame: Vec<u8>,
+        announced: &Announced,
+        socket: &mut OwnedWriteHalf,
+    ) -> Result<(), Failure> {
+        let mut left = 0;
+        if let Announced::Streamed(bytes) = *announced {
+            left = bytes;
+            // A small payload goes with the frame in a single write. A large one must be accepted first.
+            if (1..ANNOUNCED_BYTES_MIN).contains(&bytes) {
+                frame.extend_from_slice(&self.next_chunk(&mut left).await?);
+            }
+        }
+        // After a failed write, the data plane's reply gives the reason.
+        socket.write_all(&frame).await.map_err(|_| Failure::Dropped)?;
+        match *announced {
+            Announced::TooLarge(_) => std::future::pending().await,
+            Announced::Spooled(_) => {
+                for segment in self.spool.take_segments() {
+                    socket.write_all(&segment).await.map_err(|_| Failure::Dropped)?;
+                }
+            }
+            Announced::Streamed(_) => {
+                while left > 0 {
+                    let chunk = self.next_chunk(&mut left).await?;
+                    socket.write_all(&chunk).await.map_err(|_| Failure::Dropped)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the next bytes of a payload of which `left` bytes have not arrived yet.
+    async fn next_chunk(&mut self, left: &mut u64) -> Result<Bytes, Failure> {
+        let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
+        *left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
+        Ok(chunk)
+    }
+}
+
+async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure> {
+    match body.next().await {
+        Some(Ok(chunk)) => Ok(Some(chunk)),
+        Some(Err(_)) => Err(Failure::Broken),
+        None => Ok(None),
+    }
+}
+
+/// A payload of unknown length, held in memory. Its bytes count as buffered.
+struct Spool {
+    segments: Vec<Vec<u8>>,
+    bytes: usize,
+    /// Number of bytes included in the counters.
+    charged: usize,
+    counters: Arc<SharedCounters>,
+    /// Counters of the user or token that sends the payload.
+    owner: Arc<SpoolCounters>,
+    capacity: usize,
+}
+
+impl Spool {
+    fn new(counters: Arc<SharedCounters>, owner: Arc<SpoolCounters>, capacity: usize) -> Self {
+        Self { segments: Vec::new(), bytes: 0, charged: 0, counters, owner, capacity }
+    }
+
+    /// Copies the bytes, because a small chunk can keep a large buffer alive.
+    fn add(&mut self, mut chunk: &[u8]) -> Result<(), Failure> {
+        while !chunk.is_empty() {
+            let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
+            if room == 0 {
+                self.charge(SEGMENT_BYTES)?;
+                self.segments.push(Vec::with_capacity(SEGMENT_BYTES));
+                continue;
+            }
+            let (now, later) = chunk.split_at(chunk.len().min(room));
+            if let Some(last) = self.segments.last_mut() {
+                last.extend_from_slice(now);
+            }
+            self.bytes += now.len();
+            chunk = later;
+        }
+        Ok(())
+    }
+
+    fn charge(&mut self, more: usize) -> Result<(), Failure> {
+        self.check_memory_pressure()?;
+        self.charged += more;
+        let spooled = self.counters.spooled.fetch_add(more, Ordering::Relaxed) + more;
+        let held = self.owner.held.fetch_add(more, Ordering::Relaxed) + more;
+        let total = spooled.saturating_add(self.counters.buffered.load(Ordering::Relaxed));
+        if total > self.capacity && held > self.counters.spool_share.load(Ordering::Relaxed) {
+            return Err(self.memory_full());
+        }
+        Ok(())
+    }
+
+    /// Fails if the data plane needs memory and this payload holds some, unless other payloads have already
+    /// given up enough.
+    fn check_memory_pressure(&self) -> Result<(), Failure> {
+        let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
+        let unwanted = &self.owner.bytes_to_free;
+        match self.charged > 0 && unwanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+            true => Err(self.memory_full()),
+            false => Ok(()),
+        }
+    }
+
+    fn memory_full(&self) -> Failure {
+        Failure::Overloaded(format!("waiting data has reached max_buffered ({} bytes)", self.capacity))
+    }
+
+    /// Takes all segments. From here on, the data plane counts the bytes.
+    fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
+        self.release();
+        std::mem::take(&mut self.segments).into_iter()
+    }
+
+    fn release(&mut self) {
+        let charged = std::mem::take(&mut self.charged);
+        self.counters.spooled.fetch_sub(charged, Ordering::Relaxed);
+        if charged > 0 && self.owner.held.fetch_sub(charged, Ordering::Relaxed) == charged {
+            // No payload is left that could give up memory.
+            self.owner.bytes_to_free.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Spool {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spool_charges_memory_until_dropped() {
+        let counters = Arc::new(SharedCounters::default());
+        let owner = Arc::new(SpoolCounters::default());
+        let mut spool = Spool::new(counters.clone(), owner.clone(), 3 * SEGMENT_BYTES);
+        let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();
+        for piece in payload.chunks(1000) {
+            assert!(spool.add(piece).is_ok());
+        }
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 3 * SEGMENT_BYTES);
+        assert!(matches!(spool.add(&payload), Err(Failure::Overloaded(_))));
+        drop(spool);
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
+
+        let mut spool = Spool::new(counters.clone(), owner.clone(), 3 * SEGMENT_BYTES);
+        assert!(spool.add(&payload).is_ok());
+        let segments = spool.take_segments();
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
+        assert_eq!(segments.flatten().collect::<Vec<u8>>(), payload);
+    }
+}
