@@ -4,6 +4,7 @@ mod admin;
 mod dashboard;
 mod floods;
 mod http_jobs;
+mod jobs_http;
 mod openapi;
 mod tcp;
 mod tour;

@@ -60,11 +60,21 @@ fn probes_that_name_no_host_are_answered() {
         let answer = raw(&place, request);
         assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
     }
+    // Load balancers probe under any name.
+    for request in [
+        "GET /healthz HTTP/1.1\r\nHost: any.example\r\n\r\n",
+        "GET /readyz?bulkhead=b HTTP/1.1\r\nHost: 10.1.2.3:80\r\n\r\n",
+        "HEAD /healthz HTTP/1.1\r\nHost: \r\n\r\n",
+    ] {
+        let answer = raw(&place, request);
+        assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
+    }
     // Browsers always send a Host header. Without a Host header nothing but probes is open, even with the
     // token.
     for request in [
-        "GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_owned(),
-        "GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n".to_owned(),
+        "GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_owned(),
+        "POST /healthz HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 0\r\n\r\n".to_owned(),
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n".to_owned(),
         format!("GET /v1/bulkheads HTTP/1.0\r\n{BEARER}\r\n\r\n"),
     ] {
         let answer = raw(&place, &request);

@@ -130,7 +130,7 @@ impl<S: Socket> Dispatcher<S> {
         });
     }
 
-    /// Waits for the beginning of a request. Returns the number of bytes that were peeked.
+    /// Waits for the beginning of a request. Returns the number of bytes that were peeked; `None` if there are none.
     pub(super) async fn peek_head(
         &mut self,
         socket: &S,
@@ -144,7 +144,8 @@ impl<S: Socket> Dispatcher<S> {
         };
         let has_begun = tokio::select! {
             biased;
-            count = socket.peek(head) => return count.ok(),
+            // Without a byte, the client has disconnected.
+            count = socket.peek(head) => return count.ok().filter(|count| *count > 0),
             () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
         };

@@ -83,8 +83,8 @@ impl<S: Socket> Listener<S> {
         let Some(kept_alive) = self.rules.kept_alive.as_ref().filter(|_| !is_health) else {
             return timeout_at(accepted + REQUEST_TIMEOUT, permit).await.ok()?.ok();
         };
-        if permits.available_permits() == 0 {
-            kept_alive.close_idle();
+        if permits.available_permits() == 0 && !kept_alive.close_idle() {
+            return permits.clone().try_acquire_owned().ok();
         }
         timeout(IDLE_CLOSE_TIMEOUT, permit).await.ok()?.ok()
     }

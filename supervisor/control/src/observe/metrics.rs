@@ -282,6 +282,7 @@ mod tests {
             &mut page,
             &MetricInputs {
                 scrape: &scrape,
+                jobs_http: None,
                 reloads: ReloadCounts::default(),
                 resident_sizes: &resident_sizes,
             },

@@ -132,14 +132,15 @@ impl Active {
         ActiveGuard { active: self.clone(), number }
     }
 
-    /// Closes an idle connection, if there is one.
-    pub(in crate::control) fn close_idle(&self) {
+    /// Closes an idle connection. Returns false if there is none.
+    pub(in crate::control) fn close_idle(&self) -> bool {
         let connections = self.lock();
         let idle =
             connections.by_number.values().filter_map(|progress| Some((progress.idle_order()?, progress)));
-        if let Some((_, progress)) = idle.min_by_key(|(order, _)| *order) {
+        idle.min_by_key(|(order, _)| *order).is_some_and(|(_, progress)| {
             progress.close();
-        }
+            true
+        })
     }
 
     /// Closes each connection as soon as it serves no request.

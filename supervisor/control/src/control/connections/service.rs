@@ -1,13 +1,16 @@
 //! Serves the requests of each connection with hyper.
 
+use std::convert::Infallible;
+use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::connect_info::ConnectInfo;
+use axum::http::{HeaderValue, header};
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::Service as _;
@@ -28,6 +31,11 @@ const HEADERS_MAX: usize = 100;
 
 /// Time in which a connection that must close still receives a request that was sent before.
 const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
+
+/// Maximum size of the rest of a request that is discarded to keep the connection alive, in bytes, and the maximum
+/// time for this.
+const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
+const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Maximum time for which a closing connection without a request is waited for.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -61,8 +69,19 @@ async fn serve_connection<S: Socket>(
         admission.progress.begin_request();
         let guard = ResponseGuard(admission.progress.clone());
         request.extensions_mut().insert(ConnectInfo(admission.clone()));
-        let response = handler.call(request);
-        async move { response.await.map(|response| response.map(|body| TrackedBody { body, _guard: guard })) }
+        let expects_continue = request.headers().contains_key(header::EXPECT);
+        let (parts, body) = request.into_parts();
+        let body = RequestBody(Arc::new(Mutex::new(body)));
+        let response = handler.call(hyper::Request::from_parts(parts, body.clone()));
+        async move {
+            let mut response = response.await?;
+            // Otherwise, the client could send another request on a connection that is about to close.
+            let closes = response.headers().contains_key(header::CONNECTION);
+            if !closes && !body.discard_rest(expects_continue).await {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok::<_, Infallible>(response.map(|body| TrackedBody { body, _guard: guard }))
+        }
     });
     let served = http1::Builder::new()
         .max_buf_size(HEAD_BYTES_MAX)
@@ -84,6 +103,59 @@ async fn serve_connection<S: Socket>(
     let permit = Some(permit).filter(|_| !progress.is_waiting());
     while timeout(CLOSE_TIMEOUT, served.as_mut()).await.is_err() && !progress.is_waiting() {}
     drop(permit);
+}
+
+/// The body of a request. A handler may respond without reading all of it.
+#[derive(Clone)]
+struct RequestBody(Arc<Mutex<Incoming>>);
+
+impl RequestBody {
+    fn lock(&self) -> MutexGuard<'_, Incoming> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Discards the rest of a small body, so that the connection can be kept alive. Returns false if there is more.
+    async fn discard_rest(&self, expects_continue: bool) -> bool {
+        let (is_complete, least) = {
+            let body = self.lock();
+            (body.is_end_stream(), body.size_hint().lower())
+        };
+        // The client sends nothing before it is told to continue.
+        if is_complete || expects_continue || least > DISCARDED_BYTES_MAX {
+            return is_complete;
+        }
+        let mut left = DISCARDED_BYTES_MAX;
+        let discard = async {
+            while let Some(frame) = poll_fn(|cx| Pin::new(&mut *self.lock()).poll_frame(cx)).await {
+                let Ok(frame) = frame else { return false };
+                let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
+                let Some(rest) = left.checked_sub(bytes) else { return false };
+                left = rest;
+            }
+            true
+        };
+        timeout(DISCARD_TIMEOUT, discard).await.unwrap_or(false)
+    }
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut *self.lock()).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.lock().is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.lock().size_hint()
+    }
 }
 
 /// Guard that records the end of a response.
