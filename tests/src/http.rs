@@ -152,6 +152,13 @@ impl Write for Socket {
 pub struct KeptAlive(BufReader<Socket>);
 
 impl KeptAlive {
+    /// Uses a connection that is open already.
+    pub fn new(socket: TcpStream) -> Self {
+        let socket = Socket::Tcp(socket);
+        socket.give_up_after(PATIENCE);
+        Self(BufReader::new(socket))
+    }
+
     /// Sends a request and reads the answer. Returns `None` if the connection ends before that.
     pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
         self.socket().send_head(method, path, headers, Some(body.len()));

@@ -5,6 +5,7 @@ mod dashboard;
 mod floods;
 mod http_jobs;
 mod jobs_http;
+mod load_balancer;
 mod openapi;
 mod tcp;
 mod tour;
