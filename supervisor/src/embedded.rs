@@ -21,7 +21,7 @@ use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_shared::in_process;
 use tokio::sync::oneshot;
 
-use crate::supervisor::{Prerequisites, Ready, RunError, SLICE, system};
+use crate::supervisor::{Listeners, Prerequisites, Ready, RunError, SLICE, system};
 
 mod local;
 mod parts;
@@ -204,10 +204,12 @@ impl Builder {
         let (keeper, found) = Keeper::start_detached(keeper).map_err(system("start the keeper"))?;
         let support = SandboxSupport::from_probe(&config, found);
         crate::inherited::warn_about_limits(&config);
-        let open_files = OpenFiles::keep(descriptors::reserve(), 0);
+        let open_files = OpenFiles::keep(descriptors::reserve(), |_| 0);
         let prerequisites =
             Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::embedded() };
-        Ready::prepare(prerequisites, |_| Ok((None, RunMode::Embedded, None)))
+        Ready::prepare(prerequisites, |_| {
+            Ok(Listeners { jobs: None, mode: RunMode::Embedded, http: None, jobs_http: None })
+        })
     }
 }
 

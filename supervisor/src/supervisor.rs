@@ -33,9 +33,18 @@ pub enum RunError {
     /// A socket could not be bound.
     #[error("failed to {0}")]
     Bind(#[from] bulkhead_control::sockets::BindError),
-    /// The address of `http` could not be bound, or its token could not be read.
-    #[error("failed to serve the admin API on http = \"{0}\": {1}")]
-    Http(std::net::SocketAddr, String),
+    /// The address of `http` or `jobs_http` could not be bound, or the token of `http` could not be read.
+    #[error("failed to serve {served} on {key} = \"{address}\": {problem}")]
+    Tcp {
+        /// What is served there.
+        served: &'static str,
+        /// Key of the address.
+        key: &'static str,
+        /// Listening address.
+        address: std::net::SocketAddr,
+        /// The cause, and how to fix it.
+        problem: String,
+    },
     /// The folder for crash reports could not be opened.
     #[error("failed to {0}")]
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
@@ -82,7 +91,7 @@ pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(),
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     // Limits are raised after the keeper has started, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
-    let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
+    let open_files = OpenFiles::raise(descriptors::reserve(), control::tcp_descriptors);
     let prerequisites =
         Prerequisites { config, host, support, keeper, open_files, threads: ThreadMonitor::default() };
     let ready = Ready::prepare(prerequisites, open_sockets)?;
@@ -113,9 +122,17 @@ pub(crate) struct Prerequisites {
     pub(crate) threads: ThreadMonitor,
 }
 
-/// Listening sockets of a supervisor: the jobs socket, the admin socket (as part of [`RunMode`]), and the TCP
-/// socket with the token.
-pub(crate) type Listeners = (Option<UnixListener>, RunMode, Option<(std::net::TcpListener, Token)>);
+/// Listening sockets of a supervisor.
+pub(crate) struct Listeners {
+    /// The jobs socket.
+    pub(crate) jobs: Option<UnixListener>,
+    /// The mode, with the admin socket.
+    pub(crate) mode: RunMode,
+    /// The TCP listener of `http`, and its token.
+    pub(crate) http: Option<(std::net::TcpListener, Token)>,
+    /// The TCP listener of `jobs_http`.
+    pub(crate) jobs_http: Option<std::net::TcpListener>,
+}
 
 /// A supervisor whose parts have been started, except for the data plane.
 pub(crate) struct Ready {
@@ -141,7 +158,7 @@ impl Ready {
         let mut config = file.clone();
         open_files.lower_max_clients(&mut config);
         let store = crashes::Store::new(&config.supervisor)?;
-        let (listener, mode, http) = open(&config.supervisor)?;
+        let Listeners { jobs: listener, mode, http, jobs_http } = open(&config.supervisor)?;
         let (notices, notice_receiver) = bulkhead_plane::notices::channels();
         let counters = Arc::new(SharedCounters::default());
         let (spans, span_thread) =
@@ -178,6 +195,7 @@ impl Ready {
             own_uid,
             config,
             http,
+            jobs_http,
             threads: threads.clone(),
         };
         let control = control::start(options).map_err(system("start the control plane"))?;
@@ -198,13 +216,15 @@ fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
     let mut jobs = BoundSocket::bind(&config.socket, config.socket_mode, config.folder_mode)?;
     let mut admin = BoundSocket::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
     let http = config.http.as_ref().map(open_http).transpose()?;
+    let jobs_http = config.jobs_http.map(|address| bind_tcp("jobs", "jobs_http", address)).transpose()?;
     if config.folder_mode != FOLDER_MODE {
         warn_about_closed_folder(&config.socket);
     }
     let jobs_listener = jobs.take_listener().map_err(system("take the jobs socket"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
-    Ok((Some(jobs_listener), RunMode::Standalone { admin: admin_listener, sockets }, http))
+    let mode = RunMode::Standalone { admin: admin_listener, sockets };
+    Ok(Listeners { jobs: Some(jobs_listener), mode, http, jobs_http })
 }
 
 /// Runs the data plane until it ends. If it ends with an error or a panic, stops the other threads. At this
@@ -227,11 +247,25 @@ fn run_data_plane(
 /// Binds the TCP address of the admin API and reads the token. The token file may have changed since the
 /// configuration was checked.
 fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunError> {
-    let failed = |why: String| RunError::Http(http.address, why);
-    let token = Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
-    let bind = || std::net::TcpListener::bind(http.address);
+    let (served, key, address) = ("the admin API", "http", http.address);
+    let token = Token::read(&http.token_file).map_err(|(why, help)| RunError::Tcp {
+        served,
+        key,
+        address,
+        problem: format!("{why}; {help}"),
+    })?;
+    Ok((bind_tcp(served, key, address)?, token))
+}
+
+/// Binds an address. A stopping supervisor may still use it for a moment.
+fn bind_tcp(
+    served: &'static str,
+    key: &'static str,
+    address: std::net::SocketAddr,
+) -> Result<std::net::TcpListener, RunError> {
+    let bind = || std::net::TcpListener::bind(address);
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
-    let socket = retry_while_taken(bind, is_taken).map_err(|error| {
+    retry_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => "stop the program that uses the port, or choose another port",
             std::io::ErrorKind::AddrNotAvailable => {
@@ -240,9 +274,8 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
             _ => "choose another address",
         };
-        failed(format!("{error}; {hint}"))
-    })?;
-    Ok((socket, token))
+        RunError::Tcp { served, key, address, problem: format!("{error}; {hint}") }
+    })
 }
 
 /// Logs a warning if the mode of the jobs socket's folder excludes users whom `[[access]]` allows. The
@@ -260,10 +293,6 @@ fn warn_about_closed_folder(socket: &Path) {
         );
     }
 }
-
-/// Maximum number of descriptors that the admin API over TCP needs. Each connection needs one descriptor, and
-/// each job needs two for a connection to the data plane.
-const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 #[cfg(test)]
 mod tests {

@@ -46,6 +46,21 @@ impl Place {
         Self::Tcp(address)
     }
 
+    /// Returns the address of a supervisor's `jobs_http`, which is read from its log.
+    pub fn jobs_http(supervisor: &Supervisor) -> Self {
+        let address = wait_for("the log has the address", || {
+            let log = supervisor.log();
+            let (_, rest) = log.split_once("jobs_http on ")?;
+            rest.split(char::is_whitespace).next()?.parse().ok()
+        });
+        Self::Tcp(address)
+    }
+
+    /// Connects like [`Place::connect`], for several requests.
+    pub fn keep_alive(&self) -> KeptAlive {
+        KeptAlive(BufReader::new(self.connect()))
+    }
+
     /// Connects to the admin API, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
@@ -135,6 +150,41 @@ impl Write for Socket {
     }
 }
 
+/// A connection that is kept alive.
+#[derive(Debug)]
+pub struct KeptAlive(BufReader<Socket>);
+
+impl KeptAlive {
+    /// Uses a connection that is open already.
+    pub fn new(socket: TcpStream) -> Self {
+        let socket = Socket::Tcp(socket);
+        socket.give_up_after(PATIENCE);
+        Self(BufReader::new(socket))
+    }
+
+    /// Sends a request and reads the answer. Returns `None` if the connection ends before that.
+    pub fn ask(&mut self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Option<Answer> {
+        self.socket().send_head(method, path, headers, Some(body.len()));
+        let _ = self.socket().write_all(body);
+        self.answer()
+    }
+
+    /// Returns the socket, for requests that are sent in parts.
+    pub fn socket(&mut self) -> &mut Socket {
+        self.0.get_mut()
+    }
+
+    /// Reads the next answer.
+    pub fn answer(&mut self) -> Option<Answer> {
+        Answer::read_from(&mut self.0)
+    }
+
+    /// Returns true if the other side has closed the connection in order, without another answer.
+    pub fn is_closed(&mut self) -> bool {
+        self.0.fill_buf().is_ok_and(<[u8]>::is_empty)
+    }
+}
+
 /// A complete HTTP response.
 #[derive(Debug)]
 pub struct Answer {
@@ -149,10 +199,13 @@ pub struct Answer {
 impl Answer {
     /// Reads a response to its end. Returns `None` if the connection ends earlier.
     pub fn read(socket: Socket) -> Option<Self> {
-        let mut reader = BufReader::new(socket);
-        let (mut status, mut headers) = read_head(&mut reader)?;
+        Self::read_from(&mut BufReader::new(socket))
+    }
+
+    fn read_from(mut reader: &mut BufReader<Socket>) -> Option<Self> {
+        let (mut status, mut headers) = read_head(reader)?;
         while status == 100 {
-            (status, headers) = read_head(&mut reader)?;
+            (status, headers) = read_head(reader)?;
         }
         let mut body = Vec::new();
         if headers.get("transfer-encoding").is_some_and(|value| value == "chunked") {
@@ -168,7 +221,11 @@ impl Answer {
                 body.extend_from_slice(&chunk[..size]);
             }
         } else if let Some(length) = headers.get("content-length") {
-            reader.take(length.parse().ok()?).read_to_end(&mut body).ok()?;
+            let length = length.parse().ok()?;
+            (&mut reader).take(length).read_to_end(&mut body).ok()?;
+            if body.len() as u64 != length {
+                return None;
+            }
         } else {
             reader.read_to_end(&mut body).ok()?;
         }

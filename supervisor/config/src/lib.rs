@@ -48,7 +48,7 @@ use diagnostics::{Problems, shown};
 pub use ids::UidRange;
 pub use json_schema::json_schema;
 pub use key::{DefaultValue, Key, Kind, OnReload};
-pub use keys::access::{AccessConfig, Who};
+pub use keys::access::{AccessConfig, Role, TokenFile, Who};
 pub use keys::admission::PriorityConfig;
 pub use keys::bulkhead::{BulkheadConfig, Program};
 pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser};

@@ -7,6 +7,7 @@ pub(crate) mod admission;
 mod confinement;
 mod exec;
 mod fallback;
+mod http;
 mod start;
 mod tenants;
 mod times;
@@ -22,11 +23,9 @@ use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, PresentKey};
 use super::resolved::{Resolved, report_position, report_position_of};
 use super::table::ByRows as _;
-use super::token::Token;
 use super::values::ValueError;
 use super::{
-    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs,
-    units,
+    BulkheadConfig, Config, ProcessEnv, Program, Restart, SupervisorConfig, defaults, programs, units,
 };
 
 /// Minimum of `max_pooled` other than 0, in bytes: the smallest memory file for payloads plus the smallest
@@ -49,9 +48,12 @@ impl Checker<'_> {
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
-        let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
+        let has_access = access.iter().any(|entry| entry.who.token_file().is_none());
+        let supervisor = self.supervisor(&raw.supervisor, &payload, has_access);
         if self.process_env.is_embedded {
             self.reject_socket_keys(&raw.supervisor, &raw.access);
+        } else {
+            self.check_tokens(&raw.supervisor, &raw.access, &access);
         }
         let bulkheads =
             raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
@@ -106,6 +108,9 @@ impl Checker<'_> {
             folder_mode,
             admin,
             http: self.http(raw),
+            jobs_http: self.jobs_http(raw),
+            jobs_http_max: raw.jobs_http_max.value(),
+            drain_notice: raw.drain_notice.value(),
             drain_timeout: raw.drain_timeout.value(),
             max_clients: raw.max_clients.value(),
             max_payload: payload.value,
@@ -121,13 +126,18 @@ impl Checker<'_> {
 
     /// Rejects keys that configure sockets or their clients, because an embedded supervisor has no sockets.
     fn reject_socket_keys(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
-        let span = |given: Option<&Given<String>>| given.map(|given| given.span.clone());
+        fn span<T>(field: &Field<T>) -> Option<Range<usize>> {
+            field.given().map(|given| given.span.clone())
+        }
         let given = [
-            ("socket", span(raw.socket.given())),
-            ("socket_mode", raw.socket_mode.field.given().map(|given| given.span.clone())),
-            ("admin", span(raw.admin.given())),
-            ("http", span(raw.http.given())),
-            ("http_token_file", span(raw.http_token_file.given())),
+            ("socket", span(&raw.socket)),
+            ("socket_mode", span(&raw.socket_mode)),
+            ("admin", span(&raw.admin)),
+            ("http", span(&raw.http)),
+            ("http_token_file", span(&raw.http_token_file)),
+            ("jobs_http", span(&raw.jobs_http)),
+            ("jobs_http_max", span(&raw.jobs_http_max)),
+            ("drain_notice", span(&raw.drain_notice)),
             ("[[access]]", access.first().map(|entry| entry.heading.clone())),
         ];
         for (key, span) in given.into_iter().filter_map(|(key, span)| Some((key, span?))) {
@@ -183,41 +193,6 @@ impl Checker<'_> {
             );
         }
         (socket.unwrap_or_default(), admin.unwrap_or_default())
-    }
-
-    /// Checks that `http` and `http_token_file` are either both set or both absent. Without a token, every
-    /// process that can reach the address would have full access.
-    fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
-        let address = raw.http.given().and_then(|given| {
-            let address = given.value.parse().map_err(|_| {
-                ValueError::new(
-                    format!("`http` must be an address and a port, not `{}`", shown(&given.value)),
-                    "write `http = \"127.0.0.1:9464\"`; an IPv6 address needs brackets, as in \"[::1]:9464\"",
-                )
-            });
-            self.ok_or_report(&given.span, address)
-        });
-        let token_file = raw.http_token_file.given().and_then(|given| {
-            let path = programs::resolve(self.folder, &given.value);
-            let token = Token::read(&path)
-                .map_err(|(message, help)| ValueError::new(format!("`http_token_file`: {message}"), help));
-            self.ok_or_report(&given.span, token).map(|_| path)
-        });
-        match (&raw.http, &raw.http_token_file) {
-            (Field::Given(http), Field::Absent) => self.problems.report(
-                http.span.clone(),
-                "`http` needs `http_token_file`: without a token, any process that connects could control \
-                 the supervisor",
-                "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
-            ),
-            (Field::Absent, Field::Given(file)) => self.problems.report(
-                file.span.clone(),
-                "`http_token_file` has no effect without `http`",
-                "add `http = \"127.0.0.1:9464\"`, or remove `http_token_file`",
-            ),
-            _ => {}
-        }
-        Some(HttpConfig { address: address?, token_file: token_file? })
     }
 
     fn socket(&mut self, label: &str, span: &Range<usize>, path: PathBuf) -> Option<PathBuf> {

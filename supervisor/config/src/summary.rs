@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use bulkhead_shared::text::is_unprintable;
@@ -134,9 +135,13 @@ impl Lines {
 
     fn access(&mut self, entry: &AccessConfig) {
         self.line("\n[[access]]");
-        match entry.who {
+        match &entry.who {
             Who::Uid(uid) => self.set("uid", uid),
             Who::Gid(gid) => self.set("gid", gid),
+            Who::TokenFile(file) => {
+                self.set("token_file", path(&file.path));
+                self.set("role", string(entry.role.name()));
+            }
         }
         match &entry.bulkheads {
             Some(names) => self.set("bulkheads", strings(names)),
@@ -264,6 +269,12 @@ fn no_pressure() -> PressureConfig {
 impl Write for PathBuf {
     fn written(&self, _: Kind) -> Option<Written> {
         Some(Written::Toml(path(self)))
+    }
+}
+
+impl Write for SocketAddr {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(string(&self.to_string())))
     }
 }
 

@@ -1,5 +1,6 @@
-//! Reads and compares the token that protects the admin API over TCP.
+//! Tokens of HTTP clients, and their files.
 
+use std::fmt;
 use std::io::{self, Read as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
@@ -13,9 +14,15 @@ const NOT_FOR_OTHERS: u32 = 0o027;
 
 const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The token of the admin API over TCP. Only a hash is stored, which is compared in constant time.
-#[derive(Clone)]
+/// The secret of a client over HTTP. Stored as a hash, which is compared in constant time.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Token(blake3::Hash);
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
 
 impl Token {
     /// Creates a token from the secret text.
@@ -65,5 +72,11 @@ impl Token {
     /// reveal the length of the token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
+    }
+
+    /// Returns a number that identifies the token. Two tokens share a number with negligible probability.
+    pub fn id(&self) -> u32 {
+        let [a, b, c, d, ..] = *self.0.as_bytes();
+        u32::from_le_bytes([a, b, c, d])
     }
 }

@@ -12,6 +12,7 @@ mod cross_site;
 mod dashboard;
 mod http;
 mod jobs;
+mod jobs_http;
 mod metrics;
 mod openapi;
 mod paths;
@@ -21,17 +22,27 @@ mod reload;
 mod responses;
 mod routes;
 mod sockets;
+mod stop;
 mod streams;
 mod tcp;
 mod temporary;
+mod tokens;
 mod waiting;
 mod watch;
 
 use admin_socket::CONNECTIONS_MAX;
-pub use jobs::JOBS_MAX;
 
-/// Maximum number of connections to the TCP address of the admin API.
-pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + waiting::WAITING_MAX + waiting::HEALTH_MAX;
+/// Returns the maximum number of descriptors for clients over TCP.
+pub fn tcp_descriptors(config: &SupervisorConfig) -> u64 {
+    // Each job needs a connection to the data plane with two ends.
+    const ADMIN: usize = CONNECTIONS_MAX
+        + waiting::WAITING_MAX
+        + waiting::HEALTH_MAX
+        + waiting::REFUSED_MAX
+        + 2 * jobs::JOBS_MAX;
+    let admin = config.http.as_ref().map_or(0, |_| ADMIN as u64);
+    admin + jobs_http::descriptors(config)
+}
 
 use std::io;
 use std::net::TcpListener;
@@ -54,8 +65,7 @@ use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, ResidentSizes};
 use crate::sockets::Sockets;
-use bulkhead_config::Config;
-use bulkhead_config::Token;
+use bulkhead_config::{Config, SupervisorConfig, Token};
 use bulkhead_plane::command::{
     Command, CommandSender, DroppableNotice, Event, REPLAYS_MAX, SteerError, WorkerProcess,
 };
@@ -120,6 +130,8 @@ pub struct Options {
     pub config: Arc<Config>,
     /// The listening TCP socket and the token. `None` if `http` is not configured.
     pub http: Option<(TcpListener, Token)>,
+    /// The bound TCP socket for jobs, if `jobs_http` is configured.
+    pub jobs_http: Option<TcpListener>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
 }
@@ -149,8 +161,12 @@ pub(crate) struct Control {
     streams: Arc<Semaphore>,
     /// State of `GET /v1/watch`.
     watch: watch::Watch,
-    /// Permits that limit the number of concurrent jobs over HTTP.
+    /// Permits for jobs over the admin API.
     jobs: Arc<Semaphore>,
+    /// Permits for connections to the data plane of clients of `jobs_http`.
+    token_jobs: Arc<Semaphore>,
+    tokens: tokens::TokenTable,
+    jobs_http: jobs_http::JobsHttpCounters,
     counters: Arc<SharedCounters>,
     /// The active configuration, which a reload replaces.
     config: RwLock<Arc<Config>>,
@@ -173,8 +189,19 @@ impl ControlThread {
 /// Starts the control plane. From this call on, a standalone supervisor handles signals.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { mode, commands, notices, counters, active_config, crashes, own_uid, config, http, threads } =
-        options;
+    let Options {
+        mode,
+        commands,
+        notices,
+        counters,
+        active_config,
+        crashes,
+        own_uid,
+        config,
+        http,
+        jobs_http,
+        threads,
+    } = options;
     let (crashes, crash_thread) = crashes;
     let (admin, sockets) = match mode {
         RunMode::Standalone { admin, sockets } => (Some(admin), Some(sockets)),
@@ -199,6 +226,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
+        token_jobs: Arc::new(Semaphore::new(config.supervisor.jobs_http_max)),
+        tokens: tokens::TokenTable::new(&config),
+        jobs_http: jobs_http::JobsHttpCounters::default(),
         counters: counters.clone(),
         config: RwLock::new(config),
         shutdown: tokio::sync::watch::channel(false).0,
@@ -214,11 +244,13 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
     };
     let (serving, reader_queues) = serving(local, tcp, &control.shutdown);
     let readers = readers::start(control.clone(), reader_queues, &threads)?;
+    let jobs_http =
+        jobs_http.map(|socket| jobs_http::start(control.clone(), socket, &threads)).transpose()?;
     let tasks = threads.clone();
     let run = move || {
         runtime.block_on(async {
             if let Some((signals, deaths)) = signals {
-                tokio::spawn(tasks.wrap_task("signals", handle_signals(control.clone(), signals)));
+                tokio::spawn(tasks.wrap_task("signals", stop::handle_signals(control.clone(), signals)));
                 tokio::spawn(tasks.wrap_task("orphans", reap_orphans(control.clone(), deaths)));
             }
             let served = tokio::spawn(tasks.wrap_task("admin API", serve(control.clone(), serving)));
@@ -237,6 +269,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         });
         // The thread of the readers also ends on shutdown. A panic of the thread has already been reported.
         let _ = readers.join();
+        let _ = jobs_http.map(JoinHandle::join);
         // The runtime and `control` hold the last senders of requests to the crash thread. When they are
         // dropped, the crash thread ends.
         drop(runtime);
@@ -301,22 +334,6 @@ async fn serve(control: Arc<Control>, serving: Serving) {
     tokio::join!(local, over_tcp);
 }
 
-async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
-    while let Some(signal) = signals.next().await {
-        let sent = match signal {
-            SIGHUP => {
-                control.reloads.request();
-                Ok(())
-            }
-            SIGUSR1 => control.commands.send(Command::Summarise),
-            _ => control.commands.stop(),
-        };
-        if let Err(error) = sent {
-            tracing::error!("signal {signal} had no effect: {error}");
-        }
-    }
-}
-
 /// Reaps exited orphans that this process has inherited. For example, process 1 of a container inherits
 /// orphans of `docker exec`.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
@@ -347,8 +364,7 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
             }
             Notice::Milestone(Milestone::Started) => control.report_started(),
             Notice::Milestone(Milestone::Stopping) => {
-                control.is_stopping.store(true, Ordering::SeqCst);
-                control.notify_systemd(&[NotifyState::Stopping]);
+                control.set_stopping();
             }
         }
         let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);

@@ -93,6 +93,7 @@ use rejections::RejectionReports;
 use replays::Replays;
 use reporter::Reporter;
 use sessions::Sessions;
+use shares::Owner;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::{Spans, Trace};
 use templates::Templates;
@@ -353,7 +354,7 @@ impl DataPlane {
         let command_sender = CommandSender::new(sender, waker.clone());
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
-        let own = rustix::process::geteuid().as_raw();
+        let (own, own_spool) = (rustix::process::geteuid().as_raw(), counters.own_spool.clone());
         let open_files = open_files::current_limit();
         let unread_loans_max = usize::try_from(open_files / open_files::LIMIT_PER_UNREAD);
         let mut plane = Self {
@@ -383,7 +384,7 @@ impl DataPlane {
             crashes: Crashes::new(),
             leases: Leases::new(open_files),
             links: Links::new(support.ids()),
-            memory: Memory::new(own),
+            memory: Memory::new(own, own_spool),
             pause_detector: PauseDetector::default(),
             rejections: RejectionReports::default(),
             replays: Replays::default(),
@@ -931,7 +932,10 @@ impl DataPlane {
                 let _ = accepted.send(self.replay(request, done));
             }
             Command::AddInProcessClient { end } => self.open_in_process_session(end),
-            Command::AddClient { socket, permit, uid } => self.open_control_session(socket, permit, uid),
+            Command::AddClient { socket, permit, client } => {
+                self.open_control_session(socket, permit, client)
+            }
+            Command::AddSpool { token, spool } => self.memory.add_spool(Owner::Token(token), spool),
             Command::ReportRejection { rejection, .. } => {
                 self.report_rejection(SocketKind::Admin, rejection);
             }
@@ -995,6 +999,7 @@ impl DataPlane {
         self.counters.has_ended.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.handle_last_events();
+        self.counters.has_answered_all.store(true, Ordering::SeqCst);
         loop {
             for index in self.sessions.indices() {
                 self.flush_session(index);

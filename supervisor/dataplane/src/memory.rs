@@ -3,7 +3,10 @@
 //! holders). When the limit is exceeded, this part chooses the memory to free, and `wiring` frees it.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use bulkhead_plane::counters::SpoolCounters;
 use bulkhead_policy::Bulkhead;
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
@@ -29,6 +32,9 @@ const REQUEST_BYTES: usize =
 /// Size of a tenant with jobs, in bytes. Includes a copy of the name, the counters, and the entry in the fair
 /// queue.
 const TENANT_BYTES: usize = 512;
+
+/// Number of a spool among the connections of its owner. No session has this number.
+const SPOOL_CONNECTION: u64 = u64::MAX;
 
 /// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting
 /// jobs.
@@ -70,8 +76,8 @@ impl Counted {
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// This number of bytes of the payloads that are arriving over HTTP.
-    Spool(usize),
+    /// This number of bytes of the payloads in the spool with this index.
+    Spool(usize, usize),
     /// The incomplete frame of this connection.
     Frame(Holder),
     /// The newest waiting job of the lowest priority class, of this connection in one bulkhead.
@@ -105,24 +111,47 @@ pub(super) struct Memory {
     workers: Holder,
     /// Holder of the jobs that the supervisor itself submits (replays).
     own: Holder,
-    /// Holder of payloads without a known length that are arriving over HTTP.
-    spool: Holder,
-    spooled: usize,
+    /// Payloads without a known length that are arriving over HTTP, by user or token.
+    spools: Vec<Spool>,
+}
+
+/// Payloads without a known length that the control plane receives for one user or token.
+struct Spool {
+    counters: Arc<SpoolCounters>,
+    holder: Holder,
+    /// Size of the payloads as last counted, in bytes.
+    counted: usize,
 }
 
 impl Memory {
-    pub(super) fn new(own_uid: u32) -> Self {
+    pub(super) fn new(own_uid: u32, own_spool: Arc<SpoolCounters>) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
         // The keys do not collide with sessions, because session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
-        let spool = shares.open(Owner::User(own_uid), u64::MAX);
-        Self { shares, waiting: HashMap::default(), workers, own, spool, spooled: 0 }
+        let mut memory = Self { shares, waiting: HashMap::default(), workers, own, spools: Vec::new() };
+        memory.add_spool(Owner::User(own_uid), own_spool);
+        memory
+    }
+
+    /// Starts to count payloads without a known length for a user or token. Removes the spools that the
+    /// control plane no longer uses.
+    pub(super) fn add_spool(&mut self, owner: Owner, counters: Arc<SpoolCounters>) {
+        let Self { shares, spools, .. } = self;
+        spools.retain(|spool| {
+            let is_used = spool.counted > 0 || Arc::strong_count(&spool.counters) > 1;
+            if !is_used {
+                shares.close(spool.holder);
+            }
+            is_used
+        });
+        let holder = shares.open(owner, SPOOL_CONNECTION);
+        spools.push(Spool { counters, holder, counted: 0 });
     }
 
     /// Returns the total memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
-        self.shares.held() - self.spooled
+        self.shares.held() - self.spools.iter().map(|spool| spool.counted).sum::<usize>()
     }
 
     /// Returns the total memory held in the data plane and for payloads that are arriving over HTTP, in
@@ -133,9 +162,9 @@ impl Memory {
 
     // Connections.
 
-    /// Adds a connection of a user.
-    pub(super) fn open(&mut self, uid: u32, connection: u64) -> Holder {
-        self.shares.open(Owner::User(uid), connection)
+    /// Adds a connection of an owner.
+    pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
+        self.shares.open(owner, connection)
     }
 
     /// Releases the memory that a closed connection still holds, except the memory of its jobs.
@@ -176,15 +205,28 @@ impl Memory {
         self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
     }
 
-    /// Updates the size of the payloads that are arriving over HTTP.
-    pub(super) fn set_spooled(&mut self, is: usize) {
-        let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
+    /// Updates the sizes of the payloads that are arriving over HTTP.
+    pub(super) fn recount_spools(&mut self) {
+        for index in 0..self.spools.len() {
+            let SpoolCounters { held, bytes_to_free, .. } = &*self.spools[index].counters;
+            let unwanted = bytes_to_free.load(Ordering::Relaxed);
+            let held = held.load(Ordering::Relaxed);
+            self.recount_spool(index, held.saturating_sub(unwanted));
+        }
+    }
+
+    fn recount_spool(&mut self, index: usize, is: usize) {
+        let spool = &mut self.spools[index];
+        let (holder, was) = (spool.holder, std::mem::replace(&mut spool.counted, is));
         self.recount(Counted::frame(holder, was), Counted::frame(holder, is));
     }
 
-    /// Releases memory of payloads that were arriving over HTTP.
-    pub(super) fn release_spooled(&mut self, bytes: usize) {
-        self.set_spooled(self.spooled - bytes);
+    /// Asks the control plane to free memory of a spool.
+    pub(super) fn free_spool(&mut self, index: usize, bytes: usize) {
+        let spool = &self.spools[index];
+        spool.counters.bytes_to_free.fetch_add(bytes, Ordering::Relaxed);
+        spool.counters.free_requested.notify_waiters();
+        self.recount_spool(index, spool.counted - bytes);
     }
 
     /// Returns the number of bytes that every owner can hold, whatever others hold.
@@ -270,10 +312,14 @@ impl Memory {
         most: usize,
     ) -> Option<Eviction> {
         Some(match self.shares.next_eviction(wants, most)? {
-            shares::Eviction::Frame(spool) if spool == self.spool => {
-                Eviction::Spool((self.shares.held() - most).min(self.spooled))
+            shares::Eviction::Frame(holder) => {
+                match self.spools.iter().position(|spool| spool.holder == holder) {
+                    Some(index) => {
+                        Eviction::Spool(index, (self.shares.held() - most).min(self.spools[index].counted))
+                    }
+                    None => Eviction::Frame(self.shares.connection(holder)),
+                }
             }
-            shares::Eviction::Frame(holder) => Eviction::Frame(self.shares.connection(holder)),
             shares::Eviction::Job(leaf) => Eviction::Job(leaf),
         })
     }
@@ -335,8 +381,8 @@ mod tests {
 
     #[test]
     fn newest_low_priority_job_of_largest_client_is_evicted_first() {
-        let mut memory = Memory::new(0);
-        let (small, large) = (memory.open(1, 1), memory.open(2, 2));
+        let mut memory = Memory::new(0, Arc::default());
+        let (small, large) = (memory.open(Owner::User(1), 1), memory.open(Owner::User(2), 2));
         let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
         for (number, priority) in [(2, Priority::ALL[1]), (3, Priority::ALL[0]), (4, Priority::ALL[0])] {
             jobs.push(charge_waiting(&mut memory, large, number, priority));
@@ -355,11 +401,30 @@ mod tests {
 
     #[test]
     fn only_as_many_spooled_bytes_as_necessary_are_evicted() {
-        let mut memory = Memory::new(0);
-        memory.set_spooled(1000);
+        let own = Arc::new(SpoolCounters::default());
+        let mut memory = Memory::new(0, own.clone());
+        own.held.store(1000, Ordering::Relaxed);
+        memory.recount_spools();
         assert_eq!((memory.held(), memory.held_in_all()), (0, 1000));
-        assert_eq!(memory.next_eviction(None, 700), Some(Eviction::Spool(300)));
-        memory.set_spooled(700);
+        assert_eq!(memory.next_eviction(None, 700), Some(Eviction::Spool(0, 300)));
+        memory.free_spool(0, 300);
         assert_eq!(memory.next_eviction(None, 700), None);
+        assert_eq!(own.bytes_to_free.load(Ordering::Relaxed), 300);
+    }
+
+    #[test]
+    fn spool_is_removed_once_its_token_is_gone_and_its_payloads_are_freed() {
+        let mut memory = Memory::new(0, Arc::default());
+        let first = Arc::new(SpoolCounters::default());
+        first.held.store(100, Ordering::Relaxed);
+        memory.add_spool(Owner::Token(1), first.clone());
+        memory.recount_spools();
+        memory.add_spool(Owner::Token(2), Arc::default());
+        assert_eq!((memory.spools.len(), memory.held_in_all()), (2, 100), "the own spool is unused as well");
+        first.held.store(0, Ordering::Relaxed);
+        drop(first);
+        memory.recount_spools();
+        memory.add_spool(Owner::Token(3), Arc::default());
+        assert_eq!((memory.spools.len(), memory.held_in_all()), (1, 0));
     }
 }

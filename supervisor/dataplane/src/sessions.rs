@@ -26,7 +26,7 @@ use tokio::sync::OwnedSemaphorePermit;
 pub(super) use outcomes::OutcomeExtensions;
 
 use super::memory::{self, Counted};
-use super::shares::Holder;
+use super::shares::{Holder, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
 use super::time_budget::TimeBudget;
 use super::unread_loans::ReceiverLoans;
@@ -88,7 +88,7 @@ pub(super) struct Session {
     /// Permit of a client that was accepted by the control plane. Such a client does not count as a client of
     /// the jobs socket.
     permit: Option<OwnedSemaphorePermit>,
-    uid: u32,
+    owner: Owner,
     /// Time of the last input or output.
     active_at: Time,
 }
@@ -111,7 +111,7 @@ pub(super) struct Client {
     /// Process that opened the connection, or `None` if not known.
     pub(super) peer: Option<Peer>,
     pub(super) grant: Grant,
-    pub(super) uid: u32,
+    pub(super) owner: Owner,
     /// Permit of a client that was accepted by the control plane.
     pub(super) permit: Option<OwnedSemaphorePermit>,
 }
@@ -214,7 +214,7 @@ impl Sessions {
         (epoch, holder): (u64, Holder),
         now: Time,
     ) -> SessionIndex {
-        let Client { peer, grant, uid, permit } = client;
+        let Client { peer, grant, owner, permit } = client;
         self.clients += usize::from(permit.is_none());
         self.needs_checks |= matches!(phase, Phase::AwaitingHello { .. });
         self.slab.insert(Session {
@@ -238,7 +238,7 @@ impl Sessions {
             is_dirty: false,
             is_paused: false,
             permit,
-            uid,
+            owner,
             active_at: now,
         })
     }
@@ -289,21 +289,21 @@ impl Sessions {
         self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
     }
 
-    /// Returns the idle connection that must be closed to make room for a new client of user `uid`. Only the
-    /// user with the most connections must give up a connection. Returns `None` if `uid` would then have more
+    /// Returns the idle connection that must be closed to make room for a new client of `owner`. Only the
+    /// user with the most connections must give up a connection. Returns `None` if `owner` would then have more
     /// connections than that user, or if that user has no idle connection. A single user can therefore have
     /// all connections, but must give up some of them when another user connects.
-    pub(super) fn idle_session_for(&self, uid: u32) -> Option<SessionIndex> {
+    pub(super) fn idle_session_for(&self, owner: Owner) -> Option<SessionIndex> {
         // Clients of the control plane have separate permits, so they are not counted.
         let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
         let mut counts = HashMap::new();
-        clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);
-        let own = counts.remove(&uid).unwrap_or(0);
+        clients().for_each(|(_, session)| *counts.entry(session.owner).or_insert(0_usize) += 1);
+        let own = counts.remove(&owner).unwrap_or(0);
         let (giver, most) = counts.into_iter().max_by_key(|&(_, count)| count)?;
         if own >= most {
             return None;
         }
-        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.uid == giver).collect();
+        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.owner == giver).collect();
         of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
         of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
     }
@@ -331,7 +331,7 @@ impl Sessions {
         if let Some(session) = self.slab.get_mut(index) {
             let is_low_priority = session.queue_state.is_low_priority();
             let queue = if is_low_priority { &mut self.low_priority } else { &mut self.fair_queue };
-            queue.push(session.uid, index, &mut session.queue_state);
+            queue.push(session.owner, index, &mut session.queue_state);
         }
     }
 

@@ -23,6 +23,8 @@ const ROOT: Holder = Holder(0);
 pub(super) enum Owner {
     /// All clients of this user.
     User(u32),
+    /// Jobs over HTTP with the token of this number.
+    Token(u32),
     /// Frames that workers have not read. Their memory cannot be freed.
     Workers,
 }
@@ -96,6 +98,7 @@ impl Shares {
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
+            Owner::Token(id) => 1 << 32 | u64::from(id),
             Owner::Workers => u64::MAX,
         };
         let owner = self.child(ROOT, key);

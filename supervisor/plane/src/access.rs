@@ -1,5 +1,6 @@
-//! Permissions of clients, as configured in `[[access]]`. A client is identified once, when it connects. For
-//! each job, only the rules that match the client are checked.
+//! Permissions of clients (`[[access]]`). The identity of a client of a socket is determined once, when it
+//! connects. Each job then only checks the rules that match its client. Requests over TCP identify themselves by
+//! a token.
 
 use std::collections::HashSet;
 use std::io;
@@ -9,13 +10,15 @@ use std::sync::Arc;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 
 use crate::peer_check::{self, ClientRejection};
-use bulkhead_config::{AccessConfig, Config, Who};
+use bulkhead_config::{AccessConfig, Config, Role, Token, Who};
 use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 
-/// Permissions of all clients.
+/// Permissions of all clients of the jobs socket.
 pub struct Access {
     /// User id of the supervisor.
     own_uid: u32,
+    /// True if jobs over HTTP can be rejected by the rules of a token.
+    has_tokens: bool,
     /// Access rules in the order of the file. They also apply to root and the supervisor's user. Without any
     /// rule, only these two users have access, and have no restrictions.
     rules: Vec<Arc<AccessRule>>,
@@ -26,6 +29,7 @@ pub struct Access {
 
 /// A rule of `[[access]]`. The rule contains names of bulkheads, because a reload can add and remove
 /// bulkheads.
+#[derive(Debug)]
 pub struct AccessRule {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
@@ -37,31 +41,84 @@ pub enum Grant {
     /// The client can use all bulkheads and all tenants.
     Unrestricted,
     /// The client can do what at least one of these rules allows.
-    Rules(Box<[Arc<AccessRule>]>),
+    Rules(Arc<[Arc<AccessRule>]>),
 }
 
 impl Grant {
     pub fn none() -> Self {
-        Self::Rules(Box::default())
+        Self::Rules(Arc::default())
+    }
+}
+
+/// Sender of jobs over HTTP.
+#[derive(Clone, Debug)]
+pub enum HttpClient {
+    /// User of the admin socket, or holder of the admin token. Without restrictions.
+    Operator {
+        uid: u32,
+    },
+    Token(TokenGrant),
+}
+
+/// Permissions of a token.
+#[derive(Clone, Debug)]
+pub struct TokenGrant {
+    /// Number that identifies the token.
+    pub id: u32,
+    pub role: Role,
+    /// Rules for jobs. A job needs the permission of at least one of them.
+    pub rules: Arc<[Arc<AccessRule>]>,
+}
+
+/// All tokens of `[[access]]`.
+#[derive(Debug, Default)]
+pub struct Tokens(Vec<(Token, TokenGrant)>);
+
+impl Tokens {
+    pub fn new(config: &Config) -> Self {
+        let mut tokens: Vec<(Token, TokenGrant)> = Vec::new();
+        for entry in &config.access {
+            let Some(file) = entry.who.token_file() else { continue };
+            let own = [Arc::new(AccessRule::new(entry))];
+            match tokens.iter_mut().find(|(token, _)| *token == file.token) {
+                Some((_, grant)) => grant.rules = grant.rules.iter().cloned().chain(own).collect(),
+                None => {
+                    let grant = TokenGrant { id: file.token.id(), role: entry.role, rules: own.into() };
+                    tokens.push((file.token.clone(), grant));
+                }
+            }
+        }
+        Self(tokens)
+    }
+
+    /// Returns true if there is a token with this number.
+    pub fn has(&self, id: u32) -> bool {
+        self.0.iter().any(|(_, grant)| grant.id == id)
+    }
+
+    /// Returns the permissions of the token `secret`. Compares each token in constant time, and always compares
+    /// all of them.
+    pub fn find(&self, secret: &[u8]) -> Option<&TokenGrant> {
+        let given = Token::new(secret);
+        self.0.iter().fold(None, |found, (token, grant)| if *token == given { Some(grant) } else { found })
     }
 }
 
 impl Access {
     pub fn new(config: &Config, own_uid: u32) -> Self {
-        let set = |names: &Vec<String>| names.iter().map(|name| name.as_str().into()).collect();
-        let rule = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
-            let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
-            Arc::new(AccessRule { who: *who, bulkheads, tenants })
-        };
+        let (tokens, of_socket): (Vec<_>, Vec<_>) =
+            config.access.iter().partition(|entry| entry.who.token_file().is_some());
         Self {
             own_uid,
-            rules: config.access.iter().map(rule).collect(),
+            has_tokens: !tokens.is_empty(),
+            rules: of_socket.into_iter().map(|entry| Arc::new(AccessRule::new(entry))).collect(),
             unrelated: UnrelatedProcesses::default(),
         }
     }
 
+    /// Returns true if jobs can be rejected as `forbidden`.
     pub fn has_rules(&self) -> bool {
-        !self.rules.is_empty()
+        self.has_tokens || !self.rules.is_empty()
     }
 
     /// Returns true if the peer runs as the supervisor's user. Workers without a separate user also run as
@@ -99,6 +156,12 @@ impl Access {
 }
 
 impl AccessRule {
+    fn new(entry: &AccessConfig) -> Self {
+        let set = |names: &Vec<String>| names.iter().map(|name| name.as_str().into()).collect();
+        let (bulkheads, tenants) = (entry.bulkheads.as_ref().map(set), entry.tenants.as_ref().map(set));
+        Self { who: entry.who.clone(), bulkheads, tenants }
+    }
+
     fn allows_bulkhead(&self, name: &str, exists: bool) -> bool {
         self.bulkheads.as_ref().is_none_or(|some| exists && some.contains(name))
     }
@@ -113,13 +176,14 @@ fn matching_rules(
     rules: &[Arc<AccessRule>],
     peer: Peer,
     socket: &impl AsFd,
-) -> io::Result<Box<[Arc<AccessRule>]>> {
+) -> io::Result<Arc<[Arc<AccessRule>]>> {
     let has_groups = rules.iter().any(|rule| matches!(rule.who, Who::Gid(_)));
     let mut groups = if has_groups { peer::groups(socket)? } else { Vec::new() };
     groups.push(peer.gid);
     let matches = |rule: &&Arc<AccessRule>| match rule.who {
         Who::Uid(uid) => uid == peer.uid,
         Who::Gid(gid) => groups.contains(&gid),
+        Who::TokenFile(_) => false,
     };
     Ok(rules.iter().filter(matches).cloned().collect())
 }

@@ -14,6 +14,8 @@ use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
+use crate::access::HttpClient;
+use crate::counters::SpoolCounters;
 use crate::demand::Observation;
 use crate::peer_check::ClientRejection;
 use crate::reload::{LiveDropped, Reload};
@@ -27,6 +29,9 @@ pub const COMMANDS_MAX: usize = 1024;
 
 /// Time without a reply after which the data plane counts as stuck.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Interval between attempts to queue a command while the queue is full.
+const QUEUE_RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A worker process and its activity.
 #[derive(Clone, Debug)]
@@ -133,8 +138,14 @@ pub enum Command {
         /// Permit that limits the number of connections from the control plane. Released when the data plane
         /// closes the connection.
         permit: OwnedSemaphorePermit,
-        /// Id of the user on whose behalf the client submits jobs.
-        uid: u32,
+        /// Sender of the jobs.
+        client: HttpClient,
+    },
+    /// Count the payloads of unknown length that the control plane receives for a token.
+    AddSpool {
+        /// Number of the token.
+        token: u32,
+        spool: Arc<SpoolCounters>,
     },
     /// Serve a client that runs in the application which embeds this supervisor.
     AddInProcessClient {
@@ -188,6 +199,7 @@ impl Command {
         match self {
             Self::AddClient { .. }
             | Self::AddInProcessClient { .. }
+            | Self::AddSpool { .. }
             | Self::ReportRejection { .. }
             | Self::ReportMemory { .. } => 1,
             Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
@@ -351,6 +363,21 @@ impl CommandSender {
             TrySendError::Disconnected(_) => CommandSendError::Ended,
         })?;
         self.waker.wake().map_err(|_| CommandSendError::Busy)
+    }
+
+    /// Queues a command. If the queue is full, waits up to `limit` for space.
+    pub async fn send_within(&self, command: Command, limit: Duration) -> Result<(), CommandSendError> {
+        let end = tokio::time::Instant::now() + limit;
+        let mut command = command;
+        loop {
+            match self.commands.try_send(command) {
+                Ok(()) => return self.waker.wake().map_err(|_| CommandSendError::Busy),
+                Err(TrySendError::Full(rest)) if tokio::time::Instant::now() < end => command = rest,
+                Err(TrySendError::Full(_)) => return Err(CommandSendError::Busy),
+                Err(TrySendError::Disconnected(_)) => return Err(CommandSendError::Ended),
+            }
+            tokio::time::sleep(QUEUE_RETRY_INTERVAL).await;
+        }
     }
 
     /// Creates a reply channel, sends the command that `command` builds with it, and waits for the reply.

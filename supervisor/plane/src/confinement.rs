@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::worker_ids::{self, IdAllocator, IdUse};
 use bulkhead_config::defaults::RLIMIT_NPROC;
-use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, StartMode, SupervisorConfig};
+use bulkhead_config::{BulkheadConfig, Config, Layer, Profile, Program, SandboxUser, StartMode};
 use bulkhead_keeper::{
     self as keeper, CgroupLimits, Confinement, Identity, LayerSupport, Layers, Namespaces, Observed, Seccomp,
     SubordinateIds, TemporaryFiles,
@@ -53,25 +53,25 @@ impl IdSource {
 impl SandboxSupport {
     /// Uses the probe results of the keeper's guard process. An embedded supervisor cannot probe the machine
     /// itself, because a probe forks, and the application can have threads.
-    pub fn from_probe(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
+    pub fn from_probe(config: &Config, found: keeper::ProbeResult) -> Self {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
     /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have
     /// to fork while threads are running. Callers use [`IdUse::Check`] if a supervisor with the same
     /// configuration may be running.
-    pub fn probe(config: &bulkhead_config::Config, id_use: IdUse) -> Self {
+    pub fn probe(config: &Config, id_use: IdUse) -> Self {
         Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
 
     fn of(
-        config: &bulkhead_config::Config,
+        config: &Config,
         id_use: IdUse,
         abilities: Vec<LayerSupport>,
         subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer.clone(), ability)).collect();
-        let withheld = withheld_paths(&config.path, &config.supervisor);
+        let withheld = withheld_paths(config);
         let ids = IdSource::Shared(String::new());
         let has_worker_uids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
@@ -148,12 +148,14 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 }
 
 /// Returns paths that workers must not access, even if the configuration gives them access to a folder above.
-fn withheld_paths(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
-    let mut paths: Vec<&Path> = vec![config];
+fn withheld_paths(config: &Config) -> Vec<String> {
+    let Config { path, supervisor, access, .. } = config;
+    let mut paths: Vec<&Path> = vec![path];
     // The paths of the sockets are empty in an embedded supervisor.
     paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
     paths.extend(supervisor.crash_dir.as_deref());
     paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
+    paths.extend(access.iter().filter_map(|entry| Some(entry.who.token_file()?.path.as_path())));
     paths.into_iter().map(text).collect()
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
@@ -24,23 +24,34 @@ pub struct SharedCounters {
     pub clients: AtomicU64,
     /// Total size of payloads that wait in the data plane, in bytes.
     pub buffered: AtomicUsize,
-    /// Total size of payloads that the control plane is receiving over HTTP, in bytes. Counts towards
+    /// Total size of payloads of unknown length that the control plane receives, in bytes. Counts towards
     /// `max_buffered`. Written by the control plane.
     pub spooled: AtomicUsize,
-    /// True once the data plane is ending. Jobs that arrive later get no outcome.
+    /// Part of `spooled` that counts for the supervisor's own user.
+    pub own_spool: Arc<SpoolCounters>,
+    /// True once the data plane is ending.
     pub has_ended: AtomicBool,
-    /// Number of bytes of received payloads that the control plane must free, because the data plane needs
-    /// the memory for other clients.
-    pub spool_bytes_to_free: AtomicUsize,
-    /// Notified when `spool_bytes_to_free` grows.
-    pub spool_free_requested: tokio::sync::Notify,
-    /// Number of bytes of received payloads that the control plane can always hold, regardless of how much
-    /// memory the data plane uses.
+    /// True once the data plane has answered every job that it received. Other jobs get no outcome, and did not
+    /// begin. Stays false if the data plane fails.
+    pub has_answered_all: AtomicBool,
+    /// Number of bytes that each spool may always hold, whatever others hold.
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
     pub keeper_pid: AtomicU32,
     /// Jobs that the HTTP interface rejected before they reached the data plane.
     pub rejected_jobs: RejectedJobs,
+}
+
+/// Payloads of unknown length that the control plane receives for one user or token.
+#[derive(Debug, Default)]
+pub struct SpoolCounters {
+    /// Total size of the payloads, in bytes.
+    pub held: AtomicUsize,
+    /// Number of bytes of received payloads that the control plane must free, because the data plane needs
+    /// the memory for other clients.
+    pub bytes_to_free: AtomicUsize,
+    /// Notified when `bytes_to_free` grows.
+    pub free_requested: tokio::sync::Notify,
 }
 
 /// Number of rejected jobs by bulkhead, priority and reason. The data plane takes these counts before it

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use bulkhead_config::{BulkheadConfig, Config, StartMode};
+use bulkhead_config::{BulkheadConfig, Config, StartMode, SupervisorConfig};
 
 /// Number of descriptors that are reserved for the supervisor itself, for connections of operators, and for
 /// short-lived files.
@@ -43,15 +43,14 @@ fn templates(bulkhead: &BulkheadConfig) -> u64 {
 pub struct OpenFiles {
     limit: u64,
     foreign: u64,
-    http: u64,
+    http: fn(&SupervisorConfig) -> u64,
 }
 
 impl OpenFiles {
-    /// Raises the soft limit on open files to the hard limit. Workers keep the limit that applied when the
-    /// keeper was started. `foreign` is the maximum number of descriptors from peers that the supervisor
-    /// holds at the same time. `http` is the number of descriptors for the admin API over TCP, which are only
-    /// reserved if it is enabled.
-    pub fn raise(foreign: u64, http: u64) -> Self {
+    /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started.
+    /// `foreign` is the maximum number of descriptors received from peers that are held at once. `http` returns
+    /// the maximum number for HTTP over TCP.
+    pub fn raise(foreign: u64, http: fn(&SupervisorConfig) -> u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
         // An error is ignored, because `lower_max_clients` logs a warning if the limit is too low.
@@ -61,7 +60,7 @@ impl OpenFiles {
 
     /// Uses the limit on open files without raising it, because the limit belongs to the application that
     /// embeds the supervisor.
-    pub fn keep(foreign: u64, http: u64) -> Self {
+    pub fn keep(foreign: u64, http: fn(&SupervisorConfig) -> u64) -> Self {
         let limit = current_limit();
         Self { limit, foreign, http }
     }
@@ -72,7 +71,7 @@ impl OpenFiles {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =
             config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
-        let http = if config.supervisor.http.is_some() { http } else { 0 };
+        let http = http(&config.supervisor);
         let leases = leases_max(limit, config.supervisor.max_pooled);
         let reserved = DESCRIPTORS_OWN
             + http
@@ -104,7 +103,7 @@ mod tests {
         let used = DESCRIPTORS_OWN + DESCRIPTORS_PER_WORKER;
         for (available, is_same) in [(50, true), (49, false)] {
             let mut bounded = file.clone();
-            OpenFiles { limit: used + available, foreign: 0, http: 0 }.lower_max_clients(&mut bounded);
+            OpenFiles { limit: used + available, foreign: 0, http: |_| 0 }.lower_max_clients(&mut bounded);
             assert_eq!(bounded.supervisor.max_clients as u64, available);
             assert_eq!(Arc::ptr_eq(&bounded, &file), is_same, "{available}");
         }

@@ -26,6 +26,8 @@ fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &s
     }
     assert_eq!(answer.header("bulkhead-outcome"), outcome);
     assert_eq!(answer.header("bulkhead-reason"), reason);
+    assert_eq!(answer.header("bulkhead-executed"), executed);
+    assert_eq!(answer.header("bulkhead-retryable"), problem["retryable"].to_string());
     if matches!(status, 429 | 503) {
         let ms = problem["retry_after_ms"].as_f64().expect("milliseconds");
         let seconds: f64 = answer.header("retry-after").parse().unwrap();
@@ -49,6 +51,10 @@ fn http_job_returns_result_and_outcome_headers() {
         assert_eq!(answer.header("bulkhead-outcome"), "ok");
         assert_eq!(answer.header("bulkhead-served-by"), "b");
         assert_eq!(answer.header("bulkhead-attempts"), "1");
+        assert_eq!(
+            (answer.header("bulkhead-executed"), answer.header("bulkhead-retryable")),
+            ("yes", "false")
+        );
         assert_eq!(answer.header("traceparent"), TRACEPARENT);
         let pid: u32 = answer.header("bulkhead-worker-pid").parse().unwrap();
         assert_eq!(supervisor.worker_pids("b"), [pid]);

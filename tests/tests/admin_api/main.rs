@@ -4,6 +4,8 @@ mod admin;
 mod dashboard;
 mod floods;
 mod http_jobs;
+mod jobs_http;
+mod load_balancer;
 mod openapi;
 mod tcp;
 mod tour;

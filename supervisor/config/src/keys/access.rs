@@ -1,12 +1,16 @@
-//! `[[access]]`: permissions of users and groups on the jobs socket.
+//! `[[access]]`: permissions of users and groups on the jobs socket, and of tokens over HTTP.
 
-use serde::Serialize;
+use std::path::PathBuf;
+
+use bulkhead_shared::vocabulary;
+use serde::{Serialize, Serializer};
 
 use super::kinds::*;
 use crate::defaults::*;
 use crate::key::{ACCESS, Kind};
 use crate::reader::Arguments;
 use crate::table::table;
+use crate::token::Token;
 
 table! {
     /// Keys of an `[[access]]` rule.
@@ -20,30 +24,75 @@ table! {
     user: String as Kind::Text, without "none", such as "\"www-data\"";
     /// Name of the group that the rule applies to. The group must exist when the supervisor reads the file.
     group: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// Names of the bulkheads that the user or group can use.
+    /// File with the token of requests that the entry applies to: 16 to 4096 visible ASCII characters. Only the
+    /// file's owner and group can have read permission. A reload reads the file again.
+    token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/jobs-token\"";
+    /// Use of the token: `"jobs"` submits jobs to `jobs_http`, `"read"` can use every GET of the admin API on `http`,
+    /// without payloads. Needs `token_file`.
+    role: Role as one_of::<Role>(), default Role::Jobs;
+    /// Bulkheads of this file that the user, group or token can use.
     bulkheads: Arguments as Kind::Names(BULKHEADS_MAX), without "all", such as "[\"thumbnail\"]";
-    /// Tenants that the user or group can submit jobs for. If set, each job must name one of these tenants.
+    /// Tenants that jobs of the user, group or token can name. If set, each of these jobs must name one.
     tenants: Arguments as Kind::Names(ACCESS_TENANTS_MAX), without "any, or none", such as "[\"acme\"]";
 }
 
-/// An `[[access]]` rule, which gives permissions to a user or group. A client that matches no rule has no
-/// permissions.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+vocabulary! {
+    /// Use of a token.
+    Role {
+        /// Submits jobs to `jobs_http`.
+        Jobs = "jobs",
+        /// Reads the admin API.
+        Read = "read",
+    }
+}
+
+/// `[[access]]`: permissions of a user, a group or a token. A client that matches no entry has no permissions.
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AccessConfig {
-    /// User or group that the rule applies to. Compared with the peer credentials of the connection.
+    /// User or group that the entry applies to, by peer credentials, or the token.
     pub who: Who,
+    /// Use of the token; always [`Role::Jobs`] for users and groups.
+    #[serde(serialize_with = "role_name")]
+    pub role: Role,
     /// Names of the permitted bulkheads, at least one. `None`: all bulkheads.
     pub bulkheads: Option<Vec<String>>,
     /// Names of the permitted tenants, at least one. `None`: jobs can name any tenant, or no tenant.
     pub tenants: Option<Vec<String>>,
 }
 
-/// A user or a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+/// A user, a group, or the holder of a token.
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Who {
     /// User id.
     Uid(u32),
     /// Group id.
     Gid(u32),
+    /// Token, which was read from this file.
+    TokenFile(TokenFile),
+}
+
+impl Who {
+    /// Returns the token and its file.
+    pub fn token_file(&self) -> Option<&TokenFile> {
+        match self {
+            Self::TokenFile(file) => Some(file),
+            Self::Uid(_) | Self::Gid(_) => None,
+        }
+    }
+}
+
+/// A token and its file. Serializes to the path alone.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct TokenFile {
+    /// Absolute path of the file.
+    pub path: PathBuf,
+    /// Token in the file when the configuration was read.
+    #[serde(skip)]
+    pub token: Token,
+}
+
+fn role_name<S: Serializer>(role: &Role, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(role.name())
 }

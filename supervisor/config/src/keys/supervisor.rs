@@ -32,6 +32,16 @@ section! {
     /// File with the token that requests over TCP must contain. The token has 16 to 4096 visible ASCII
     /// characters. Only the owner and the group of the file can have read permission. Needs `http`.
     http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload NeedsRestart, no field;
+    /// Address and port at which jobs are served over HTTP, such as `0.0.0.0:9465`: only
+    /// `POST /v1/bulkheads/NAME/jobs`, `/healthz` and `/readyz`. Needs an `[[access]]` entry with `token_file`; see
+    /// [behind a load balancer](load-balancer.md).
+    jobs_http: String as Kind::Text, without "off", such as "\"0.0.0.0:9465\"", reload NeedsRestart;
+    /// Maximum number of connections to `jobs_http`. At the limit, the longest-idle connection is closed for a new
+    /// connection. If none is idle, the new connection gets the response 503 `overloaded`.
+    jobs_http_max: usize as count(1, CLIENTS_CEILING), default 1024, reload NeedsRestart;
+    /// Time between the signal to stop and the drain. `/readyz` responds 503, and jobs are still accepted, so that
+    /// load balancers choose another host first.
+    drain_notice: Duration as at_least(ANY_DURATION), default Duration::ZERO;
     /// Maximum time that the supervisor waits for jobs in flight when it stops; with `"0s"` it does not wait.
     drain_timeout: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
     /// Maximum number of connected clients. A single user can use all connections. To make room for a client
@@ -87,6 +97,13 @@ pub struct SupervisorConfig {
     pub admin: PathBuf,
     /// Settings for serving the admin API over TCP. `None`: the admin API is not served over TCP.
     pub http: Option<HttpConfig>,
+    /// Listening address for jobs over HTTP. `None`: no such listener.
+    pub jobs_http: Option<SocketAddr>,
+    /// Maximum number of connections to `jobs_http`.
+    pub jobs_http_max: usize,
+    /// Time between the signal to stop and the drain.
+    #[serde(serialize_with = "crate::units::serialize_duration")]
+    pub drain_notice: Duration,
     /// Maximum time that the supervisor waits for jobs in flight when it stops. Zero stops immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,

@@ -1,5 +1,5 @@
-//! Checks of `[[access]]`: each rule must apply to exactly one existing user or group, name only existing
-//! bulkheads, and permit something.
+//! Rules for `[[access]]`: each entry applies to one existing user or group, or to one token. The entry names
+//! existing bulkheads, and permits something.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -29,15 +29,16 @@ impl Checker<'_> {
     pub(super) fn access(&mut self, raw: &[RawAccess], names: &[String]) -> Vec<AccessConfig> {
         raw.iter()
             .map(|entry| AccessConfig {
-                who: self.user_or_group(entry),
+                who: self.client(entry),
+                role: entry.role.value(),
                 bulkheads: self.access_bulkheads(&entry.bulkheads, names),
                 tenants: self.access_tenants(&entry.tenants),
             })
             .collect()
     }
 
-    /// Checks that exactly one of `uid`, `gid`, `user` and `group` is set.
-    fn user_or_group(&mut self, raw: &RawAccess) -> Who {
+    /// Checks that exactly one of `uid`, `gid`, `user`, `group` and `token_file` is set.
+    fn client(&mut self, raw: &RawAccess) -> Who {
         self.check_one_of(
             &raw.heading,
             [
@@ -45,15 +46,19 @@ impl Checker<'_> {
                 raw.gid.present_key("gid"),
                 raw.user.present_key("user"),
                 raw.group.present_key("group"),
+                raw.token_file.present_key("token_file"),
             ],
             ValueError::new(
-                "an entry of `access` names no user or group",
-                "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"` or `group = \"www-data\"`",
+                "an entry of `access` names no user, group or token",
+                "add `uid = 1001`, `gid = 1001`, `user = \"www-data\"`, `group = \"www-data\"` or \
+                 `token_file = \"/etc/bulkhead/jobs-token\"`",
             ),
             |several| {
                 ValueError::new(
-                    format!("an entry of `access` has {several}, but must name a single user or group"),
-                    "keep a single key, and add an [[access]] entry for each other user or group",
+                    format!(
+                        "an entry of `access` has {several}, but must name a single user, group or token"
+                    ),
+                    "keep a single key, and add an [[access]] entry for each other user, group or token",
                 )
             },
         );
@@ -61,9 +66,11 @@ impl Checker<'_> {
         let gid = raw.gid.given().map(|gid| gid.value);
         let user = raw.user.given().map(|name| self.identity("access.user", name, identities::user));
         let group = raw.group.given().map(|name| self.identity("access.group", name, identities::group));
-        match (uid.or(user), gid.or(group)) {
-            (Some(uid), _) => Who::Uid(uid),
-            (None, gid) => Who::Gid(gid.unwrap_or_default()),
+        let token = raw.token_file.given().and_then(|given| self.token_file("access.token_file", given));
+        match (uid.or(user), gid.or(group), token) {
+            (Some(uid), ..) => Who::Uid(uid),
+            (None, None, Some(token)) => Who::TokenFile(token),
+            (None, gid, _) => Who::Gid(gid.unwrap_or_default()),
         }
     }
 

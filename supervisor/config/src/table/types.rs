@@ -9,7 +9,7 @@ use super::{Scalar, Value};
 use crate::ids::UidRange;
 use crate::key::{DefaultValue, Kind};
 use crate::reader::{Arguments, Environment, Field, TableReader};
-use crate::{Layer, Profile, values};
+use crate::{Layer, Profile, Role, values};
 
 /// Implements the traits for vocabularies.
 macro_rules! word_types {
@@ -28,7 +28,7 @@ macro_rules! word_types {
     )+};
 }
 
-word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
+word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer, Role);
 
 /// Implements the traits for types that have a single reading function and a single output format.
 macro_rules! scalar_types {

@@ -8,15 +8,26 @@ fn entry(lines: &str) -> String {
 }
 
 #[test]
-fn access_rule_can_name_user_bulkheads_and_tenants() {
-    let config = Folder::new().accept(FULL);
+fn reads_all_keys() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
     let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
+    let access = |who, bulkheads, tenants| AccessConfig { who, role: Role::Jobs, bulkheads, tenants };
+    let file = |name, secret: &str| {
+        Who::TokenFile(TokenFile { path: folder.path(name), token: Token::new(secret.as_bytes()) })
+    };
     let expected = [
-        AccessConfig { who: Who::Uid(0), bulkheads: names(&["aa", "zz.last"]), tenants: None },
-        AccessConfig { who: Who::Gid(0), bulkheads: None, tenants: None },
-        AccessConfig { who: Who::Gid(7), bulkheads: None, tenants: names(&["acme", "big \"tenant\"\u{85}"]) },
+        access(Who::Uid(0), names(&["aa", "zz.last"]), None),
+        access(Who::Gid(0), None, None),
+        access(Who::Gid(7), None, names(&["acme", "big \"tenant\"\u{85}"])),
+        access(file("jobs-token", "a-token-for-the-jobs"), None, names(&["acme"])),
+        AccessConfig { role: Role::Read, ..access(file("read-token", "a-token-for-readers"), None, None) },
     ];
     assert_eq!(config.access, expected);
+    let json = serde_json::to_value(&config.access[4]).unwrap();
+    let path = folder.path("read-token");
+    assert_eq!(json["who"], serde_json::json!({ "token_file": path }));
+    assert_eq!(json["role"], "read");
     let json = serde_json::to_value(&config.access[2]).unwrap();
     assert_eq!(json["who"], serde_json::json!({ "gid": 7 }));
 }
@@ -26,7 +37,7 @@ fn access_can_be_inline_or_empty() {
     let folder = Folder::new();
     let config =
         folder.accept(&format!("access = [{{ uid = 4294967294 }}, {{ gid = 0 }}]\n{}", bulkhead("")));
-    let whos: Vec<_> = config.access.iter().map(|entry| entry.who).collect();
+    let whos: Vec<_> = config.access.iter().map(|entry| entry.who.clone()).collect();
     assert_eq!(whos, [Who::Uid(u32::MAX - 1), Who::Gid(0)]);
     assert_eq!(folder.accept(&config.summary()).access, config.access);
     let config = folder.accept(&format!("access = []\n{}", bulkhead("")));
@@ -60,13 +71,13 @@ fn access_rule_names_exactly_one_user_or_group() {
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
         (3, 1),
-        "an entry of `access` names no user or group",
+        "an entry of `access` names no user, group or token",
         "add `uid = 1001`",
     );
     folder.reject_one(
         &entry("group = \"root\"\ntenants = [\"t\"]\nuid = 3"),
         (6, 7),
-        "an entry of `access` has `uid` and `group`, but must name a single user or group",
+        "an entry of `access` has `uid` and `group`, but must name a single user, group or token",
         "keep a single key",
     );
     folder.reject_one(

@@ -58,6 +58,8 @@ impl Folder {
         }
         folder.write("libthumb.so", 0o644);
         folder.token("token", "0123456789abcdef\n", 0o600);
+        folder.token("jobs-token", "a-token-for-the-jobs\n", 0o600);
+        folder.token("read-token", "a-token-for-readers\n", 0o640);
         folder
     }
 
@@ -136,6 +138,9 @@ socket_mode = "0660"
 admin = "/run/other/admin.sock"
 http = "[::1]:9465"
 http_token_file = "token"
+jobs_http = "[::1]:9466"
+jobs_http_max = 7
+drain_notice = "2s"
 drain_timeout = "5s"
 max_clients = 7
 max_payload = "32MiB"
@@ -157,6 +162,14 @@ group = "root"
 [[access]]
 gid = 7
 tenants = ["acme", "big \"tenant\"\u0085"]
+
+[[access]]
+token_file = "jobs-token"
+tenants = ["acme"]
+
+[[access]]
+token_file = "read-token"
+role = "read"
 
 [defaults]
 grace = "50ms"

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 
+use axum::Extension;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
@@ -18,6 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::Shared;
 use super::responses::{JSON, not_found, problem, stuck};
+use super::tokens::ReadOnly;
 use crate::observe::crashes::ReadError;
 use bulkhead_plane::command::{Command, Event, ReplayError, ReplayRequest, ReplayResult};
 
@@ -42,9 +44,18 @@ pub(super) async fn list(State(control): State<Shared>, Query(query): Query<List
     axum::Json(json!(Crashes { crashes: crashes.split_off(surplus) })).into_response()
 }
 
-pub(super) async fn show(State(control): State<Shared>, Path(id): Path<String>) -> Response {
+pub(super) async fn show(
+    State(control): State<Shared>,
+    Path(id): Path<String>,
+    read_only: Option<Extension<ReadOnly>>,
+) -> Response {
     match find(&control, &id).await {
-        Ok(report) => axum::Json(report).into_response(),
+        Ok(mut report) => {
+            if read_only.is_some() {
+                report.jobs.iter_mut().for_each(|job| job.payload = None);
+            }
+            axum::Json(report).into_response()
+        }
         Err(rejection) => rejection,
     }
 }

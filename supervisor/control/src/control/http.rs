@@ -12,7 +12,7 @@ use axum::response::Response;
 use bulkhead_shared::RejectReason;
 
 use super::connections::{Admission, REQUEST_TIMEOUT};
-use super::responses::{JSON, PROBLEM, problem};
+use super::responses::{EXECUTED, JSON, PROBLEM, RETRYABLE, is_retryable, problem};
 use super::{Shared, cross_site, jobs, routes};
 
 /// Maximum size of a request body in bytes. Does not apply to payloads of jobs.
@@ -26,6 +26,7 @@ pub(super) fn router(control: Shared) -> Router {
             problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not support this method")
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(from_fn(limit_time))
         .layer(from_fn(admit))
         .layer(from_fn(complete))
         .with_state(control)
@@ -40,18 +41,39 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     if let Some(rejection) = cross_site::rejection(&request) {
         return rejection;
     }
+    next.run(request).await
+}
+
+/// Limits the time of a request, unless its handler lifts the limit.
+pub(super) async fn limit_time(
+    ConnectInfo(admission): ConnectInfo<Admission>,
+    request: Request,
+    next: Next,
+) -> Response {
     let mut response = pin!(next.run(request));
     match tokio::time::timeout(REQUEST_TIMEOUT, &mut response).await {
         Ok(response) => response,
-        Err(_) if admission.has_no_time_limit() => response.await,
+        Err(_) if admission.progress.has_no_time_limit() => response.await,
         // For a client that was sent `100 Continue`, this is the only time limit.
         Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the complete request was not received in time"),
     }
 }
 
-/// Completes each response. Errors that the router itself returns, such as those for an invalid query, are
-/// converted to problem documents. Retryable errors get a `Retry-After` header.
+/// Completes responses of the admin API, which close the connection.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
+    let is_job = jobs::bulkhead_of(&request).is_some();
+    // Connections are not kept alive, because an idle connection would hold a permit.
+    complete_with(request, next, is_job, || true).await
+}
+
+/// Completes responses: errors of the router itself, such as an invalid query, become problem documents, and
+/// retryable errors get a `Retry-After` header. Responses to jobs say whether the job began.
+pub(super) async fn complete_with(
+    request: Request,
+    next: Next,
+    is_job: bool,
+    closes: impl FnOnce() -> bool,
+) -> Response {
     let version = request.version();
     let mut response = next.run(request).await;
     let status = response.status();
@@ -62,16 +84,24 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
         response = problem(status, &String::from_utf8_lossy(&body));
     }
     let headers = response.headers_mut();
-    // Connections are not kept alive, because an idle connection would hold a permit.
-    headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    let closes = closes();
+    if closes {
+        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     // Browsers must not interpret results or output as a page or script, because workers can put anything
     // into them.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
-    if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-        response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
+    if is_retryable(status) {
+        headers.entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
-    if version == Version::HTTP_10 {
+    // Outcomes have these headers. Every other response comes from the router, which runs no job.
+    if is_job || is_retryable(status) {
+        let retryable = if is_retryable(status) { "true" } else { "false" };
+        headers.entry(EXECUTED).or_insert(HeaderValue::from_static("no"));
+        headers.entry(RETRYABLE).or_insert(HeaderValue::from_static(retryable));
+    }
+    if version == Version::HTTP_10 && closes {
         // If the response had version 1.1, hyper would add `keep-alive` to the `Connection` header for
         // clients that ask for it.
         *response.version_mut() = version;

@@ -17,7 +17,8 @@ pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> R
     let accepted: Vec<&str> =
         headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
     let format = Format::from_accept(&accepted.join(","));
-    let page = metrics::render(&scrape, control.reloads.counts(), &control.resident_sizes, format);
+    let (jobs_http, reloads) = (control.jobs_http.read(), control.reloads.counts());
+    let page = metrics::render(&scrape, jobs_http, reloads, &control.resident_sizes, format);
     let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
     (headers, page).into_response()
 }

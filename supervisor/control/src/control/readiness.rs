@@ -81,12 +81,14 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     states.retain(|it| name.is_none_or(|name| name == it.name));
     let is_serving =
         |one: &ShortState| one.state == BulkheadState::Ready || one.state == BulkheadState::Degraded;
+    let is_stopping = control.is_stopping.load(Ordering::SeqCst);
     let (is_ready, status) = match name {
         Some(name) => match states.first() {
             None => return not_found(name),
+            Some(_) if is_stopping => (false, BulkheadState::Draining.into()),
             Some(one) => (is_serving(one), one.state.clone()),
         },
-        None if control.is_stopping.load(Ordering::SeqCst) => (false, BulkheadState::Draining.into()),
+        None if is_stopping => (false, BulkheadState::Draining.into()),
         None if control.is_started.load(Ordering::SeqCst) => (true, BulkheadState::Ready.into()),
         None => (false, BulkheadState::Starting.into()),
     };

@@ -253,6 +253,9 @@ async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Ch
     let after = effective_config(&active_config.config.supervisor, Arc::unwrap_or_clone(after));
     active_config.config = Arc::new(after);
     control.set_config(active_config.config.clone());
+    if changes.access {
+        control.tokens.update(&active_config.config);
+    }
     let cached = CachedValues::of(&active_config.config);
     let names: HashSet<&str> = cached.bulkheads.iter().map(String::as_str).collect();
     control.output.keep_only(&names);

@@ -9,6 +9,12 @@ use serde_json::{Map, Value, json};
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
+/// Response header that says whether the handler of the job began.
+pub(super) const EXECUTED: &str = "bulkhead-executed";
+
+/// Response header that says whether the same job can be sent again.
+pub(super) const RETRYABLE: &str = "bulkhead-retryable";
+
 /// Status code for a request that the client cancelled. Introduced by nginx, and not part of a standard.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
@@ -18,9 +24,13 @@ pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
 }
 
 /// Returns a problem document (RFC 9457) with additional fields.
-pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> Response {
+pub(super) fn problem_with(status: StatusCode, detail: &str, fields: Map<String, Value>) -> Response {
+    (status, [(header::CONTENT_TYPE, PROBLEM)], document(status, detail, fields)).into_response()
+}
+
+fn document(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> String {
     // One second, which is also the default value of the `Retry-After` header in `http::complete`.
-    if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
+    if is_retryable(status) {
         fields.entry("retry_after_ms").or_insert(json!(1000.0));
     }
     let title = match status.as_u16() {
@@ -30,7 +40,27 @@ pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<Str
     let (detail, status_code) = (detail.to_owned(), status.as_u16());
     let body =
         Problem { detail, status: status_code, title: title.into(), kind: "about:blank".into(), fields };
-    (status, [(header::CONTENT_TYPE, PROBLEM)], json!(body).to_string()).into_response()
+    json!(body).to_string()
+}
+
+/// Returns a problem document as a complete HTTP response, for a request that no handler gets. The connection closes
+/// after the response. No job began.
+pub(super) fn raw(status: StatusCode, detail: &str) -> Vec<u8> {
+    let body = document(status, detail, Map::new());
+    let (code, reason) = (status.as_u16(), status.canonical_reason().unwrap_or("Error"));
+    let is_retryable = is_retryable(status);
+    let retry_after = if is_retryable { "retry-after: 1\r\n" } else { "" };
+    let head = format!(
+        "HTTP/1.1 {code} {reason}\r\ncontent-type: {PROBLEM}\r\ncontent-length: {}\r\nconnection: close\r\n\
+         {retry_after}{EXECUTED}: no\r\n{RETRYABLE}: {is_retryable}\r\nx-content-type-options: nosniff\r\n\r\n",
+        body.len()
+    );
+    [head.into_bytes(), body.into_bytes()].concat()
+}
+
+/// Returns true if a request with this status was not processed, and can be sent again later.
+pub(super) fn is_retryable(status: StatusCode) -> bool {
+    matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS)
 }
 
 pub(super) fn stuck() -> Response {

@@ -17,6 +17,7 @@ use schemars::{JsonSchema, SchemaGenerator};
 
 use super::Shared;
 use super::openapi::{Content, Parameter, Route, Schema, document};
+use super::paths::HEALTH_PATHS;
 use super::responses::{JSON, problem};
 use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
@@ -125,6 +126,9 @@ const ROUTES: &[Route] = &[
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
+/// Id of the route for jobs.
+const SUBMIT_JOB: &str = "submitJob";
+
 const JOB_HEADERS: &[Parameter] = &[
     Parameter("Bulkhead-Operation", Schema::Text, "Operation that the handler performs."),
     Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "Deadline of the job, in milliseconds."),
@@ -146,8 +150,18 @@ fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
 
+/// Builds the router of the admin API.
 pub(super) fn router() -> Router<Shared> {
-    ROUTES.iter().fold(Router::new(), |router, route| {
+    router_of(|_| true)
+}
+
+/// Builds the router of `jobs_http`: jobs and health checks.
+pub(super) fn jobs_router() -> Router<Shared> {
+    router_of(|route| route.id == SUBMIT_JOB || HEALTH_PATHS.contains(&route.path))
+}
+
+fn router_of(is_wanted: impl Fn(&Route) -> bool) -> Router<Shared> {
+    ROUTES.iter().filter(|route| is_wanted(route)).fold(Router::new(), |router, route| {
         let handler = (route.handler)();
         router.route(
             route.path,
@@ -197,5 +211,6 @@ mod tests {
         ids.sort_unstable();
         ids.dedup();
         assert_eq!(ids.len(), ROUTES.len());
+        assert!(ids.contains(&SUBMIT_JOB));
     }
 }

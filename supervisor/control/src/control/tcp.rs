@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -11,8 +12,6 @@ use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
 
@@ -21,34 +20,16 @@ use super::admin_socket::CONNECTIONS_MAX;
 use super::connections::{Dispatcher, LAST_ACCEPT_TIMEOUT, has_waiting};
 use super::cross_site::{self, changes_state};
 use super::http::complete;
-use super::paths::WITHOUT_TOKEN;
+use super::paths::{HEALTH_PATHS, WITHOUT_TOKEN};
 use super::responses::{JSON, problem};
-use super::waiting::WaitingConnections;
-use super::{Control, http, jobs};
-use bulkhead_config::Token;
+use super::tokens::{ReadOnly, TokenTable};
+use super::waiting::{ListenerRules, WAITING_MAX, WaitingConnections};
+use super::{Control, http, jobs, tokens};
+use bulkhead_config::{Role, Token};
 use bulkhead_linux::listener::stop_new_connections;
 
-/// Returns true if there is exactly one `Authorization` header and it contains the token.
-fn has_token(token: &Token, headers: &HeaderMap) -> bool {
-    let mut values = headers.get_all(header::AUTHORIZATION).iter();
-    let (Some(value), None) = (values.next(), values.next()) else { return false };
-    token_in(value).is_some_and(|secret| token.is(&secret))
-}
-
-/// Returns the secret in an `Authorization` header. The secret is a bearer token or, as browsers send it, the
-/// password for any user name.
-fn token_in(value: &HeaderValue) -> Option<Vec<u8>> {
-    let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
-    if scheme.eq_ignore_ascii_case("Bearer") {
-        return Some(rest.trim().into());
-    }
-    if !scheme.eq_ignore_ascii_case("Basic") {
-        return None;
-    }
-    let pair = STANDARD.decode(rest.trim()).ok()?;
-    let colon = pair.iter().position(|&byte| byte == b':')?;
-    Some(pair[colon + 1..].to_vec())
-}
+/// Maximum number of connections that are taken from the backlog of a closing listener.
+const BACKLOG_MAX: usize = 4096;
 
 /// Authentication challenges in a response to a request without a token. The second one makes a browser ask
 /// the user for a password.
@@ -57,6 +38,7 @@ const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkh
 /// Checks that requests over TCP must pass.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
+    /// The token for everything.
     token: Token,
     /// Listening address if it is a loopback address, otherwise `None`. If set, the `Host` header must name
     /// this machine.
@@ -75,10 +57,25 @@ pub(super) fn register(
     Ok((TcpListener::from_std(socket)?, RequestCheck { token, own }))
 }
 
+/// Accepts connections of the admin API until the control plane ends.
+pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatcher: Dispatcher<TcpStream>) {
+    let rules = ListenerRules {
+        served_max: CONNECTIONS_MAX,
+        waiting_max: WAITING_MAX,
+        kept_alive: None,
+        refusal: "too many connections to the admin API are open; try again later",
+    };
+    let waiting = WaitingConnections::new(dispatcher, rules, Arc::default());
+    accept_until_shutdown(control, listener, waiting).await;
+}
+
 /// Accepts connections until the control plane ends. Connections are not checked, because each request must
 /// contain the token.
-pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatcher: Dispatcher<TcpStream>) {
-    let mut waiting = WaitingConnections::new(dispatcher, CONNECTIONS_MAX);
+pub(super) async fn accept_until_shutdown(
+    control: &Control,
+    listener: TcpListener,
+    mut waiting: WaitingConnections<TcpStream>,
+) {
     let mut accept_next = async || {
         loop {
             waiting.add(accept(&listener).await);
@@ -93,7 +90,7 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
     }
     // Passes on the connections in the backlog that the accept loop has not reached.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
-    for _ in 0..CONNECTIONS_MAX {
+    for _ in 0..BACKLOG_MAX {
         let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };
         if let Ok(socket) = TcpStream::from_std(socket.into()) {
             waiting.add(socket);
@@ -115,42 +112,80 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 
 /// Builds the router for TCP, which rejects requests that do not pass the check.
 pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
-    http::router(control).layer(from_fn_with_state(check, check_request)).layer(from_fn(complete))
+    let state = (check, control.clone());
+    http::router(control).layer(from_fn_with_state(state, check_request)).layer(from_fn(complete))
 }
 
-async fn check_request(State(check): State<RequestCheck>, request: Request, next: Next) -> Response {
-    match check.rejection(&request) {
-        Some(rejection) => rejection,
-        None => next.run(request).await,
+async fn check_request(
+    State((check, control)): State<(RequestCheck, Shared)>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    match check.check(&request, &control.tokens) {
+        Ok(Permission::Full) => {}
+        Ok(Permission::Read) => {
+            request.extensions_mut().insert(ReadOnly);
+        }
+        Err(rejection) => return *rejection,
     }
+    next.run(request).await
+}
+
+/// Permission of an admitted request.
+enum Permission {
+    Full,
+    Read,
 }
 
 impl RequestCheck {
+    fn check(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
+        let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
+        if let Some(rejection) = self.rejection(request) {
+            return Err(rejection.into());
+        }
+        let permission = if is_open { Permission::Full } else { self.permission(request, tokens)? };
+        // Payloads can have any content type. A form of another site could send a payload with stored
+        // credentials, but the origin check has already rejected the request.
+        let is_change = changes_state(request.method());
+        let is_job = request.uri().path().ends_with("/jobs");
+        if is_change && has_body(request.headers()) && !is_job && !is_json(request.headers()) {
+            let detail = "the body must be JSON, with the header `Content-Type: application/json`";
+            return Err(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail).into());
+        }
+        Ok(permission)
+    }
+
+    /// Returns the permission that the token of a request gives.
+    fn permission(&self, request: &Request, tokens: &TokenTable) -> Result<Permission, Box<Response>> {
+        let forbid = |why| Err(jobs::reject_request(request, RejectReason::Forbidden, why).into());
+        let secret = tokens::secret(request.headers()).ok_or_else(|| Box::new(unauthorized(request)))?;
+        if self.token.is(&secret) {
+            return Ok(Permission::Full);
+        }
+        match tokens.find(&secret).map(|token| token.role) {
+            Some(Role::Read) if changes_state(request.method()) => {
+                forbid("this token can only read: send the token of http_token_file")
+            }
+            Some(Role::Read) => Ok(Permission::Read),
+            Some(Role::Jobs) => forbid("this token only submits jobs, at the address of jobs_http"),
+            None => Err(unauthorized(request).into()),
+        }
+    }
+
+    /// Rejects requests from pages of other sites, and requests that name another host.
     fn rejection(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
-        // Health probes with HTTP/1.0 may not send a `Host` header, but only need paths without a token.
-        // Browsers always send the header.
-        let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
-        let is_probe = is_open && !changes_state(request.method()) && !headers.contains_key(header::HOST);
+        let path = request.uri().path();
+        // Load balancers check the health under any name, and health probes with HTTP/1.0 under none. Browsers
+        // always send `Host`.
+        let is_nameless = WITHOUT_TOKEN.contains(&path) && !headers.contains_key(header::HOST);
+        let is_probe = !changes_state(request.method()) && (HEALTH_PATHS.contains(&path) || is_nameless);
         if !is_probe && !self.names_this_machine(headers) {
             let detail = "the Host header does not name this machine: use localhost, 127.0.0.1 or the configured \
                           address";
             return Some(jobs::reject_request(request, RejectReason::Forbidden, detail));
         }
-        if let Some(rejection) = cross_site::rejection(request) {
-            return Some(rejection);
-        }
-        if !is_open && !has_token(&self.token, headers) {
-            return Some(unauthorized(request));
-        }
-        // Payloads of jobs can have any content type. A form of another site could send such a payload with
-        // stored credentials, but the origin check above has already rejected such a request.
-        let is_change = changes_state(request.method());
-        if is_change && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
-            let detail = "the body must be JSON, with the header `Content-Type: application/json`";
-            return Some(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail));
-        }
-        None
+        cross_site::rejection(request)
     }
 
     /// Returns true if the `Host` header names this machine. Prevents DNS rebinding, in which a web page
@@ -209,36 +244,6 @@ mod tests {
             headers.append(*name, HeaderValue::from_str(value).unwrap());
         }
         headers
-    }
-
-    #[test]
-    fn tcp_requests_require_the_exact_token() {
-        let token = Token::new(b"a-secret-of-sixteen");
-        let accepts = |value: &str| super::has_token(&token, &headers(&[("authorization", value)]));
-        assert!(accepts("Bearer a-secret-of-sixteen") && accepts("bearer  a-secret-of-sixteen "));
-        for wrong in [
-            "",
-            "Bearer",
-            "Bearer ",
-            "Basic a-secret-of-sixteen",
-            "Bearer a-secret-of-sixteem",
-            "Bearer a-secret-of-sixteen2",
-            "a-secret-of-sixteen",
-        ] {
-            assert!(!accepts(wrong), "{wrong}");
-        }
-        let basic = |pair: &str| format!("Basic {}", STANDARD.encode(pair));
-        for pair in ["x:a-secret-of-sixteen", ":a-secret-of-sixteen"] {
-            assert!(accepts(&basic(pair)) && accepts(&basic(pair).replace("Basic", "basic")), "{pair}");
-        }
-        for pair in
-            ["", "a-secret-of-sixteen", "a-secret-of-sixteen:", "x:y:a-secret-of-sixteen", "x:a-secret"]
-        {
-            assert!(!accepts(&basic(pair)), "{pair}");
-        }
-        let good = ("authorization", "Bearer a-secret-of-sixteen");
-        assert!(!super::has_token(&token, &headers(&[good, good])), "a repeated header is rejected");
-        assert!(!super::has_token(&token, &HeaderMap::new()));
     }
 
     #[test]

@@ -1,92 +1,183 @@
-//! TCP connections that have not sent a request yet, or that wait for a permit. Any process can open such
-//! connections, so the oldest waiting connection is closed when there are too many. Health checks have
-//! separate permits.
+//! TCP connections whose request is still unknown, or that wait for a permit. Any process can open many, so the
+//! oldest waiting connection is refused when there are too many. Health checks have separate permits.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
-use tokio::time::{Instant, timeout_at};
+use axum::http::StatusCode;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout, timeout_at};
 
-use super::connections::{Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
-use super::paths;
+use super::connections::{Active, Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
+use super::{paths, responses};
 
-/// Maximum number of TCP connections that wait for a request or a permit.
+/// Maximum number of waiting connections of the admin API.
 pub(crate) const WAITING_MAX: usize = 128;
 
 /// Maximum number of health checks that are served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Waiting connections with their numbers, oldest first.
-#[derive(Default)]
-struct WaitList(Mutex<VecDeque<(u64, AbortHandle)>>);
+/// Maximum number of refused connections that are being sent the reason. Further ones are closed at once.
+pub(crate) const REFUSED_MAX: usize = 256;
 
-impl WaitList {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(u64, AbortHandle)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+/// Maximum time to wait until an idle connection has closed for another one.
+const IDLE_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// A guard that removes a connection from the list when it is dropped.
-struct WaitGuard {
-    number: u64,
-    waiting: Arc<WaitList>,
-}
+/// Maximum time to wait for a refused client to close, and the number of bytes that are discarded meanwhile. Closing
+/// a socket with unread bytes resets the connection, and the client can lose the response.
+const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
+const REFUSED_BYTES_MAX: u64 = 1024 * 1024;
 
-impl Drop for WaitGuard {
-    fn drop(&mut self) {
-        self.waiting.lock().retain(|(number, _)| *number != self.number);
-    }
+/// Rules for a listener's connections.
+pub(super) struct ListenerRules {
+    /// Maximum number of connections that are served at once.
+    pub(super) served_max: usize,
+    /// Maximum number of connections that wait.
+    pub(super) waiting_max: usize,
+    /// Connections that are kept alive, of which idle ones are closed for others. `None` if each connection closes
+    /// after a response.
+    pub(super) kept_alive: Option<Arc<Active>>,
+    /// Explanation for clients that are refused.
+    pub(super) refusal: &'static str,
 }
 
 /// Waiting connections of a listener, and the permits that they wait for.
 pub(super) struct WaitingConnections<S: Socket> {
-    dispatcher: Dispatcher<S>,
-    permits: Arc<Semaphore>,
-    health_permits: Arc<Semaphore>,
-    waiting: Arc<WaitList>,
+    listener: Arc<Listener<S>>,
     last_number: u64,
 }
 
-impl<S: Socket> WaitingConnections<S> {
-    /// Creates an empty list. `permits` is the maximum number of connections that are served at the same
-    /// time.
-    pub(super) fn new(dispatcher: Dispatcher<S>, permits: usize) -> Self {
-        Self {
-            dispatcher,
-            permits: Arc::new(Semaphore::new(permits)),
-            health_permits: Arc::new(Semaphore::new(HEALTH_MAX)),
-            waiting: Arc::default(),
-            last_number: 0,
-        }
+struct Listener<S: Socket> {
+    dispatcher: Dispatcher<S>,
+    rules: ListenerRules,
+    permits: Arc<Semaphore>,
+    health_permits: Arc<Semaphore>,
+    refused_permits: Arc<Semaphore>,
+    /// Number of refused connections.
+    refused: Arc<AtomicU64>,
+    /// Waiting connections by number, oldest first. Each is notified when it must give up its place.
+    waiting: Mutex<VecDeque<(u64, Arc<Notify>)>>,
+}
+
+impl<S: Socket> Listener<S> {
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<(u64, Arc<Notify>)>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection. If there are then too many waiting connections, closes the oldest one.
+    /// Waits for a request and a permit. Returns `None` if the client must be refused.
+    async fn admit(&self, socket: &S, accepted: Instant) -> Result<Option<Admitted>, Silent> {
+        let mut head = [0; HEAD_BYTES];
+        let mut dispatcher = self.dispatcher.clone();
+        let count = dispatcher.peek_head(socket, &mut head, accepted).await.ok_or(Silent)?;
+        let is_health = paths::is_health_check(&head[..count]);
+        let permit = self.permit(is_health, accepted).await;
+        Ok(permit.map(|permit| Admitted { head, count, is_health, permit }))
+    }
+
+    async fn permit(&self, is_health: bool, accepted: Instant) -> Option<OwnedSemaphorePermit> {
+        let permits = if is_health { &self.health_permits } else { &self.permits };
+        let permit = permits.clone().acquire_owned();
+        let Some(kept_alive) = self.rules.kept_alive.as_ref().filter(|_| !is_health) else {
+            return timeout_at(accepted + REQUEST_TIMEOUT, permit).await.ok()?.ok();
+        };
+        if permits.available_permits() == 0 && !kept_alive.close_idle() {
+            return permits.clone().try_acquire_owned().ok();
+        }
+        timeout(IDLE_CLOSE_TIMEOUT, permit).await.ok()?.ok()
+    }
+
+    fn dispatch(&self, socket: S, admitted: Admitted) {
+        let Admitted { head, count, is_health, permit } = admitted;
+        // A health check must not keep its permit.
+        let admission = match self.rules.kept_alive {
+            Some(_) if !is_health => Admission::kept_alive(),
+            _ => Admission::new(),
+        };
+        self.dispatcher.dispatch_to(NewConnection::new(socket, admission, permit), &head[..count]);
+    }
+
+    /// Sends a client the reason why it is not served.
+    async fn refuse(&self, mut socket: S) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+        let Ok(_permit) = self.refused_permits.clone().try_acquire_owned() else { return };
+        let response = responses::raw(StatusCode::SERVICE_UNAVAILABLE, self.rules.refusal);
+        let send = async {
+            socket.write_all(&response).await?;
+            socket.shutdown().await?;
+            tokio::io::copy(&mut (&mut socket).take(REFUSED_BYTES_MAX), &mut tokio::io::sink()).await
+        };
+        // The client may be gone.
+        let _ = timeout(REFUSED_TIMEOUT, send).await;
+    }
+}
+
+/// A connection that is about to be served.
+struct Admitted {
+    head: [u8; HEAD_BYTES],
+    count: usize,
+    is_health: bool,
+    permit: OwnedSemaphorePermit,
+}
+
+/// The client has sent nothing in time.
+struct Silent;
+
+/// A guard that removes a connection from the list when it is dropped.
+struct WaitGuard<S: Socket> {
+    number: u64,
+    listener: Arc<Listener<S>>,
+}
+
+impl<S: Socket> Drop for WaitGuard<S> {
+    fn drop(&mut self) {
+        self.listener.waiting().retain(|(number, _)| *number != self.number);
+    }
+}
+
+impl<S: Socket> WaitingConnections<S> {
+    pub(super) fn new(dispatcher: Dispatcher<S>, rules: ListenerRules, refused: Arc<AtomicU64>) -> Self {
+        let listener = Listener {
+            dispatcher,
+            permits: Arc::new(Semaphore::new(rules.served_max)),
+            health_permits: Arc::new(Semaphore::new(HEALTH_MAX)),
+            refused_permits: Arc::new(Semaphore::new(REFUSED_MAX)),
+            refused,
+            waiting: Mutex::default(),
+            rules,
+        };
+        Self { listener: Arc::new(listener), last_number: 0 }
+    }
+
+    /// Adds a connection. If too many wait, refuses the oldest one.
     pub(super) fn add(&mut self, socket: S) {
         self.last_number += 1;
-        let wait = WaitGuard { number: self.last_number, waiting: self.waiting.clone() };
-        let (mut dispatcher, permits) =
-            (self.dispatcher.clone(), [self.permits.clone(), self.health_permits.clone()]);
-        let accepted = Instant::now();
-        let mut waiting = self.waiting.lock();
-        let task = tokio::spawn(async move {
-            let mut head = [0; HEAD_BYTES];
-            let Some(count) = dispatcher.peek_head(&socket, &mut head, accepted).await else { return };
-            let [permits, health_permits] = permits;
-            let is_health = paths::is_health_check(&head[..count]);
-            let permits = if is_health { health_permits } else { permits };
-            let Ok(Ok(permit)) = timeout_at(accepted + REQUEST_TIMEOUT, permits.acquire_owned()).await else {
-                return;
+        let displaced = Arc::new(Notify::new());
+        let listener = self.listener.clone();
+        let mut waiting = listener.waiting();
+        waiting.push_back((self.last_number, displaced.clone()));
+        if waiting.len() > listener.rules.waiting_max
+            && let Some((_, oldest)) = waiting.pop_front()
+        {
+            oldest.notify_one();
+        }
+        drop(waiting);
+        let wait = WaitGuard { number: self.last_number, listener };
+        tokio::spawn(async move {
+            let (listener, accepted) = (wait.listener.clone(), Instant::now());
+            let admitted = tokio::select! {
+                biased;
+                admitted = listener.admit(&socket, accepted) => admitted,
+                () = displaced.notified() => Ok(None),
             };
             drop(wait);
-            dispatcher.dispatch_to(NewConnection::new(socket, Admission::new(), permit), &head[..count]);
+            match admitted {
+                Ok(Some(admitted)) => listener.dispatch(socket, admitted),
+                Ok(None) => listener.refuse(socket).await,
+                Err(Silent) => {}
+            }
         });
-        waiting.push_back((self.last_number, task.abort_handle()));
-        let oldest = if waiting.len() > WAITING_MAX { waiting.pop_front() } else { None };
-        drop(waiting);
-        if let Some((_, task)) = oldest {
-            task.abort();
-        }
     }
 }

@@ -20,9 +20,18 @@ use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
+/// Numbers about the listener of `jobs_http`.
+pub(crate) struct JobsHttpNumbers {
+    pub(crate) connections: u64,
+    pub(crate) refused: u64,
+    pub(crate) unauthenticated: u64,
+}
+
 /// Numbers from which the metrics are rendered.
 struct MetricInputs<'m> {
     scrape: &'m Scrape,
+    /// `None` without a listener.
+    jobs_http: Option<JobsHttpNumbers>,
     reloads: ReloadCounts,
     resident_sizes: &'m ResidentSizes,
 }
@@ -30,12 +39,13 @@ struct MetricInputs<'m> {
 /// Renders all metrics as one page.
 pub(crate) fn render(
     scrape: &Scrape,
+    jobs_http: Option<JobsHttpNumbers>,
     reloads: ReloadCounts,
     resident_sizes: &ResidentSizes,
     format: Format,
 ) -> String {
     let mut page = Page::new(format);
-    write(&mut page, &MetricInputs { scrape, reloads, resident_sizes });
+    write(&mut page, &MetricInputs { scrape, jobs_http, reloads, resident_sizes });
     page.finish()
 }
 
@@ -65,6 +75,16 @@ fn write(page: &mut Page, inputs: &MetricInputs<'_>) {
         if let SampleSource::Global(write) = family.source {
             write(page, inputs);
         }
+    }
+}
+
+fn write_jobs_http_connections(page: &mut Page, inputs: &MetricInputs<'_>) {
+    inputs.jobs_http.iter().for_each(|numbers| page.sample(&[], numbers.connections));
+}
+
+fn write_jobs_http_refused(page: &mut Page, inputs: &MetricInputs<'_>) {
+    if let Some(numbers) = &inputs.jobs_http {
+        page.samples(&[], [("overloaded", numbers.refused), ("unauthenticated", numbers.unauthenticated)]);
     }
 }
 
@@ -264,6 +284,7 @@ mod tests {
             &mut page,
             &MetricInputs {
                 scrape: &scrape,
+                jobs_http: None,
                 reloads: ReloadCounts::default(),
                 resident_sizes: &resident_sizes,
             },

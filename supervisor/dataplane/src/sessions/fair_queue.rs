@@ -6,6 +6,7 @@
 use foldhash::quality::RandomState;
 use std::collections::{HashMap, VecDeque};
 
+use crate::shares::Owner;
 use crate::slab::SessionIndex;
 
 /// Maximum number of bytes that are read at once from a connection while other connections are waiting.
@@ -22,9 +23,6 @@ const FRAME_COST: usize = 256;
 /// rejected.
 const REJECTED_MAX: u32 = 256;
 const JOB_WEIGHT: u32 = 4;
-
-/// User id. All connections of a user share one place in the order.
-type Uid = u32;
 
 /// State of a connection in the fair queue.
 #[derive(Clone, Copy, Debug, Default)]
@@ -56,9 +54,9 @@ struct User {
 /// Connections that are waiting to be read.
 #[derive(Default)]
 pub(super) struct FairQueue {
-    users: HashMap<Uid, User, RandomState>,
+    users: HashMap<Owner, User, RandomState>,
     /// Users with waiting connections, in the order in which they are served.
-    order: VecDeque<Uid>,
+    order: VecDeque<Owner>,
     rounds: u64,
     waiting: usize,
 }
@@ -69,14 +67,14 @@ impl FairQueue {
     }
 
     /// Adds a connection that may have input to the queue.
-    pub(super) fn push(&mut self, uid: Uid, index: SessionIndex, queue_state: &mut QueueState) {
+    pub(super) fn push(&mut self, owner: Owner, index: SessionIndex, queue_state: &mut QueueState) {
         if std::mem::replace(&mut queue_state.is_waiting, true) {
             return;
         }
         self.waiting += 1;
         let rounds = &mut self.rounds;
-        let user = self.users.entry(uid).or_insert_with(|| {
-            self.order.push_back(uid);
+        let user = self.users.entry(owner).or_insert_with(|| {
+            self.order.push_back(owner);
             *rounds += 1;
             User { round: *rounds, ..User::default() }
         });
@@ -107,8 +105,8 @@ impl FairQueue {
     /// Returns the next connection and the user's round. The connection may have been closed after it was
     /// queued.
     fn next(&mut self) -> Option<(SessionIndex, u64)> {
-        let uid = self.order.pop_front()?;
-        let user = self.users.get_mut(&uid)?;
+        let owner = self.order.pop_front()?;
+        let user = self.users.get_mut(&owner)?;
         let next = user.fresh.pop_front().or_else(|| {
             if user.backlog_left == 0 {
                 self.rounds += 1;
@@ -120,9 +118,9 @@ impl FairQueue {
         let round = user.round;
         self.waiting -= usize::from(next.is_some());
         if user.fresh.is_empty() && user.backlog.is_empty() {
-            self.users.remove(&uid);
+            self.users.remove(&owner);
         } else {
-            self.order.push_back(uid);
+            self.order.push_back(owner);
         }
         next.map(|index| (index, round))
     }
@@ -198,20 +196,20 @@ mod tests {
     struct Crowd {
         turns: FairQueue,
         queue_states: Vec<QueueState>,
-        uids: Vec<Uid>,
+        owners: Vec<Owner>,
     }
 
     impl Crowd {
-        fn new(uids: Vec<Uid>) -> Self {
-            let queue_states = vec![QueueState::default(); uids.len()];
-            let mut crowd = Self { turns: FairQueue::default(), queue_states, uids };
-            (0..crowd.uids.len()).for_each(|index| crowd.push(index));
+        fn new(owners: Vec<Owner>) -> Self {
+            let queue_states = vec![QueueState::default(); owners.len()];
+            let mut crowd = Self { turns: FairQueue::default(), queue_states, owners };
+            (0..crowd.owners.len()).for_each(|index| crowd.push(index));
             crowd
         }
 
         fn push(&mut self, index: usize) {
             self.turns.push(
-                self.uids[index],
+                self.owners[index],
                 SessionIndex::from_number(index),
                 &mut self.queue_states[index],
             );
@@ -232,9 +230,9 @@ mod tests {
 
     #[test]
     fn users_take_turns_whatever_their_number_of_connections() {
-        let mut uids = vec![1; 200];
-        uids.push(2);
-        let mut crowd = Crowd::new(uids);
+        let mut owners = vec![Owner::User(1); 200];
+        owners.push(Owner::User(2));
+        let mut crowd = Crowd::new(owners);
         let read: Vec<usize> = (0..1000).map(|_| crowd.read(QUANTUM_BYTES, |_| true)).collect();
         let of_the_second = read.iter().filter(|&&index| index == 200).count();
         assert!((499..=501).contains(&of_the_second), "{of_the_second}");
@@ -245,7 +243,7 @@ mod tests {
 
     #[test]
     fn quiet_connection_is_read_before_busy_connections() {
-        let mut crowd = Crowd::new(vec![1; 201]);
+        let mut crowd = Crowd::new(vec![Owner::User(1); 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
@@ -289,7 +287,7 @@ mod tests {
 
     #[test]
     fn queue_is_empty_after_all_input_is_read() {
-        let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
+        let mut crowd = Crowd::new((0..50).map(|n| Owner::User(n % 7)).collect());
         crowd.push(3);
         for _ in 0..50 {
             crowd.read(1, |_| false);

@@ -9,7 +9,7 @@ fn at(seconds: u64) -> Time {
 }
 
 fn client(uid: u32) -> Client {
-    Client { peer: None, grant: Grant::Unrestricted, uid, permit: None }
+    Client { peer: None, grant: Grant::Unrestricted, owner: Owner::User(uid), permit: None }
 }
 
 /// Opens a session of user 1 in which the hello has been awaited since `now`.

@@ -39,19 +39,14 @@ impl DataPlane {
     /// Enforces the memory limit. The holders that exceed a fair share the most must free memory. `wants`
     /// contains the connection and the bulkhead that need the memory.
     pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
-        let unwanted = self.counters.spool_bytes_to_free.load(Ordering::Relaxed);
-        self.memory.set_spooled(self.counters.spooled.load(Ordering::Relaxed).saturating_sub(unwanted));
+        self.memory.recount_spools();
         if self.leases.bytes() > 0 {
             self.recall_leases_over_budget();
         }
         while let Some(eviction) = self.memory.next_eviction(wants, self.limits.buffered_bytes_max) {
             let before = self.memory.held_in_all();
             match eviction {
-                Eviction::Spool(bytes) => {
-                    self.counters.spool_bytes_to_free.fetch_add(bytes, Ordering::Relaxed);
-                    self.counters.spool_free_requested.notify_waiters();
-                    self.memory.release_spooled(bytes);
-                }
+                Eviction::Spool(spool, bytes) => self.memory.free_spool(spool, bytes),
                 Eviction::Frame(connection) => self.evict_frame(connection),
                 Eviction::Job(holder) => self.evict_job(holder),
             }

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_api::Severity;
-use bulkhead_plane::access::Grant;
+use bulkhead_plane::access::{Grant, HttpClient, TokenGrant};
 use bulkhead_plane::peer_check::{self, ClientRejection, SocketKind};
 use bulkhead_policy::Event;
 use bulkhead_shared::connection::Inbox;
@@ -20,7 +20,7 @@ use crate::memory::memory_full_rejection;
 use crate::rejections::RejectionEvent;
 use crate::sessions::endpoint::ClientEndpoint;
 use crate::sessions::{AfterFlush, Client, Phase};
-use crate::shares::Holder;
+use crate::shares::{Holder, Owner};
 use crate::slab::SessionIndex;
 use crate::{DataPlane, Endpoint, Incoming};
 
@@ -78,8 +78,8 @@ impl DataPlane {
             Err(refusal) => (refusal.peer, Grant::none(), Some(refusal)),
         };
         // All clients whose identity is not known count as one user.
-        let uid = peer.map_or(u32::MAX, |peer| peer.uid);
-        let client = Client { peer, grant, uid, permit: None };
+        let owner = Owner::User(peer.map_or(u32::MAX, |peer| peer.uid));
+        let client = Client { peer, grant, owner, permit: None };
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::Socket(socket), client, phase);
         if let Some(refusal) = rejection {
@@ -101,8 +101,8 @@ impl DataPlane {
     /// its identity is known.
     pub(crate) fn open_in_process_session(&mut self, end: in_process::Endpoint) {
         let is_full = self.is_full();
-        let uid = rustix::process::geteuid().as_raw();
-        let client = Client { peer: None, grant: Grant::Unrestricted, uid, permit: None };
+        let owner = Owner::User(rustix::process::geteuid().as_raw());
+        let client = Client { peer: None, grant: Grant::Unrestricted, owner, permit: None };
         let phase = Phase::AwaitingHello { since: self.now };
         let index = self.open_session(ClientEndpoint::InProcess(end), client, phase);
         if is_full {
@@ -120,9 +120,13 @@ impl DataPlane {
         &mut self,
         socket: UnixStream,
         permit: OwnedSemaphorePermit,
-        uid: u32,
+        client: HttpClient,
     ) {
-        let client = Client { peer: None, grant: Grant::Unrestricted, uid, permit: Some(permit) };
+        let (grant, owner) = match client {
+            HttpClient::Operator { uid } => (Grant::Unrestricted, Owner::User(uid)),
+            HttpClient::Token(TokenGrant { id, rules, .. }) => (Grant::Rules(rules), Owner::Token(id)),
+        };
+        let client = Client { peer: None, grant, owner, permit: Some(permit) };
         self.open_session(ClientEndpoint::Socket(socket), client, Phase::Open);
     }
 
@@ -130,7 +134,7 @@ impl DataPlane {
     /// closed when this function returns.
     fn open_session(&mut self, end: ClientEndpoint, client: Client, phase: Phase) -> SessionIndex {
         let epoch = self.sessions.next_epoch();
-        let holder = self.memory.open(client.uid, epoch);
+        let holder = self.memory.open(client.owner, epoch);
         let index = self.sessions.open(end, client, phase, (epoch, holder), self.now);
         self.publish_clients();
         let end = &self.sessions[index].end;
@@ -152,7 +156,11 @@ impl DataPlane {
         let peer = peer_check::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
         let is_full = self.is_full();
-        let idle = if grant.is_ok() && is_full { self.sessions.idle_session_for(peer.uid) } else { None };
+        let idle = if grant.is_ok() && is_full {
+            self.sessions.idle_session_for(Owner::User(peer.uid))
+        } else {
+            None
+        };
         if grant.is_ok() && is_full && idle.is_none() {
             let most = self.limits.clients_max;
             let message = format!(

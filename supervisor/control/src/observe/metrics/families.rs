@@ -103,6 +103,10 @@ families! {
          set.";
     Gauge "bulkhead_clients" [] Global |page, inputs| page.sample(&[], inputs.scrape.clients),
         "Connections to the jobs socket.";
+    Gauge "bulkhead_jobs_http_connections" [] Global super::write_jobs_http_connections,
+        "Connections to jobs_http; at most jobs_http_max. Absent without jobs_http.";
+    Counter "bulkhead_jobs_http_refused" ["reason"] Global super::write_jobs_http_refused,
+        "Connections that jobs_http refused because all were in use (overloaded), and jobs without a valid token (unauthenticated). Absent without jobs_http.";
     Gauge "bulkhead_buffered_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.buffered_bytes),
         "Total size of waiting payloads, names and records, in bytes. At max_buffered, jobs are rejected as overloaded.";
     Gauge "bulkhead_memory_file_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.memory_file_bytes),

@@ -1,0 +1,216 @@
+//! A socket with time limits for each phase of a request, and with problem documents in place of hyper's own
+//! responses to requests that cannot be parsed.
+
+use std::future::Future as _;
+use std::io::{self, ErrorKind, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+use super::REQUEST_TIMEOUT;
+use super::progress::Progress;
+use crate::control::responses;
+
+/// Maximum time for which a kept-alive connection waits for the next request. Longer than proxies keep unused
+/// connections, so that the proxy closes them first.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+
+/// Maximum time for which a client can stop reading its response.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Maximum time to wait for the client to close the connection after the response has been sent.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Maximum number of bytes that are read and discarded while waiting for the client to close the connection.
+const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// A connection as hyper reads and writes it.
+pub(super) struct Connection<S> {
+    socket: S,
+    progress: Arc<Progress>,
+    timer: Pin<Box<Sleep>>,
+    phase: Phase,
+    /// Response in place of hyper's own, and the number of bytes that are written.
+    replacement: Option<(Vec<u8>, usize)>,
+}
+
+#[derive(PartialEq)]
+enum Phase {
+    /// Waits for the first byte of a request.
+    Idle,
+    /// A part of the head has arrived.
+    Head,
+    /// The handler has the request, or the response is being sent. The handler limits the time.
+    Serving,
+    /// There is data to send, but the client is not reading.
+    Stalled,
+    /// The response has been sent. Further input is discarded for a short time. Closing a socket with unread
+    /// bytes would reset the connection, and the client could lose the response.
+    Lingering { bytes_left: usize },
+}
+
+impl<S> Connection<S> {
+    /// Wraps an accepted socket. The first request has less time than later ones, because every client can connect.
+    pub(super) fn new(socket: S, progress: Arc<Progress>, accepted: Instant) -> Self {
+        let timer = Box::pin(tokio::time::sleep_until(accepted + REQUEST_TIMEOUT));
+        Self { socket, progress, timer, phase: Phase::Head, replacement: None }
+    }
+
+    fn enter(&mut self, phase: Phase, limit: Duration) {
+        self.phase = phase;
+        self.timer.as_mut().reset(Instant::now() + limit);
+    }
+
+    /// Updates the phase after the last request was answered, or another one was received.
+    fn update_phase(&mut self) {
+        match (self.progress.is_waiting(), &self.phase) {
+            (true, Phase::Serving | Phase::Stalled) => self.enter(Phase::Idle, IDLE_TIMEOUT),
+            (false, Phase::Idle | Phase::Head) => self.phase = Phase::Serving,
+            _ => {}
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
+    /// Closes a connection whose request did not arrive in time. A client that has sent a part of the request gets
+    /// the reason.
+    fn time_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.timer.as_mut().poll(cx));
+        if self.phase == Phase::Head {
+            let response = responses::raw(StatusCode::REQUEST_TIMEOUT, "the request did not arrive in time");
+            // The response is best effort: the client may not read.
+            let _ = Pin::new(&mut self.socket).poll_write(cx, &response);
+        }
+        Poll::Ready(Err(ErrorKind::TimedOut.into()))
+    }
+
+    /// Writes the response in place of hyper's own.
+    fn write_replacement(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while let Some((bytes, written)) = &mut self.replacement {
+            if *written == bytes.len() {
+                self.replacement = None;
+                break;
+            }
+            let result = Pin::new(&mut self.socket).poll_write(cx, &bytes[*written..]);
+            match result {
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(ErrorKind::WriteZero.into())),
+                Poll::Ready(Ok(count)) => *written += count,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => return self.stall(cx),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Returns pending, or an error if the client has read nothing for too long.
+    fn stall<T>(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if self.phase != Phase::Stalled {
+            self.enter(Phase::Stalled, READ_TIMEOUT);
+        }
+        self.timer.as_mut().poll(cx).map(|()| Err(ErrorKind::TimedOut.into()))
+    }
+}
+
+/// Returns the status of hyper's own response to a request that it cannot parse.
+fn status_of(slices: &[IoSlice<'_>]) -> Option<StatusCode> {
+    let line = slices.iter().find(|slice| !slice.is_empty())?;
+    let code = line.strip_prefix(b"HTTP/1.1 ").or(line.strip_prefix(b"HTTP/1.0 "))?.get(..3)?;
+    StatusCode::from_bytes(code).ok()
+}
+
+fn explanation(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => "the head of the request is too large",
+        StatusCode::URI_TOO_LONG => "the path of the request is too long",
+        _ => "the request is not valid HTTP/1.1",
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.update_phase();
+        let before = buffer.filled().len();
+        match Pin::new(&mut self.socket).poll_read(cx, buffer) {
+            Poll::Pending if matches!(self.phase, Phase::Idle | Phase::Head) => self.time_out(cx),
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(result) => {
+                if self.phase == Phase::Idle && buffer.filled().len() > before {
+                    self.enter(Phase::Head, REQUEST_TIMEOUT);
+                }
+                Poll::Ready(result)
+            }
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.update_phase();
+        // Without a request, only hyper itself responds.
+        if self.progress.is_waiting()
+            && self.replacement.is_none()
+            && let Some(status) = status_of(slices)
+        {
+            self.replacement = Some((responses::raw(status, explanation(status)), 0));
+            return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
+        }
+        let result = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
+        if result.is_ready() {
+            self.phase = Phase::Serving;
+            return result;
+        }
+        self.stall(cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.write_replacement(cx))?;
+        ready!(Pin::new(&mut self.socket).poll_flush(cx))?;
+        self.progress.flushed();
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !matches!(self.phase, Phase::Lingering { .. }) {
+            ready!(self.write_replacement(cx))?;
+            ready!(Pin::new(&mut self.socket).poll_shutdown(cx))?;
+            self.enter(Phase::Lingering { bytes_left: LINGER_BYTES_MAX }, LINGER_TIMEOUT);
+        }
+        let mut discarded = [std::mem::MaybeUninit::uninit(); 4096];
+        loop {
+            if self.timer.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            let mut buffer = ReadBuf::uninit(&mut discarded);
+            match ready!(Pin::new(&mut self.socket).poll_read(cx, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                _ => return Poll::Ready(Ok(())),
+            }
+            let count = buffer.filled().len();
+            match &mut self.phase {
+                Phase::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
+                _ => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Progress of the connections that are being served, and the choice of an idle one that is closed for another.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, watch};
+
+/// Value of `waiting_since` while a request is served.
+const SERVING: u64 = u64::MAX;
+
+/// Progress of one connection. The task that serves requests and the socket share it.
+#[derive(Debug)]
+pub(in crate::control) struct Progress {
+    began: Instant,
+    /// Milliseconds after `began` at which the connection started to wait for a request.
+    waiting_since: AtomicU64,
+    /// True if the general time limit does not apply, because the handler enforces its own limits.
+    has_no_time_limit: AtomicBool,
+    /// True if the response's body is complete. Its last bytes may still have to be written.
+    is_answered: AtomicBool,
+    /// True if the client has sent a valid token.
+    is_identified: AtomicBool,
+    /// True once the connection must close.
+    is_closing: AtomicBool,
+    /// Notified when `is_closing` becomes true.
+    close: Notify,
+}
+
+impl Progress {
+    pub(in crate::control) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            began: Instant::now(),
+            waiting_since: AtomicU64::new(0),
+            has_no_time_limit: AtomicBool::new(false),
+            is_answered: AtomicBool::new(false),
+            is_identified: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
+            close: Notify::new(),
+        })
+    }
+
+    /// Records that a complete head has arrived.
+    pub(super) fn begin_request(&self) {
+        self.has_no_time_limit.store(false, Ordering::Relaxed);
+        self.is_answered.store(false, Ordering::Relaxed);
+        self.waiting_since.store(SERVING, Ordering::Relaxed);
+    }
+
+    pub(super) fn answer_request(&self) {
+        self.is_answered.store(true, Ordering::Relaxed);
+    }
+
+    /// Records that everything is written. The connection waits for the next request if the last one is answered.
+    pub(super) fn flushed(&self) {
+        if self.is_answered.swap(false, Ordering::Relaxed) {
+            let since = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(SERVING - 1);
+            self.waiting_since.store(since, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns true if no request is being served.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.waiting_since.load(Ordering::Relaxed) != SERVING
+    }
+
+    /// Disables the general time limit for a request whose handler enforces its own limits.
+    pub(in crate::control) fn lift_time_limit(&self) {
+        self.has_no_time_limit.store(true, Ordering::Relaxed);
+    }
+
+    pub(in crate::control) fn has_no_time_limit(&self) -> bool {
+        self.has_no_time_limit.load(Ordering::Relaxed)
+    }
+
+    pub(in crate::control) fn set_identified(&self) {
+        self.is_identified.store(true, Ordering::Relaxed);
+    }
+
+    fn close(&self) {
+        self.is_closing.store(true, Ordering::Relaxed);
+        self.close.notify_one();
+    }
+
+    /// Waits until the connection must close.
+    pub(super) async fn close_requested(&self) {
+        self.close.notified().await;
+    }
+
+    /// Returns the order in which idle connections are closed: clients without a valid token first, then the
+    /// longest idle. `None` while a request is served, or if the connection is closing.
+    fn idle_order(&self) -> Option<(bool, Instant)> {
+        let waiting_since = self.waiting_since.load(Ordering::Relaxed);
+        if waiting_since == SERVING || self.is_closing.load(Ordering::Relaxed) {
+            return None;
+        }
+        let since = self.began.checked_add(Duration::from_millis(waiting_since)).unwrap_or(self.began);
+        Some((self.is_identified.load(Ordering::Relaxed), since))
+    }
+}
+
+/// The connections of a listener that are being served.
+#[derive(Debug)]
+pub(in crate::control) struct Active {
+    connections: Mutex<Connections>,
+    count: watch::Sender<usize>,
+}
+
+#[derive(Debug, Default)]
+struct Connections {
+    by_number: HashMap<u64, Arc<Progress>>,
+    last_number: u64,
+}
+
+impl Active {
+    pub(in crate::control) fn new() -> Arc<Self> {
+        Arc::new(Self { connections: Mutex::default(), count: watch::Sender::new(0) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a connection, until the guard is dropped.
+    pub(super) fn add(self: &Arc<Self>, progress: Arc<Progress>) -> ActiveGuard {
+        let mut connections = self.lock();
+        connections.last_number += 1;
+        let number = connections.last_number;
+        connections.by_number.insert(number, progress);
+        self.count.send_replace(connections.by_number.len());
+        ActiveGuard { active: self.clone(), number }
+    }
+
+    /// Closes an idle connection. Returns false if there is none.
+    pub(in crate::control) fn close_idle(&self) -> bool {
+        let connections = self.lock();
+        let idle =
+            connections.by_number.values().filter_map(|progress| Some((progress.idle_order()?, progress)));
+        idle.min_by_key(|(order, _)| *order).is_some_and(|(_, progress)| {
+            progress.close();
+            true
+        })
+    }
+
+    /// Closes each connection as soon as it serves no request.
+    pub(in crate::control) fn close_all(&self) {
+        self.lock().by_number.values().for_each(|progress| progress.close());
+    }
+
+    /// Waits until no connection is left.
+    pub(in crate::control) async fn wait_until_empty(&self) {
+        let _ = self.count.subscribe().wait_for(|count| *count == 0).await;
+    }
+
+    /// Returns the number of connections, for metrics.
+    pub(in crate::control) fn count(&self) -> usize {
+        *self.count.borrow()
+    }
+}
+
+/// A guard for a connection that counts as being served until the guard is dropped.
+pub(super) struct ActiveGuard {
+    active: Arc<Active>,
+    number: u64,
+}
+
+impl Drop for ActiveGuard {
+    fn drop(&mut self) {
+        let mut connections = self.active.lock();
+        connections.by_number.remove(&self.number);
+        self.active.count.send_replace(connections.by_number.len());
+    }
+}

@@ -1,0 +1,194 @@
+//! Serves the requests of each connection with hyper.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::connect_info::ConnectInfo;
+use axum::http::{HeaderValue, header};
+use hyper::body::{Frame, Incoming, SizeHint};
+use hyper::server::conn::http1;
+use hyper::service::Service as _;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+
+use super::connection::Connection;
+use super::progress::Progress;
+use super::{Admission, NewConnection, Queue, Socket};
+
+/// Maximum size of a request's head, in bytes. Also the maximum size of what is read from a connection at once.
+const HEAD_BYTES_MAX: usize = 64 * 1024;
+
+/// Maximum number of headers of a request.
+const HEADERS_MAX: usize = 100;
+
+/// Time in which a connection that must close still receives a request that was sent before.
+const LAST_REQUEST_WAIT: Duration = Duration::from_millis(100);
+
+/// Maximum size of the rest of a request that is discarded to keep the connection alive, in bytes, and the maximum
+/// time for this.
+const DISCARDED_BYTES_MAX: u64 = 64 * 1024;
+const DISCARD_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Maximum time for which a closing connection without a request is waited for.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Serves connections until the listener has closed, then waits for the connections that were admitted before.
+pub(in crate::control) async fn serve<S: Socket>(mut connections: Queue<S>, router: Router) {
+    while let Some(connection) = connections.receiver.recv().await {
+        let NewConnection { socket, admission, accepted, permit } = connection;
+        let Ok(socket) = S::from_std_socket(socket) else { continue };
+        let guard = connections.active.add(admission.progress.clone());
+        let io = Connection::new(socket, admission.progress.clone(), accepted);
+        let router = router.clone();
+        tokio::spawn(async move {
+            serve_connection(io, admission, router, permit).await;
+            drop(guard);
+        });
+    }
+    connections.active.close_all();
+    connections.active.wait_until_empty().await;
+}
+
+async fn serve_connection<S: Socket>(
+    io: Connection<S>,
+    admission: Admission,
+    router: Router,
+    permit: OwnedSemaphorePermit,
+) {
+    let progress = admission.progress.clone();
+    let handler = TowerToHyperService::new(router);
+    let service = hyper::service::service_fn(move |mut request: hyper::Request<Incoming>| {
+        admission.progress.begin_request();
+        let guard = ResponseGuard(admission.progress.clone());
+        request.extensions_mut().insert(ConnectInfo(admission.clone()));
+        let expects_continue = request.headers().contains_key(header::EXPECT);
+        let (parts, body) = request.into_parts();
+        let body = RequestBody(Arc::new(Mutex::new(body)));
+        let response = handler.call(hyper::Request::from_parts(parts, body.clone()));
+        async move {
+            let mut response = response.await?;
+            // Otherwise, the client could send another request on a connection that is about to close.
+            let closes = response.headers().contains_key(header::CONNECTION);
+            if !closes && !body.discard_rest(expects_continue).await {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok::<_, Infallible>(response.map(|body| TrackedBody { body, _guard: guard }))
+        }
+    });
+    let served = http1::Builder::new()
+        .max_buf_size(HEAD_BYTES_MAX)
+        .max_headers(HEADERS_MAX)
+        .header_read_timeout(None)
+        .serve_connection(TokioIo::new(io), service);
+    let mut served = pin!(served);
+    tokio::select! {
+        biased;
+        // The client has disconnected, or was sent the reason.
+        _ = served.as_mut() => return,
+        () = progress.close_requested() => {}
+    }
+    if timeout(LAST_REQUEST_WAIT, served.as_mut()).await.is_ok() {
+        return;
+    }
+    served.as_mut().graceful_shutdown();
+    // An idle connection no longer counts, because another client waits for the permit.
+    let permit = Some(permit).filter(|_| !progress.is_waiting());
+    while timeout(CLOSE_TIMEOUT, served.as_mut()).await.is_err() && !progress.is_waiting() {}
+    drop(permit);
+}
+
+/// The body of a request. A handler may respond without reading all of it.
+#[derive(Clone)]
+struct RequestBody(Arc<Mutex<Incoming>>);
+
+impl RequestBody {
+    fn lock(&self) -> MutexGuard<'_, Incoming> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Discards the rest of a small body, so that the connection can be kept alive. Returns false if there is more.
+    async fn discard_rest(&self, expects_continue: bool) -> bool {
+        let (is_complete, least) = {
+            let body = self.lock();
+            (body.is_end_stream(), body.size_hint().lower())
+        };
+        // The client sends nothing before it is told to continue.
+        if is_complete || expects_continue || least > DISCARDED_BYTES_MAX {
+            return is_complete;
+        }
+        let mut left = DISCARDED_BYTES_MAX;
+        let discard = async {
+            while let Some(frame) = poll_fn(|cx| Pin::new(&mut *self.lock()).poll_frame(cx)).await {
+                let Ok(frame) = frame else { return false };
+                let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
+                let Some(rest) = left.checked_sub(bytes) else { return false };
+                left = rest;
+            }
+            true
+        };
+        timeout(DISCARD_TIMEOUT, discard).await.unwrap_or(false)
+    }
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut *self.lock()).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.lock().is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.lock().size_hint()
+    }
+}
+
+/// Guard that records the end of a response.
+struct ResponseGuard(Arc<Progress>);
+
+impl Drop for ResponseGuard {
+    fn drop(&mut self) {
+        self.0.answer_request();
+    }
+}
+
+/// The body of a response.
+struct TrackedBody {
+    body: Body,
+    _guard: ResponseGuard,
+}
+
+impl HttpBody for TrackedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

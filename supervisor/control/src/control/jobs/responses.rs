@@ -1,0 +1,214 @@
+//! Responses to jobs over HTTP: outcomes as problem documents and headers.
+
+use std::io;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bulkhead_api::JobOutcome;
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, truncate};
+use bulkhead_shared::trace::Traceparent;
+use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
+use futures_util::stream::{self, Stream};
+use serde_json::{Map, Value, json};
+use tokio::io::AsyncReadExt;
+
+use super::session::{Session, SessionSlot};
+use super::{Failure, UPLOAD_TIMEOUT};
+use crate::control::responses::{EXECUTED, RETRYABLE, problem, problem_with};
+
+/// Maximum size of the chunks in which a result is sent to the client, in bytes.
+const CHUNK_BYTES: usize = 64 * 1024;
+
+/// Returns the fields of an outcome as JSON, including the payload of a failed job.
+fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
+    let signal = match &outcome.verdict {
+        Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {
+            status.map(bulkhead_linux::signals::name)
+        }
+        _ => None,
+    };
+    let payload = (!payload.is_empty()).then_some(payload);
+    match json!(JobOutcome { signal, payload, ..JobOutcome::new(outcome) }) {
+        Value::Object(fields) => fields,
+        _ => unreachable!("structs serialize to objects"),
+    }
+}
+
+/// Converts those fields of an outcome that are documented as headers.
+fn headers(fields: &Map<String, Value>) -> HeaderMap {
+    let names = [
+        ("bulkhead-outcome", "outcome"),
+        (EXECUTED, "executed"),
+        (RETRYABLE, "retryable"),
+        ("bulkhead-reason", "reason"),
+        ("bulkhead-job", "job"),
+        ("bulkhead-served-by", "bulkhead"),
+        ("bulkhead-attempts", "attempts"),
+        ("bulkhead-queued-ms", "queued_ms"),
+        ("bulkhead-ran-ms", "ran_ms"),
+        ("bulkhead-deadline-ms", "deadline_ms"),
+        ("bulkhead-run-limit-ms", "run_limit_ms"),
+        ("bulkhead-worker-pid", "worker_pid"),
+        ("bulkhead-status", "status"),
+        ("bulkhead-report", "report"),
+    ];
+    let value = |field: &str| match fields.get(field)? {
+        Value::Null => None,
+        // A message from a handler can contain characters that are invalid in a header.
+        Value::String(text) => HeaderValue::from_str(text).ok(),
+        other => HeaderValue::from_str(&other.to_string()).ok(),
+    };
+    names
+        .into_iter()
+        .filter_map(|(name, field)| Some((HeaderName::from_static(name), value(field)?)))
+        .collect()
+}
+
+/// Returns the response to a job that ended `ok`. The body is read from the session.
+pub(super) async fn result(
+    outcome: &Outcome,
+    bytes: u64,
+    mut session: Session,
+    slot: Option<SessionSlot>,
+) -> Result<Response, Failure> {
+    let body = if bytes <= CHUNK_BYTES as u64 {
+        let mut result = Vec::with_capacity(bytes as usize);
+        let count = (&mut session.reader).take(bytes).read_to_end(&mut result).await;
+        if count.map_err(|_| Failure::Dropped)? as u64 != bytes {
+            return Err(Failure::Dropped);
+        }
+        if let Some(slot) = slot {
+            slot.put(session);
+        }
+        Body::from(result)
+    } else {
+        Body::from_stream(chunks(session, slot, bytes))
+    };
+    let mut response = body.into_response();
+    response.headers_mut().extend(headers(&fields(outcome, Vec::new())));
+    let kind = HeaderValue::from_static("application/octet-stream");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response.headers_mut().insert(header::CONTENT_LENGTH, bytes.into());
+    Ok(response)
+}
+
+/// Reads a result in chunks. The session can be used again after the last chunk.
+fn chunks(
+    session: Session,
+    slot: Option<SessionSlot>,
+    bytes: u64,
+) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
+    stream::unfold((Some((session, slot)), bytes), async |(session, left)| {
+        let (mut session, slot) = session?;
+        let mut chunk = Vec::with_capacity(CHUNK_BYTES.min(usize::try_from(left).unwrap_or(CHUNK_BYTES)));
+        match (&mut session.reader).take(left).read_buf(&mut chunk).await {
+            Ok(0) => Some((Err(io::Error::from(io::ErrorKind::UnexpectedEof)), (None, 0))),
+            Err(error) => Some((Err(error), (None, 0))),
+            Ok(count) => {
+                let left = left - count as u64;
+                let mut rest = Some((session, slot));
+                // The body may not be polled again after the last byte.
+                if left == 0
+                    && let Some((session, Some(slot))) = rest.take()
+                {
+                    slot.put(session);
+                }
+                Some((Ok(Bytes::from(chunk)), (rest, left)))
+            }
+        }
+    })
+}
+
+/// Returns a problem document with the fields of an outcome. If `status` is `None`, the verdict determines
+/// the HTTP status.
+pub(super) fn outcome_problem(
+    status: Option<StatusCode>,
+    outcome: &Outcome,
+    payload: Vec<u8>,
+    traceparent: Option<Traceparent>,
+) -> Response {
+    // The conversion can fail in principle, because statuses such as 499 are not standard.
+    let status = status.or_else(|| StatusCode::from_u16(outcome.verdict.http_status()).ok());
+    let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut fields = fields(outcome, payload);
+    let outcome_headers = headers(&fields);
+    // The outcome's field `status` is removed, because a problem document has the HTTP status in a field of
+    // this name.
+    fields.remove("status");
+    fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
+    let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
+    let mut response = problem_with(status, &detail, fields);
+    response.headers_mut().extend(outcome_headers);
+    if let Some(wait) = outcome.retry_after {
+        let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+        response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+    }
+    response
+}
+
+/// Returns the bulkhead of a job request; `None` for any other request.
+pub(in crate::control) fn bulkhead_of(request: &Request) -> Option<&str> {
+    let path = request.uri().path();
+    let name = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
+    name.filter(|name| request.method() == Method::POST && !name.contains('/'))
+}
+
+/// Returns the response that rejects a request before any handler runs. For a job request, the response
+/// contains the fields of an outcome.
+pub(in crate::control) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
+    match bulkhead_of(request) {
+        Some(name) => rejected(name, reason, message.to_owned()),
+        None if reason == RejectReason::Unauthenticated => problem(StatusCode::UNAUTHORIZED, message),
+        None => problem(StatusCode::FORBIDDEN, message),
+    }
+}
+
+/// Returns the response for a job that was rejected without being sent to the data plane.
+pub(super) fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
+    let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
+    local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
+}
+
+/// Returns the response for a job whose payload did not arrive in time. The HTTP status is 408.
+pub(super) fn upload_timed_out(name: &str) -> Response {
+    let message = format!("the payload did not arrive within {} s", UPLOAD_TIMEOUT.as_secs());
+    let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
+    outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
+}
+
+/// Returns the response for a job whose connection the data plane closed without an outcome, because it has
+/// ended or had no memory for the result.
+pub(super) fn dropped(name: &str) -> Response {
+    let message = "the supervisor is stopping or out of memory; it is unknown whether the job ran".into();
+    local_outcome_response(
+        name,
+        Verdict::Crashed { reason: CrashReason::Stopped, status: None, message },
+        None,
+    )
+}
+
+/// Returns a response with an outcome that the control plane has created itself.
+fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
+    outcome_problem(None, &local_outcome(name, verdict, retry_after), Vec::new(), None)
+}
+
+fn local_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
+    Outcome {
+        job: None,
+        bulkhead: truncate(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
+        attempts: 0,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retryable: verdict.is_retryable(false),
+        retry_after,
+        deadline: Duration::ZERO,
+        run_limit: None,
+        status: None,
+        report: None,
+        verdict,
+    }
+}

@@ -1,0 +1,268 @@
+//! Payloads of jobs over HTTP, on their way to the data plane.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use axum::body::{Body, BodyDataStream, Bytes};
+use axum::http::{HeaderMap, header};
+use bulkhead_config::Config;
+use bulkhead_plane::counters::{SharedCounters, SpoolCounters};
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
+use futures_util::stream::StreamExt;
+use tokio::io::AsyncWriteExt;
+use tokio::net::unix::OwnedWriteHalf;
+
+use super::Failure;
+
+/// Size of the memory segments that hold a payload of unknown length, in bytes.
+const SEGMENT_BYTES: usize = 256 * 1024;
+
+/// Minimum size that is announced for a payload that is too large. It exceeds the maximum size of payloads
+/// that need no announcement, so that the data plane rejects the job before it receives any byte of the
+/// payload.
+const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
+
+/// An incoming payload.
+pub(super) struct Upload {
+    body: BodyDataStream,
+    pub(super) length: Length,
+    /// Value of `max_payload` of the bulkhead. `None` if the bulkhead does not exist.
+    pub(super) max_bytes: Option<u64>,
+    spool: Spool,
+}
+
+pub(super) enum Length {
+    Known(u64),
+    /// The payload is sent in chunks, and the length is not known before the last chunk.
+    Unknown,
+}
+
+/// Size of a payload in bytes, as announced to the data plane, and how the bytes are sent.
+pub(super) enum Announced {
+    /// The payload is passed on while it is being received.
+    Streamed(u64),
+    /// The complete payload is in memory.
+    Spooled(u64),
+    /// The payload is too large and will not be sent. The data plane will reject the announced size.
+    TooLarge(u64),
+}
+
+impl Upload {
+    pub(super) fn new(
+        config: &Config,
+        (counters, owner): (Arc<SharedCounters>, Arc<SpoolCounters>),
+        name: &str,
+        headers: &HeaderMap,
+        body: Body,
+    ) -> Self {
+        let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+        let length = match length {
+            Some(length) if !headers.contains_key(header::TRANSFER_ENCODING) => Length::Known(length),
+            _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Unknown,
+            _ => Length::Known(0),
+        };
+        let max_bytes = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        let capacity = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
+        Self {
+            body: body.into_data_stream(),
+            length,
+            max_bytes,
+            spool: Spool::new(counters, owner, capacity),
+        }
+    }
+
+    /// Determines the size of the payload. For a payload in chunks, this requires receiving all chunks.
+    pub(super) async fn announce(&mut self) -> Result<Announced, Failure> {
+        let max = self.max_bytes.unwrap_or(0);
+        // If a reload has raised `max_payload` in the meantime, the data plane accepts this size, but no
+        // bytes will follow.
+        let too_large =
+            |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
+        match self.length {
+            Length::Known(bytes) if bytes > max => return Ok(too_large(bytes)),
+            Length::Known(bytes) => return Ok(Announced::Streamed(bytes)),
+            Length::Unknown => {}
+        }
+        let owner = self.spool.owner.clone();
+        loop {
+            let memory_needed = owner.free_requested.notified();
+            let chunk = tokio::select! {
+                chunk = next_chunk(&mut self.body) => chunk?,
+                () = memory_needed => {
+                    self.spool.check_memory_pressure()?;
+                    continue;
+                }
+            };
+            let Some(chunk) = chunk else { break };
+            if self.spool.bytes as u64 + chunk.len() as u64 > max {
+                return Ok(too_large(max.saturating_add(1)));
+            }
+            self.spool.add(&chunk)?;
+        }
+        Ok(Announced::Spooled(self.spool.bytes as u64))
+    }
+
+    /// Sends the frame and the payload.
+    pub(super) async fn send(
+        &mut self,
+        mut frame: Vec<u8>,
+        announced: &Announced,
+        socket: &mut OwnedWriteHalf,
+    ) -> Result<(), Failure> {
+        let mut left = 0;
+        if let Announced::Streamed(bytes) = *announced {
+            left = bytes;
+            // A small payload goes with the frame in a single write. A large one must be accepted first.
+            if (1..ANNOUNCED_BYTES_MIN).contains(&bytes) {
+                frame.extend_from_slice(&self.next_chunk(&mut left).await?);
+            }
+        }
+        // After a failed write, the data plane's reply gives the reason.
+        socket.write_all(&frame).await.map_err(|_| Failure::Dropped)?;
+        match *announced {
+            Announced::TooLarge(_) => std::future::pending().await,
+            Announced::Spooled(_) => {
+                for segment in self.spool.take_segments() {
+                    socket.write_all(&segment).await.map_err(|_| Failure::Dropped)?;
+                }
+            }
+            Announced::Streamed(_) => {
+                while left > 0 {
+                    let chunk = self.next_chunk(&mut left).await?;
+                    socket.write_all(&chunk).await.map_err(|_| Failure::Dropped)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the next bytes of a payload of which `left` bytes have not arrived yet.
+    async fn next_chunk(&mut self, left: &mut u64) -> Result<Bytes, Failure> {
+        let chunk = next_chunk(&mut self.body).await?.ok_or(Failure::Broken)?;
+        *left = left.checked_sub(chunk.len() as u64).ok_or(Failure::Broken)?;
+        Ok(chunk)
+    }
+}
+
+async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure> {
+    match body.next().await {
+        Some(Ok(chunk)) => Ok(Some(chunk)),
+        Some(Err(_)) => Err(Failure::Broken),
+        None => Ok(None),
+    }
+}
+
+/// A payload of unknown length that is kept in memory while it is received. The bytes count towards
+/// `max_buffered`.
+struct Spool {
+    segments: Vec<Vec<u8>>,
+    bytes: usize,
+    /// Number of bytes included in the counters.
+    charged: usize,
+    counters: Arc<SharedCounters>,
+    /// Counters of the user or token that sends the payload.
+    owner: Arc<SpoolCounters>,
+    capacity: usize,
+}
+
+impl Spool {
+    fn new(counters: Arc<SharedCounters>, owner: Arc<SpoolCounters>, capacity: usize) -> Self {
+        Self { segments: Vec::new(), bytes: 0, charged: 0, counters, owner, capacity }
+    }
+
+    /// Adds a chunk to the payload. The chunk is copied, because a small chunk can keep a large buffer alive.
+    fn add(&mut self, mut chunk: &[u8]) -> Result<(), Failure> {
+        while !chunk.is_empty() {
+            let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
+            if room == 0 {
+                self.charge(SEGMENT_BYTES)?;
+                self.segments.push(Vec::with_capacity(SEGMENT_BYTES));
+                continue;
+            }
+            let (now, later) = chunk.split_at(chunk.len().min(room));
+            if let Some(last) = self.segments.last_mut() {
+                last.extend_from_slice(now);
+            }
+            self.bytes += now.len();
+            chunk = later;
+        }
+        Ok(())
+    }
+
+    fn charge(&mut self, more: usize) -> Result<(), Failure> {
+        self.check_memory_pressure()?;
+        self.charged += more;
+        let spooled = self.counters.spooled.fetch_add(more, Ordering::Relaxed) + more;
+        let held = self.owner.held.fetch_add(more, Ordering::Relaxed) + more;
+        let total = spooled.saturating_add(self.counters.buffered.load(Ordering::Relaxed));
+        if total > self.capacity && held > self.counters.spool_share.load(Ordering::Relaxed) {
+            return Err(self.memory_full());
+        }
+        Ok(())
+    }
+
+    /// Returns an error if this payload must be dropped because the data plane needs the memory. No payload
+    /// is dropped if others have already released enough memory.
+    fn check_memory_pressure(&self) -> Result<(), Failure> {
+        let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
+        let unwanted = &self.owner.bytes_to_free;
+        match self.charged > 0 && unwanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+            true => Err(self.memory_full()),
+            false => Ok(()),
+        }
+    }
+
+    fn memory_full(&self) -> Failure {
+        Failure::Overloaded(format!(
+            "waiting data has reached the limit max_buffered ({} bytes)",
+            self.capacity
+        ))
+    }
+
+    /// Returns all segments and stops counting their bytes, because the data plane counts them from now on.
+    fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
+        self.release();
+        std::mem::take(&mut self.segments).into_iter()
+    }
+
+    fn release(&mut self) {
+        let charged = std::mem::take(&mut self.charged);
+        self.counters.spooled.fetch_sub(charged, Ordering::Relaxed);
+        if charged > 0 && self.owner.held.fetch_sub(charged, Ordering::Relaxed) == charged {
+            // No payload is left that could release memory.
+            self.owner.bytes_to_free.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Spool {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spooled_payload_counts_as_memory_until_dropped() {
+        let counters = Arc::new(SharedCounters::default());
+        let owner = Arc::new(SpoolCounters::default());
+        let mut spool = Spool::new(counters.clone(), owner.clone(), 3 * SEGMENT_BYTES);
+        let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();
+        for piece in payload.chunks(1000) {
+            assert!(spool.add(piece).is_ok());
+        }
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 3 * SEGMENT_BYTES);
+        assert!(matches!(spool.add(&payload), Err(Failure::Overloaded(_))));
+        drop(spool);
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
+
+        let mut spool = Spool::new(counters.clone(), owner.clone(), 3 * SEGMENT_BYTES);
+        assert!(spool.add(&payload).is_ok());
+        let segments = spool.take_segments();
+        assert_eq!(counters.spooled.load(Ordering::Relaxed), 0);
+        assert_eq!(segments.flatten().collect::<Vec<u8>>(), payload);
+    }
+}

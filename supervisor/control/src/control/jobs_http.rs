@@ -1,0 +1,163 @@
+//! Jobs over HTTP for load balancers and remote clients (`jobs_http`): a listener that only accepts jobs and health
+//! checks, with connections that are kept alive. A separate thread serves it, so that any number of clients cannot
+//! delay the admin API. The listener closes after the data plane has ended.
+
+use std::io;
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+
+use axum::Router;
+use axum::extract::connect_info::ConnectInfo;
+use axum::extract::{Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::response::Response;
+use bulkhead_config::{Role, SupervisorConfig};
+use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
+use bulkhead_shared::RejectReason;
+use tokio::net::TcpStream;
+
+use super::connections::{self, Active, Admission, serve};
+use super::http::{complete_with, limit_time};
+use super::jobs::{bulkhead_of, reject_request};
+use super::paths::HEALTH_PATHS;
+use super::responses::problem;
+use super::waiting::{HEALTH_MAX, ListenerRules, REFUSED_MAX, WaitingConnections};
+use super::{CLOSE_TIMEOUT, Shared, routes, tcp, tokens};
+use crate::observe::metrics::JobsHttpNumbers;
+
+/// Returns the maximum number of descriptors for the clients of `jobs_http`: connections that are served or wait, and
+/// for each served one a connection to the data plane with two ends.
+pub(super) fn descriptors(config: &SupervisorConfig) -> u64 {
+    let connections = config.jobs_http.map_or(0, |_| 4 * config.jobs_http_max + HEALTH_MAX + REFUSED_MAX);
+    connections as u64
+}
+
+/// Numbers about the listener, for the metrics.
+#[derive(Debug, Default)]
+pub(super) struct JobsHttpCounters {
+    /// Connections that are being served. Empty without a listener.
+    active: OnceLock<Arc<Active>>,
+    /// Number of connections that were refused, because all connections were in use.
+    refused: Arc<AtomicU64>,
+    /// Number of jobs without a valid token.
+    unauthenticated: AtomicU64,
+}
+
+impl JobsHttpCounters {
+    /// Returns the numbers of this moment; `None` without a listener.
+    pub(super) fn read(&self) -> Option<JobsHttpNumbers> {
+        Some(JobsHttpNumbers {
+            connections: self.active.get()?.count() as u64,
+            refused: self.refused.load(Ordering::Relaxed),
+            unauthenticated: self.unauthenticated.load(Ordering::Relaxed),
+        })
+    }
+}
+
+/// Starts the thread. It serves connections until the control plane has ended.
+pub(super) fn start(
+    control: Shared,
+    socket: TcpListener,
+    threads: &ThreadMonitor,
+) -> io::Result<JoinHandle<()>> {
+    socket.set_nonblocking(true)?;
+    tracing::info!("jobs_http on {}", socket.local_addr()?);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let tasks = threads.clone();
+    let run = move || {
+        runtime.block_on(async {
+            let listening = tasks.wrap_task("jobs over HTTP", listen(control.clone(), socket));
+            let listening = tokio::spawn(listening);
+            control.until_shutdown(panic_on_request("JOBS_HTTP")).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, listening).await;
+        });
+    };
+    threads.spawn("jobs-http", run)
+}
+
+async fn listen(control: Shared, socket: TcpListener) {
+    let listener = match tokio::net::TcpListener::from_std(socket) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!("failed to listen on the address of jobs_http: {error}"),
+    };
+    let max = control.config().supervisor.jobs_http_max;
+    let (dispatcher, queue) =
+        connections::channel::<TcpStream>(control.shutdown.subscribe(), max + HEALTH_MAX);
+    let rules = ListenerRules {
+        served_max: max,
+        waiting_max: max,
+        kept_alive: Some(queue.active()),
+        refusal: "all connections of jobs_http_max are in use; try again later",
+    };
+    // The listener starts once.
+    let _ = control.jobs_http.active.set(queue.active());
+    let waiting = WaitingConnections::new(dispatcher, rules, control.jobs_http.refused.clone());
+    tokio::join!(
+        tcp::accept_until_shutdown(&control, listener, waiting),
+        serve(queue, router(control.clone()))
+    );
+}
+
+fn router(control: Shared) -> Router {
+    let not_found = async || {
+        let detail = "this address only serves POST /v1/bulkheads/NAME/jobs, GET /healthz and GET /readyz";
+        problem(StatusCode::NOT_FOUND, detail)
+    };
+    routes::jobs_router()
+        .fallback(not_found)
+        .method_not_allowed_fallback(not_found)
+        .layer(from_fn_with_state(control.clone(), identify))
+        .layer(from_fn(limit_time))
+        .layer(from_fn_with_state(control.clone(), complete))
+        .with_state(control)
+}
+
+/// Requires the token of an `[[access]]` entry for jobs.
+async fn identify(
+    State(control): State<Shared>,
+    ConnectInfo(admission): ConnectInfo<Admission>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    if bulkhead_of(&request).is_none() {
+        return next.run(request).await;
+    }
+    let token = tokens::bearer_token(request.headers()).and_then(|secret| control.tokens.find(secret));
+    match token {
+        Some(token) if token.role == Role::Jobs => {
+            admission.progress.set_identified();
+            request.extensions_mut().insert(token);
+            next.run(request).await
+        }
+        Some(_) => {
+            let detail =
+                "this token reads the admin API: send a token of an [[access]] entry with `role = \"jobs\"`";
+            reject_request(&request, RejectReason::Forbidden, detail)
+        }
+        None => {
+            control.jobs_http.unauthenticated.fetch_add(1, Ordering::Relaxed);
+            let detail =
+                "send the header `Authorization: Bearer TOKEN` with the token of an [[access]] entry";
+            let mut response = reject_request(&request, RejectReason::Unauthenticated, detail);
+            let challenge = HeaderValue::from_static("Bearer realm=\"bulkhead\"");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+            response
+        }
+    }
+}
+
+/// Completes responses. While the supervisor is stopping, each response closes its connection, so that the client
+/// uses another host for the next request.
+async fn complete(
+    State(control): State<Shared>,
+    ConnectInfo(admission): ConnectInfo<Admission>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let is_health = HEALTH_PATHS.contains(&request.uri().path());
+    let closes = || admission.session.is_none() || control.is_stopping.load(Ordering::SeqCst);
+    complete_with(request, next, !is_health, closes).await
+}

@@ -1,0 +1,72 @@
+//! Signals, and the notice before the drain (`drain_notice`): `/readyz` responds 503 while jobs are still accepted, so
+//! that load balancers choose another host before the first job is rejected.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bulkhead_config::format_duration;
+use bulkhead_plane::command::{Command, CommandSendError};
+use futures_util::StreamExt;
+use sd_notify::NotifyState;
+use signal_hook::consts::{SIGHUP, SIGUSR1};
+use signal_hook_tokio::Signals;
+use tokio::task::JoinHandle;
+
+use super::Control;
+
+/// Handles signals until the process ends.
+pub(super) async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
+    let mut notice = None;
+    while let Some(signal) = signals.next().await {
+        let sent = match signal {
+            SIGHUP => {
+                control.reloads.request();
+                Ok(())
+            }
+            SIGUSR1 => control.commands.send(Command::Summarise),
+            _ => stop(&control, &mut notice),
+        };
+        if let Err(error) = sent {
+            tracing::error!("signal {signal} had no effect: {error}");
+        }
+    }
+}
+
+/// Stops the supervisor: after `drain_notice` at the first signal, and at once at the second.
+fn stop(control: &Arc<Control>, notice: &mut Option<JoinHandle<()>>) -> Result<(), CommandSendError> {
+    let duration = control.config().supervisor.drain_notice;
+    if let Some(notice) = notice {
+        if !notice.is_finished() {
+            notice.abort();
+            control.commands.stop()?;
+        }
+        return control.commands.stop();
+    }
+    if duration.is_zero() || control.is_stopping.load(Ordering::SeqCst) {
+        return control.commands.stop();
+    }
+    *notice = Some(tokio::spawn(drain_after(control.clone(), duration)));
+    Ok(())
+}
+
+async fn drain_after(control: Arc<Control>, notice: Duration) {
+    control.set_stopping();
+    tracing::info!(
+        "stopping in {}: /readyz responds 503, and jobs are still accepted",
+        format_duration(notice)
+    );
+    tokio::time::sleep(notice).await;
+    if let Err(error) = control.commands.stop() {
+        tracing::error!("failed to stop after drain_notice: {error}");
+    }
+}
+
+impl Control {
+    /// Makes `/readyz` respond 503, and tells the service manager.
+    pub(super) fn set_stopping(&self) {
+        if !self.is_stopping.swap(true, Ordering::SeqCst) {
+            self.notify_systemd(&[NotifyState::Stopping]);
+        }
+    }
+}

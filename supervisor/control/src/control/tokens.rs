@@ -1,0 +1,122 @@
+//! Tokens of `[[access]]`: the permissions in force, and the secrets in requests.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use axum::http::{HeaderMap, header};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bulkhead_config::Config;
+use bulkhead_plane::access::{TokenGrant, Tokens};
+use bulkhead_plane::command::{Command, CommandSender};
+use bulkhead_plane::counters::SpoolCounters;
+
+/// The tokens in force. A reload replaces them.
+pub(super) struct TokenTable {
+    tokens: RwLock<Tokens>,
+    /// Payloads of unknown length that are being received, by the number of the token.
+    spools: Mutex<HashMap<u32, Arc<SpoolCounters>>>,
+}
+
+impl TokenTable {
+    pub(super) fn new(config: &Config) -> Self {
+        Self { tokens: RwLock::new(Tokens::new(config)), spools: Mutex::default() }
+    }
+
+    /// Puts the tokens of another configuration into force. Jobs of earlier tokens that have begun are not affected.
+    pub(super) fn update(&self, config: &Config) {
+        let tokens = Tokens::new(config);
+        let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
+        spools.retain(|id, _| tokens.has(*id));
+        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = tokens;
+    }
+
+    /// Returns the permissions of the token `secret`.
+    pub(super) fn find(&self, secret: &[u8]) -> Option<TokenGrant> {
+        self.tokens.read().unwrap_or_else(PoisonError::into_inner).find(secret).cloned()
+    }
+
+    /// Returns the counters of payloads of unknown length that a token sends. Makes them known to the data plane.
+    pub(super) fn spool(&self, token: u32, commands: &CommandSender) -> Arc<SpoolCounters> {
+        let mut spools = self.spools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(spool) = spools.get(&token) {
+            return spool.clone();
+        }
+        let spool = Arc::<SpoolCounters>::default();
+        // If the queue is full, the bytes count towards the total alone, and the next payload tries again.
+        if commands.send(Command::AddSpool { token, spool: spool.clone() }).is_ok() {
+            spools.insert(token, spool.clone());
+        }
+        spool
+    }
+}
+
+/// Marks a request whose token can only read. The response must not contain payloads.
+#[derive(Clone, Copy)]
+pub(super) struct ReadOnly;
+
+/// Returns the bearer token of a request that has exactly one.
+pub(super) fn bearer_token(headers: &HeaderMap) -> Option<&[u8]> {
+    let (scheme, rest) = credentials(headers)?;
+    scheme.eq_ignore_ascii_case("Bearer").then(|| rest.as_bytes())
+}
+
+/// Returns the secret of a request that has exactly one: a bearer token, or the password of any user, which is how
+/// browsers send it.
+pub(super) fn secret(headers: &HeaderMap) -> Option<Vec<u8>> {
+    let (scheme, rest) = credentials(headers)?;
+    if scheme.eq_ignore_ascii_case("Bearer") {
+        return Some(rest.into());
+    }
+    if !scheme.eq_ignore_ascii_case("Basic") {
+        return None;
+    }
+    let pair = STANDARD.decode(rest).ok()?;
+    let colon = pair.iter().position(|&byte| byte == b':')?;
+    Some(pair[colon + 1..].to_vec())
+}
+
+/// Returns the scheme and the credentials of the only `Authorization` header.
+fn credentials(headers: &HeaderMap) -> Option<(&str, &str)> {
+    let mut values = headers.get_all(header::AUTHORIZATION).iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return None };
+    let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
+    Some((scheme, rest.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+
+    use super::*;
+
+    fn headers(values: &[&str]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for value in values {
+            headers.append(header::AUTHORIZATION, HeaderValue::from_str(value).unwrap());
+        }
+        headers
+    }
+
+    #[test]
+    fn finds_the_only_secret() {
+        let found = |value: &str| secret(&headers(&[value]));
+        for good in ["Bearer a-secret", "bearer  a-secret "] {
+            assert_eq!(found(good).unwrap(), b"a-secret", "{good}");
+            assert_eq!(bearer_token(&headers(&[good])).unwrap(), b"a-secret", "{good}");
+        }
+        for wrong in ["", "Bearer", "Digest a-secret", "a-secret", "Basic a-secret"] {
+            assert_eq!(found(wrong), None, "{wrong}");
+        }
+        let basic = |pair: &str| format!("Basic {}", STANDARD.encode(pair));
+        for pair in ["x:a-secret", ":a-secret"] {
+            assert_eq!(found(&basic(pair)).unwrap(), b"a-secret", "{pair}");
+            assert_eq!(found(&basic(pair).replace("Basic", "basic")).unwrap(), b"a-secret", "{pair}");
+            assert_eq!(bearer_token(&headers(&[&basic(pair)])), None, "{pair}");
+        }
+        assert_eq!(found(&basic("x:y:a-secret")).unwrap(), b"y:a-secret");
+        assert_eq!(found(&basic("a-secret")), None);
+        assert_eq!(secret(&headers(&["Bearer a-secret", "Bearer a-secret"])), None);
+        assert_eq!(secret(&HeaderMap::new()), None);
+    }
+}

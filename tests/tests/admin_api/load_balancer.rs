@@ -1,0 +1,302 @@
+//! Two supervisors behind HAProxy, with the configuration of `deploy/haproxy`. Hosts stop and die under load, and each
+//! job is counted where it runs.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bulkhead_tests::http::Place;
+use bulkhead_tests::{Supervisor, not_run, tally, wait_for};
+use nix::sys::signal::Signal;
+use tempfile::TempDir;
+
+const CONFIG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/haproxy/haproxy.cfg");
+const CALLERS: usize = 16;
+const TOKEN: &str = "Authorization: Bearer a-token-for-the-jobs";
+const BULKHEAD: &str = "[[access]]\ntoken_file = \"jobs\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
+                        max_in_flight = 4\nmax_queue = 50\ncwd = \".\"\n";
+
+/// A running HAProxy, which is killed when dropped.
+struct Proxy {
+    child: Child,
+    address: SocketAddr,
+    _folder: TempDir,
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Proxy {
+    /// Starts HAProxy in front of the hosts. Returns `None`, with a note, if HAProxy is not installed.
+    fn start(hosts: [SocketAddr; 2]) -> Option<Self> {
+        if Command::new("haproxy").arg("-v").output().is_err() {
+            not_run!("haproxy is not installed: install Debian's package haproxy");
+            return None;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        // The port is free again, and no other program of the tests chooses ports by number.
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let mut text = std::fs::read_to_string(CONFIG).unwrap();
+        let places = [
+            ("bind :8080", format!("bind {address}")),
+            ("10.0.0.1:9465", hosts[0].to_string()),
+            ("10.0.0.2:9465", hosts[1].to_string()),
+        ];
+        for (from, to) in places {
+            assert!(text.contains(from), "the configuration names {from}");
+            text = text.replace(from, &to);
+        }
+        let path = folder.path().join("haproxy.cfg");
+        std::fs::write(&path, text).unwrap();
+        let checked = Command::new("haproxy").arg("-c").arg("-f").arg(&path).output().unwrap();
+        let notes = String::from_utf8_lossy(&checked.stderr).into_owned();
+        assert!(checked.status.success() && !notes.contains("[WARNING]"), "{notes}");
+        let child = Command::new("haproxy").arg("-f").arg(&path).stdout(Stdio::null()).spawn().unwrap();
+        let proxy = Self { child, address, _folder: folder };
+        wait_for("the proxy listens", || std::net::TcpStream::connect(proxy.address).ok());
+        Some(proxy)
+    }
+
+    fn place(&self) -> Place {
+        Place::Tcp(self.address)
+    }
+}
+
+/// A supervisor whose listener keeps its port when the supervisor is replaced.
+struct Host {
+    supervisor: Supervisor,
+    address: SocketAddr,
+}
+
+impl Host {
+    fn start(keys: &str) -> Self {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        Self { supervisor: launch(address, keys, ""), address }
+    }
+
+    /// Stops the supervisor as a service manager does, and starts another one.
+    fn restart(&mut self, keys: &str) {
+        self.supervisor.signal(Signal::SIGTERM);
+        assert_eq!(self.supervisor.wait().code(), Some(0));
+        self.supervisor = launch(self.address, keys, &self.runs());
+    }
+
+    /// Returns the trace contexts of the jobs that began here, one per line.
+    fn runs(&self) -> String {
+        std::fs::read_to_string(self.supervisor.file("runs")).unwrap_or_default()
+    }
+}
+
+/// Starts a supervisor in a new folder with the jobs that began before.
+fn launch(address: SocketAddr, keys: &str, runs: &str) -> Supervisor {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("runs"), runs).unwrap();
+    write_token(folder.path());
+    let keys = format!("jobs_http = \"{address}\"\n{keys}");
+    Supervisor::launch(folder, &keys, BULKHEAD).until_ready()
+}
+
+fn write_token(folder: &Path) {
+    let path = folder.join("jobs");
+    std::fs::write(&path, "a-token-for-the-jobs").unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+}
+
+/// Result of a job as its caller saw it.
+#[derive(Debug)]
+struct Seen {
+    number: usize,
+    idempotent: bool,
+    /// Status, reason, and whether the handler began. Empty if there was no answer.
+    told: String,
+}
+
+/// Sends jobs from `CALLERS` callers until `is_over` returns true for the number of jobs begun so far.
+fn load(proxy: &Proxy, is_over: impl Fn(usize) -> bool + Sync) -> Vec<Seen> {
+    let begun = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let callers: Vec<_> = (0..CALLERS).map(|_| scope.spawn(|| call(proxy, &begun, &is_over))).collect();
+        callers.into_iter().flat_map(|caller| caller.join().unwrap()).collect()
+    })
+}
+
+fn call(proxy: &Proxy, begun: &AtomicUsize, is_over: impl Fn(usize) -> bool) -> Vec<Seen> {
+    let mut seen = Vec::new();
+    let mut connection = proxy.place().keep_alive();
+    loop {
+        let number = begun.fetch_add(1, Ordering::SeqCst);
+        if is_over(number) {
+            return seen;
+        }
+        let idempotent = number % 2 == 0;
+        let headers = [
+            TOKEN.to_owned(),
+            "Bulkhead-Operation: steps:trace runs;sleep 5".to_owned(),
+            format!("Bulkhead-Idempotent: {idempotent}"),
+            format!("traceparent: {}", trace(number)),
+        ];
+        let headers = headers.each_ref().map(String::as_str);
+        let answer = connection.ask("POST", "/v1/bulkheads/b/jobs", &headers, b"x");
+        let told = answer.as_ref().map(|answer| {
+            let (reason, executed) = (answer.header("bulkhead-reason"), answer.header("bulkhead-executed"));
+            format!("{} {reason} {executed}", answer.status)
+        });
+        if answer.is_none_or(|answer| answer.header("connection") == "close") {
+            connection = proxy.place().keep_alive();
+        }
+        seen.push(Seen { number, idempotent, told: told.unwrap_or_default() });
+    }
+}
+
+fn trace(number: usize) -> String {
+    format!("00-{:032x}-b7ad6b7169203331-01", number + 1)
+}
+
+/// Returns how often each job began.
+fn runs(hosts: &[&Host]) -> BTreeMap<String, usize> {
+    tally(hosts.iter().flat_map(|host| host.runs().lines().map(str::to_owned).collect::<Vec<_>>()))
+}
+
+/// Checks that every job that ended `ok` ran, that no other job is said to have begun or not to have begun wrongly,
+/// and that only jobs that may run twice did.
+#[track_caller]
+fn check_runs(seen: &[Seen], runs: &BTreeMap<String, usize>) {
+    for Seen { number, idempotent, told } in seen {
+        let count = runs.get(&trace(*number)).copied().unwrap_or(0);
+        assert!(count <= if *idempotent { 2 } else { 1 }, "job {number} ran {count} times: {told}");
+        match told.as_str() {
+            "200  yes" => assert!(count >= 1, "job {number} never ran"),
+            _ if told.ends_with(" no") => assert_eq!(count, 0, "job {number}: {told}"),
+            _ => {}
+        }
+    }
+}
+
+fn results(seen: &[Seen]) -> BTreeMap<&str, usize> {
+    tally(seen.iter().map(|seen| seen.told.as_str()))
+}
+
+#[test]
+fn announced_stop_costs_no_job() {
+    let keys = "drain_notice = \"1s\"";
+    let hosts = [Host::start(keys), Host::start(keys)];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    let [first, second] = &hosts;
+    let stopped = AtomicUsize::new(0);
+    let seen = load(&proxy, |number| {
+        if number == 200 {
+            first.supervisor.signal(Signal::SIGTERM);
+            stopped.store(1, Ordering::SeqCst);
+        }
+        number >= 1000
+    });
+    assert_eq!(stopped.load(Ordering::SeqCst), 1);
+    assert_eq!(results(&seen), BTreeMap::from([("200  yes", 1000)]));
+    check_runs(&seen, &runs(&[first, second]));
+    println!("{} jobs on the host that stayed", second.runs().lines().count());
+}
+
+#[test]
+fn killed_host_costs_only_jobs_in_flight() {
+    let hosts = [Host::start(""), Host::start("")];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    let [first, second] = &hosts;
+    let seen = load(&proxy, |number| {
+        if number == 300 {
+            first.supervisor.signal(Signal::SIGKILL);
+        }
+        number >= 1000
+    });
+    let lost: Vec<_> = seen.iter().filter(|seen| seen.told != "200  yes").collect();
+    assert!(lost.iter().all(|lost| !lost.idempotent && lost.told.starts_with("502 ")), "{lost:?}");
+    assert!(lost.iter().all(|lost| lost.told.ends_with(" unknown")), "{lost:?}");
+    assert!(lost.len() <= CALLERS, "{lost:?}");
+    check_runs(&seen, &runs(&[first, second]));
+    println!("lost: {}, {:?}", lost.len(), results(&seen));
+}
+
+/// Each host stops four times, without a notice, while jobs run and wait.
+#[test]
+fn stops_under_load_reset_no_connection() {
+    let mut hosts = [Host::start(""), Host::start("")];
+    let Some(proxy) = Proxy::start([hosts[0].address, hosts[1].address]) else { return };
+    let stops = AtomicUsize::new(0);
+    let seen = std::thread::scope(|scope| {
+        let load = scope.spawn(|| load(&proxy, |_| stops.load(Ordering::SeqCst) >= 8));
+        for round in 0..8 {
+            let host = &mut hosts[round % 2];
+            let before = host.runs().lines().count();
+            wait_for("the host has jobs", || (host.runs().lines().count() > before + 5).then_some(()));
+            host.restart("");
+            // The proxy has noticed that the host is back.
+            let before = host.runs().lines().count();
+            wait_for("the host has jobs again", || (host.runs().lines().count() > before).then_some(()));
+            stops.fetch_add(1, Ordering::SeqCst);
+        }
+        load.join().unwrap()
+    });
+    let results = results(&seen);
+    println!("{} jobs: {results:?}", seen.len());
+    // A backend of the proxy may not have noticed yet that the other host is back.
+    let is_refusal = |told: &str| told.starts_with("503 ") && told.ends_with(" no");
+    assert!(results.keys().all(|told| *told == "200  yes" || is_refusal(told)), "{results:?}");
+    assert!(results["200  yes"] > seen.len() / 2, "{results:?}");
+    let [first, second] = &hosts;
+    check_runs(&seen, &runs(&[first, second]));
+}
+
+/// Clients that connect to a host themselves, for each job or with connections that they keep.
+#[test]
+fn direct_clients_see_no_reset_when_a_host_stops() {
+    for (keeps, stops) in [(false, 1), (true, 2)] {
+        for _ in 0..stops {
+            let host = Host::start("");
+            let place = Place::Tcp(host.address);
+            let Host { mut supervisor, .. } = host;
+            let seen: Vec<String> = std::thread::scope(|scope| {
+                let callers: Vec<_> =
+                    (0..CALLERS).map(|_| scope.spawn(|| call_until_refused(&place, keeps))).collect();
+                wait_for("jobs run", || (supervisor.number("b", "done") > 50).then_some(()));
+                supervisor.signal(Signal::SIGTERM);
+                callers.into_iter().flat_map(|caller| caller.join().unwrap()).collect()
+            });
+            assert_eq!(supervisor.wait().code(), Some(0));
+            let told = tally(&seen);
+            assert!(seen.iter().all(|told| told == "200 yes" || told == "503 no"), "{told:?}");
+        }
+    }
+}
+
+/// Sends jobs until the host refuses connections. Returns the answers.
+fn call_until_refused(place: &Place, keeps: bool) -> Vec<String> {
+    let Place::Tcp(address) = place else { unreachable!() };
+    let mut seen = Vec::new();
+    let mut kept = None;
+    loop {
+        let mut connection = match kept.take() {
+            Some(connection) => connection,
+            None => match std::net::TcpStream::connect_timeout(address, Duration::from_secs(5)) {
+                Ok(socket) => bulkhead_tests::http::KeptAlive::new(socket),
+                Err(_) => return seen,
+            },
+        };
+        let headers = [TOKEN, "Bulkhead-Operation: steps:sleep 2"];
+        match connection.ask("POST", "/v1/bulkheads/b/jobs", &headers, b"x") {
+            Some(answer) => {
+                seen.push(format!("{} {}", answer.status, answer.header("bulkhead-executed")));
+                if keeps && answer.header("connection") != "close" {
+                    kept = Some(connection);
+                }
+            }
+            None => seen.push("no answer".into()),
+        }
+    }
+}
