@@ -797,7 +797,7 @@ fn unwritable_standard_output_exits_with_status_74() {
         let output = shell.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
-        assert!(said.contains("standard output: the descriptor is closed"), "{arguments:?}: {said}");
+        assert!(said.contains("standard output: standard output is closed"), "{arguments:?}: {said}");
     }
 }
 

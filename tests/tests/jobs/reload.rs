@@ -496,7 +496,7 @@ fn dry_run_reports_changes_without_applying_them() {
                     b: env, max_queue; workers are replaced one after the other\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\
-                    [supervisor]: not applied: crash_keep; restart the supervisor to apply\n\
+                    [supervisor]: not applied: crash_keep; restart the supervisor to apply these changes\n\
                     dry run: nothing was changed\n";
     assert_eq!((ran.status.code(), &*text(&ran.stdout)), (Some(0), expected));
     assert_eq!(names(&supervisor), ["b", "old"]);

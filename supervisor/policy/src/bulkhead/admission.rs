@@ -216,7 +216,7 @@ impl<T> Bulkhead<T> {
         let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
         // Without a queue, a job cannot wait until another job of its tenant has ended.
-        if is_over || !has_share && self.waiting_max() == 0 {
+        if is_over || !has_share && self.limits.max_queue == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
                 0 => format!("tenant '{name}' already uses its full share of this bulkhead"),

@@ -229,7 +229,7 @@ impl Model {
         } else if has_share && priority >= self.lowest_admitted() && self.least_loaded().is_some() {
             None
         } else if self.limits.tenants.max_queue.is_some_and(|most| of_tenant >= most as usize)
-            || !has_share && self.queue_capacity() == 0
+            || !has_share && self.limits.max_queue == 0
         {
             reject(RejectReason::TenantQuota)
         } else if self.next_start() > Some(self.now + limit) {
