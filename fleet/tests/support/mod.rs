@@ -1,0 +1,5 @@
+//! The simulated fleet.
+
+pub mod random;
+pub mod server;
+pub mod world;
