@@ -138,7 +138,8 @@ mod tests {
     #[test]
     fn lanes_of_consumers_cover_each_lane_once() {
         for lanes in [2, 4, 8, 16] {
-            let mut filters: Vec<_> = (0..lanes).flat_map(|index| consumer_filters("b", lanes, index)).collect();
+            let mut filters: Vec<_> =
+                (0..lanes).flat_map(|index| consumer_filters("b", lanes, index)).collect();
             filters.sort();
             filters.dedup();
             assert_eq!(filters.len(), usize::from(LANES));

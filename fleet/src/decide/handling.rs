@@ -113,14 +113,33 @@ enum Purpose {
 enum State {
     Reading,
     /// Writes until the record has the nonce of this write, or the write is refused.
-    Writing { write: Write, purpose: Purpose, is_own: bool },
+    Writing {
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+    },
     /// Reads until the record has the sequence of the conflict or a later one.
-    Confirming { write: Write, purpose: Purpose, is_own: bool, conflict: u64 },
-    Running { claim: Claim, sequence: u64 },
-    Announcing { ending: Ending, conclusion: Conclusion },
+    Confirming {
+        write: Write,
+        purpose: Purpose,
+        is_own: bool,
+        conflict: u64,
+    },
+    Running {
+        claim: Claim,
+        sequence: u64,
+    },
+    Announcing {
+        ending: Ending,
+        conclusion: Conclusion,
+    },
     Acknowledging(Conclusion),
     /// Only with the planted fault `acknowledges_before_record`.
-    AcknowledgingEarly { ending: Ending, attempts: u32, sequence: u64 },
+    AcknowledgingEarly {
+        ending: Ending,
+        attempts: u32,
+        sequence: u64,
+    },
     Over,
 }
 

@@ -218,7 +218,9 @@ fn disconnection_before_sending_is_no_attempt() {
 
 #[test]
 fn disconnection_after_sending_is_host_lost_unless_idempotent() {
-    for (is_idempotent, executed) in [(false, Executed::Unknown), (false, Executed::Yes), (true, Executed::Unknown)] {
+    for (is_idempotent, executed) in
+        [(false, Executed::Unknown), (false, Executed::Yes), (true, Executed::Unknown)]
+    {
         let claim = Claim { attempts: 1, previous: None };
         let end = AttemptEnd::Disconnected { executed };
         let terms = terms(is_idempotent);
@@ -335,7 +337,10 @@ fn dead_letter_is_stored_before_the_acknowledgement() {
     assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
     let step = handling.apply(Event::Announced(false), IN_TIME);
     assert!(matches!(step, Step::Do(Action::Announce { is_dead: true, .. }, _)), "{step:?}");
-    assert_eq!(handling.apply(Event::Announced(true), IN_TIME), Step::Do(Action::Acknowledge, Duration::ZERO));
+    assert_eq!(
+        handling.apply(Event::Announced(true), IN_TIME),
+        Step::Do(Action::Acknowledge, Duration::ZERO)
+    );
 }
 
 #[test]
@@ -345,5 +350,7 @@ fn job_whose_deadline_passes_during_the_claim_does_not_run() {
     handling.apply(Event::Read(Ok(None)), IN_TIME);
     let step = handling.apply(Event::Written(WriteResult::Stored(1)), LATE);
     let Step::Do(Action::Write(write), _) = step else { panic!("{step:?}") };
-    assert!(matches!(write.record.phase, Phase::Decided(end) if end.outcome.verdict == Verdict::DeadlineQueued));
+    assert!(
+        matches!(write.record.phase, Phase::Decided(end) if end.outcome.verdict == Verdict::DeadlineQueued)
+    );
 }

@@ -1,5 +1,5 @@
 //! The simulated fleet.
 
-pub mod random;
-pub mod server;
-pub mod world;
+pub(crate) mod random;
+pub(crate) mod server;
+pub(crate) mod world;

@@ -9,41 +9,41 @@ use bulkhead_fleet::record::{Record, Stored};
 use super::random::Random;
 
 /// Time in ms.
-pub type Ms = u64;
+pub(crate) type Ms = u64;
 
 /// A stored job.
 #[derive(Clone, Debug)]
-pub struct Queued {
+pub(crate) struct Queued {
     /// Index of the job.
-    pub job: usize,
+    pub(crate) job: usize,
     /// Time of storage.
-    pub published: Ms,
+    pub(crate) published: Ms,
     /// Number of deliveries.
-    pub deliveries: u64,
+    pub(crate) deliveries: u64,
     /// Time from which the message can be delivered.
-    pub available: Ms,
+    pub(crate) available: Ms,
     /// Number of deliveries that will follow although the message was acknowledged.
-    pub ghosts: u32,
+    pub(crate) ghosts: u32,
 }
 
 /// The ledger record of one job.
 #[derive(Clone, Debug, Default)]
-pub struct Ledger {
+pub(crate) struct Ledger {
     /// All records, oldest first. The last one is in force.
-    pub history: Vec<Stored>,
+    pub(crate) history: Vec<Stored>,
     /// A write that is accepted and not stored yet, with the time of storage.
-    pub in_process: Option<(Ms, Record)>,
+    pub(crate) in_process: Option<(Ms, Record)>,
 }
 
 /// The server.
 #[derive(Debug)]
-pub struct Server {
+pub(crate) struct Server {
     /// False during an outage: the server then neither receives nor answers.
-    pub is_up: bool,
+    pub(crate) is_up: bool,
     /// Messages by stream sequence.
-    pub queue: BTreeMap<u64, Queued>,
+    pub(crate) queue: BTreeMap<u64, Queued>,
     /// Records by job.
-    pub ledgers: Vec<Ledger>,
+    pub(crate) ledgers: Vec<Ledger>,
     ack_wait: Ms,
     next_message: u64,
     next_record: u64,
@@ -51,7 +51,7 @@ pub struct Server {
 
 impl Server {
     /// Creates an empty server.
-    pub fn new(jobs: usize, ack_wait: Ms) -> Self {
+    pub(crate) fn new(jobs: usize, ack_wait: Ms) -> Self {
         Self {
             is_up: true,
             queue: BTreeMap::new(),
@@ -63,16 +63,21 @@ impl Server {
     }
 
     /// Stores a job.
-    pub fn publish(&mut self, job: usize, now: Ms) {
+    pub(crate) fn publish(&mut self, job: usize, now: Ms) {
         let queued = Queued { job, published: now, deliveries: 0, available: now, ghosts: 0 };
         self.queue.insert(self.next_message, queued);
         self.next_message += 1;
     }
 
     /// Delivers one message, if one is available. Not always the oldest, because there are several replicas and lanes.
-    pub fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
-        let ready: Vec<u64> =
-            self.queue.iter().filter(|(_, message)| message.available <= now).map(|(&seq, _)| seq).take(3).collect();
+    pub(crate) fn pull(&mut self, now: Ms, random: &mut Random) -> Option<(u64, Queued)> {
+        let ready: Vec<u64> = self
+            .queue
+            .iter()
+            .filter(|(_, message)| message.available <= now)
+            .map(|(&seq, _)| seq)
+            .take(3)
+            .collect();
         let sequence = *ready.get(random.below(ready.len() as u64) as usize)?;
         let message = self.queue.get_mut(&sequence)?;
         message.deliveries += 1;
@@ -88,7 +93,7 @@ impl Server {
     }
 
     /// Acknowledges a message, no matter by which receiver. A few acknowledged messages are delivered once more.
-    pub fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
+    pub(crate) fn acknowledge(&mut self, sequence: u64, now: Ms, random: &mut Random) {
         let Some(message) = self.queue.get_mut(&sequence) else { return };
         if random.chance(3) {
             message.ghosts = 1;
@@ -99,21 +104,21 @@ impl Server {
     }
 
     /// Extends the time of a holder.
-    pub fn in_progress(&mut self, sequence: u64, now: Ms) {
+    pub(crate) fn in_progress(&mut self, sequence: u64, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + self.ack_wait;
         }
     }
 
     /// Schedules another delivery.
-    pub fn negative_acknowledge(&mut self, sequence: u64, delay: Ms, now: Ms) {
+    pub(crate) fn negative_acknowledge(&mut self, sequence: u64, delay: Ms, now: Ms) {
         if let Some(message) = self.queue.get_mut(&sequence) {
             message.available = now + delay;
         }
     }
 
     /// Forgets the latest deliveries of some messages, as a new leader of a consumer may.
-    pub fn change_leader(&mut self, now: Ms, random: &mut Random) {
+    pub(crate) fn change_leader(&mut self, now: Ms, random: &mut Random) {
         for message in self.queue.values_mut() {
             if message.deliveries > 0 && random.chance(10) {
                 message.deliveries -= 1;
@@ -123,7 +128,7 @@ impl Server {
     }
 
     /// Begins a write. Returns the answer, or `None` if the write is accepted and is stored at `stored_at`.
-    pub fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
+    pub(crate) fn begin_write(&mut self, job: usize, write: &Write, stored_at: Ms) -> Option<WriteResult> {
         let ledger = &mut self.ledgers[job];
         if ledger.in_process.is_some() {
             return Some(WriteResult::Pending);
@@ -137,7 +142,7 @@ impl Server {
     }
 
     /// Stores the accepted write of a job. Returns the sequence, and the record that it replaces.
-    pub fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
+    pub(crate) fn store(&mut self, job: usize) -> Option<(u64, Option<Stored>)> {
         let ledger = &mut self.ledgers[job];
         let (_, record) = ledger.in_process.take()?;
         let sequence = self.next_record;
@@ -148,7 +153,7 @@ impl Server {
     }
 
     /// Reads the record of a job. One read in ten is out of date.
-    pub fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
+    pub(crate) fn read(&mut self, job: usize, random: &mut Random) -> Option<Stored> {
         let history = &self.ledgers[job].history;
         let age = if random.chance(10) { random.below(3) as usize } else { 0 };
         history.len().checked_sub(1 + age).map(|index| history[index].clone())

@@ -1,0 +1,6 @@
+//! Everything that crosses the connection to the servers. This module decides nothing.
+
+pub(crate) mod connection;
+pub(crate) mod ledger;
+pub(crate) mod messages;
+pub mod streams;
