@@ -110,7 +110,11 @@ fn verdict(document: &JobOutcome) -> Option<Verdict> {
             code: document.code.clone().unwrap_or_else(|| reason.to_owned()),
             message,
             retryable: document.retryable,
-            fault: document.fault.as_ref().and_then(|fault| Fault::from_word(fault.as_str())).unwrap_or_default(),
+            fault: document
+                .fault
+                .as_ref()
+                .and_then(|fault| Fault::from_word(fault.as_str()))
+                .unwrap_or_default(),
         }),
         "rejected" => Verdict::Rejected { reason: RejectReason::from_word(reason)?, message },
         "deadline_exceeded" if reason == "running" => Verdict::DeadlineRunning,
@@ -136,8 +140,7 @@ mod tests {
     use crate::decide::delivery::host_lost;
 
     fn outcome(verdict: Verdict) -> Outcome {
-        let terms =
-            Terms { bulkhead: "b".into(), deadline: Duration::from_secs(60), is_idempotent: false };
+        let terms = Terms { bulkhead: "b".into(), deadline: Duration::from_secs(60), is_idempotent: false };
         let times = (Duration::from_micros(1250), Duration::from_millis(7));
         Outcome { verdict, queued: times.0, ran: times.1, worker_pid: Some(12), ..host_lost(&terms, 2) }
     }

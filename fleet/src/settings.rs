@@ -153,8 +153,9 @@ impl Settings {
     pub fn read(file: &Path) -> Result<Self, SettingsError> {
         let text = std::fs::read_to_string(file)
             .map_err(|error| SettingsError(vec![format!("failed to read {}: {error}", file.display())]))?;
-        let mut settings: Self = toml::from_str(&text)
-            .map_err(|error| SettingsError(vec![format!("{}: {}", file.display(), error.to_string().trim_end())]))?;
+        let mut settings: Self = toml::from_str(&text).map_err(|error| {
+            SettingsError(vec![format!("{}: {}", file.display(), error.to_string().trim_end())])
+        })?;
         settings.resolve_paths(file.parent().unwrap_or(Path::new(".")));
         let errors = settings.errors();
         if errors.is_empty() {
@@ -175,7 +176,8 @@ impl Settings {
         let mut errors = self.nats.errors();
         errors.extend(self.streams.errors());
         for (name, bulkhead) in &self.bulkhead {
-            errors.extend(bulkhead.errors(&self.streams).into_iter().map(|e| format!("[bulkhead.{name}] {e}")));
+            errors
+                .extend(bulkhead.errors(&self.streams).into_iter().map(|e| format!("[bulkhead.{name}] {e}")));
             let is_name = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
             if !(1..=64).contains(&name.len()) || !name.bytes().all(is_name) {
                 errors.push(format!(
@@ -200,10 +202,17 @@ impl Settings {
 }
 
 impl Nats {
+    /// Creates a connection without credentials.
+    pub fn new(servers: Vec<String>) -> Self {
+        Self { servers, credentials: None, nkey: None, ca: None, tenant: None, ping: ping() }
+    }
+
     fn errors(&self) -> Vec<String> {
         let mut errors = Vec::new();
         if self.servers.is_empty() {
-            errors.push("[nats] servers is empty: name at least one server, such as \"nats://127.0.0.1:4222\"".into());
+            errors.push(
+                "[nats] servers is empty: name at least one server, such as \"nats://127.0.0.1:4222\"".into(),
+            );
         }
         if self.credentials.is_some() && self.nkey.is_some() {
             errors.push("[nats] has credentials and nkey: keep one of them".into());
@@ -231,7 +240,9 @@ impl Streams {
             errors.push(format!("[streams] replicas = {}: use 1, 3 or 5", self.replicas));
         }
         if self.host_lost_after < Duration::from_secs(2) {
-            errors.push("[streams] host_lost_after is below 2s: short pauses would look like lost hosts".into());
+            errors.push(
+                "[streams] host_lost_after is below 2s: short pauses would look like lost hosts".into(),
+            );
         }
         for (key, bytes) in [
             ("max_bytes", self.max_bytes),
@@ -316,8 +327,9 @@ fn size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
         Written::Bytes(bytes) => Some(bytes),
         Written::Text(text) => parse(&text),
     };
-    size.filter(|size| *size <= i64::MAX as u64)
-        .ok_or_else(|| serde::de::Error::custom("use a size such as \"64KiB\", \"512MiB\" or a number of bytes"))
+    size.filter(|size| *size <= i64::MAX as u64).ok_or_else(|| {
+        serde::de::Error::custom("use a size such as \"64KiB\", \"512MiB\" or a number of bytes")
+    })
 }
 
 fn machine_name() -> String {
@@ -360,10 +372,17 @@ mod tests {
              ledger_keep = \"30m\"\n[bulkhead.B]\nshare = 0.0\nlanes = 3\nattempts = 0\n"
         );
         let errors = read(&text).unwrap_err();
-        for part in
-            ["replicas = 2", "host_lost_after is", "max_bytes is", "tenant_backlog is", "share = 0", "lanes = 3",
-             "attempts = 0", "ledger_keep", "no name of a bulkhead"]
-        {
+        for part in [
+            "replicas = 2",
+            "host_lost_after is",
+            "max_bytes is",
+            "tenant_backlog is",
+            "share = 0",
+            "lanes = 3",
+            "attempts = 0",
+            "ledger_keep",
+            "no name of a bulkhead",
+        ] {
             assert!(errors.contains(part), "{part}: {errors}");
         }
         assert!(errors.lines().all(|line| line.contains("fleet.toml: ")), "{errors}");
