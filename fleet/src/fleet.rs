@@ -214,6 +214,11 @@ impl FleetJob {
         self
     }
 
+    /// Returns the options of the job.
+    pub fn options(&self) -> &JobOptions {
+        &self.options
+    }
+
     /// Submits the job. Once this returns, the job is stored, and survives the loss of any host.
     ///
     /// Repeats the submission without an acknowledgement, for up to 15 s. The ledger removes copies.
@@ -322,13 +327,12 @@ impl Submitted {
     /// Waits for the outcome, until `host_lost_after` after the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
-        let mut last_error = None;
         loop {
-            match self.fleet.ending(&self.ledger).await {
+            let last_error = match self.fleet.ending(&self.ledger).await {
                 Ok(Some(result)) => return result.map_err(FleetError::Job),
-                Ok(None) => last_error = None,
-                Err(error) => last_error = Some(error),
-            }
+                Ok(None) => None,
+                Err(error) => Some(error),
+            };
             let left = self.wait.saturating_sub(self.began.elapsed());
             if left.is_zero() {
                 return Err(self.overdue(last_error));

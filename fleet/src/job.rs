@@ -14,7 +14,7 @@ pub const ID_BYTES_MAX: usize = 128;
 pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(3600);
 
 /// Bytes of a message that are reserved for headers. Payloads and results may fill the rest.
-pub const HEADER_BYTES_RESERVED: usize = 32 * 1024;
+pub(crate) const HEADER_BYTES_RESERVED: usize = 32 * 1024;
 
 const ID: &str = "Bulkhead-Id";
 const OPERATION: &str = "Bulkhead-Operation";

@@ -84,6 +84,8 @@ pub struct StreamStatus {
     pub max_bytes: u64,
     /// Number of replicas that are up to date.
     pub replicas: usize,
+    /// Name of the server that leads the stream. `None` without a cluster, and during an election.
+    pub leader: Option<String>,
 }
 
 /// A job that did not end `ok`.
@@ -177,6 +179,7 @@ impl Operator {
             bytes: number(&info["state"]["bytes"]),
             max_bytes: number(&info["config"]["max_bytes"]),
             replicas: current + 1,
+            leader: info["cluster"]["leader"].as_str().map(str::to_owned),
         })
     }
 

@@ -3,4 +3,4 @@
 pub(crate) mod connection;
 pub(crate) mod ledger;
 pub(crate) mod messages;
-pub mod streams;
+pub(crate) mod streams;

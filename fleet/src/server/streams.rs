@@ -147,7 +147,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
 
 /// Prepares the streams and consumers of a fleet. Creates what is missing; adds subjects of new bulkheads; changes
 /// nothing else.
-pub async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
+pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
     check_version(client, settings)?;
     let mut findings = Vec::new();
     for config in streams(settings) {
