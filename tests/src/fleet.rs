@@ -104,8 +104,8 @@ impl Drop for NatsServer {
 
 /// A host: a supervisor with its agent.
 pub struct Host {
-    /// The supervisor. `None` while a test has stopped it.
-    pub supervisor: Option<Supervisor>,
+    /// The supervisor, which can have ended.
+    pub supervisor: Supervisor,
     /// The agent. `None` while a test has stopped it.
     pub agent: Option<Child>,
     name: String,
@@ -145,14 +145,30 @@ impl Host {
         kill_pid(self.agent.as_ref().expect("the agent runs").id(), signal);
     }
 
+    /// Starts the supervisor again after its end, with the same files.
+    pub fn restart_supervisor(&mut self) {
+        let supervisor = &mut self.supervisor;
+        let log = std::fs::File::options().append(true).open(supervisor.file("log")).expect("a log");
+        supervisor.child = Command::new(programs().join("bulkhead-supervisor"))
+            .arg("--config")
+            .arg(supervisor.file("workers.toml"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("the supervisor's program runs");
+    }
+
+    /// Ends the supervisor by SIGKILL.
+    pub fn kill_supervisor(&mut self) {
+        let supervisor = &mut self.supervisor;
+        supervisor.child.kill().expect("our own child");
+        supervisor.child.wait().expect("our own child");
+    }
+
     /// Returns the agent's log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.config.with_extension("log")).unwrap_or_default()
-    }
-
-    /// Returns the running supervisor.
-    pub fn supervisor(&self) -> &Supervisor {
-        self.supervisor.as_ref().expect("the supervisor runs")
     }
 }
 
@@ -230,7 +246,7 @@ impl TestFleet {
     pub fn prepare_host(&mut self, name: &str, supervisor: Supervisor) -> usize {
         let config = self.folder.path().join(format!("{name}.toml"));
         std::fs::write(&config, self.configuration(name, Some(&supervisor))).expect("a writable folder");
-        let (supervisor, agent, name) = (Some(supervisor), None, name.to_owned());
+        let (agent, name) = (None, name.to_owned());
         self.hosts.push(Host { supervisor, agent, name, config });
         self.hosts.len() - 1
     }

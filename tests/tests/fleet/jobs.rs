@@ -53,7 +53,7 @@ fn failure_has_the_type_of_a_local_failure() {
 #[test]
 fn same_id_runs_once_for_each_tenant() {
     let Some(fleet) = start() else { return };
-    let file = fleet.hosts[0].supervisor().file("count");
+    let file = fleet.hosts[0].supervisor.file("count");
     run(async {
         let client = fleet.connect().await;
         for tenant in ["acme", "acme", "other", "acme"] {

@@ -1,0 +1,311 @@
+//! A fleet of three servers and two hosts under load, while agents, supervisors and servers are killed, stopped and
+//! frozen. `BULKHEAD_FLEET_CHAOS_SECONDS` and `BULKHEAD_FLEET_CHAOS_SEED` change the run.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use bulkhead_fleet::{Fleet, FleetError};
+use bulkhead_tests::fleet::{HOST_LOST_AFTER, TestFleet, VERSIONS, streams};
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait_for};
+use nix::sys::signal::Signal;
+use tokio::sync::watch;
+
+/// Jobs per second.
+const RATE: u64 = 40;
+/// Jobs that a submitter waits for at once. The others wait for their turn.
+const OPEN_MAX: usize = 256;
+/// Deadline of each job, so long that no fault makes a job late.
+const DEADLINE: Duration = Duration::from_secs(600);
+/// Time between two faults, from begin to begin.
+const FAULT_INTERVAL: Duration = Duration::from_secs(4);
+
+const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 2\nmax_queue = 10\n\
+                         deadline = \"30s\"\nlookahead = \"0s\"\n";
+
+/// A planned run.
+struct Plan {
+    version: &'static str,
+    seconds: u64,
+    seed: u64,
+    /// Fault of all agents, if any.
+    planted: Option<&'static str>,
+}
+
+/// The end of one job.
+struct JobEnd {
+    number: u64,
+    outcome: String,
+}
+
+/// What a run showed.
+#[derive(Debug)]
+#[expect(dead_code, reason = "printed")]
+struct Report {
+    outcomes: BTreeMap<String, usize>,
+    ran_again: usize,
+    faults: usize,
+    /// Time from the last fault to the last outcome.
+    settled: Duration,
+}
+
+fn is_idempotent(number: u64) -> bool {
+    number.is_multiple_of(2)
+}
+
+fn id(number: u64) -> String {
+    format!("job-{number}")
+}
+
+/// The files to which jobs append their numbers.
+struct Files {
+    begun: PathBuf,
+    ended: PathBuf,
+}
+
+impl Files {
+    fn of(folder: &Path) -> Self {
+        Self { begun: folder.join("begun"), ended: folder.join("ended") }
+    }
+
+    /// Counts the lines of each job. The number of a job is its trace id.
+    fn count(file: &Path) -> BTreeMap<u64, usize> {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        tally(text.lines().filter_map(|line| u64::from_str_radix(line.split('-').nth(1)?, 16).ok()))
+    }
+}
+
+/// Submits a job until it is accepted, and waits for its end.
+async fn submit(fleet: Fleet, number: u64, operation: String) -> Result<JobEnd, String> {
+    let submitted = loop {
+        let job = fleet
+            .job("b", Vec::new())
+            .id(id(number))
+            .operation(&operation)
+            .deadline(DEADLINE)
+            .idempotent(is_idempotent(number))
+            .traceparent(format!("00-{number:032x}-00000000000000{:02x}-01", number % 255 + 1));
+        match job.submit().await {
+            Ok(submitted) => break submitted,
+            // The same id is submitted again.
+            Err(error) if error.is_retryable() || error.exit_code() == 66 => {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+            Err(error) => return Err(format!("job {number} was not accepted: {error}")),
+        }
+    };
+    let outcome = match submitted.result().await {
+        Ok(_) => "ok".to_owned(),
+        Err(FleetError::Job(error)) => {
+            let outcome = error.outcome().ok_or_else(|| format!("job {number}: {error}"))?;
+            format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+        }
+        Err(error) => return Err(format!("job {number} has no outcome: {error}")),
+    };
+    Ok(JobEnd { number, outcome })
+}
+
+/// Submits all jobs. Returns early, without a result, if `given_up` is set.
+async fn submit_all(
+    fleet: Fleet,
+    jobs: u64,
+    files: &Files,
+    mut given_up: watch::Receiver<bool>,
+) -> Option<Vec<Result<JobEnd, String>>> {
+    let operation = format!("steps:trace {};sleep 120;trace {}", files.begun.display(), files.ended.display());
+    let open = std::sync::Arc::new(tokio::sync::Semaphore::new(OPEN_MAX));
+    let mut interval = tokio::time::interval(Duration::from_millis(1000 / RATE));
+    let mut tasks = tokio::task::JoinSet::new();
+    for number in 1..=jobs {
+        interval.tick().await;
+        let permit = open.clone().acquire_owned().await.unwrap();
+        let (fleet, operation) = (fleet.clone(), operation.clone());
+        tasks.spawn(async move {
+            let end = submit(fleet, number, operation).await;
+            drop(permit);
+            end
+        });
+    }
+    tokio::select! {
+        ends = tasks.join_all() => Some(ends),
+        _ = given_up.wait_for(|given_up| *given_up) => None,
+    }
+}
+
+/// A number generator (xorshift), seeded.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+fn pause(time: Duration) {
+    std::thread::park_timeout(time);
+}
+
+/// Causes one fault and repairs it.
+fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
+    let host = random.below(2) as usize;
+    let short = Duration::from_millis(random.below(3000));
+    match random.below(if planted.is_some() { 2 } else { 6 }) {
+        0 => {
+            fleet.hosts[host].kill_agent();
+            pause(short);
+            start_agent(fleet, host, planted);
+            "agent killed"
+        }
+        1 => {
+            fleet.hosts[host].signal_agent(Signal::SIGSTOP);
+            pause(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
+            fleet.hosts[host].signal_agent(Signal::SIGCONT);
+            "agent frozen"
+        }
+        2 => {
+            fleet.hosts[host].kill_supervisor();
+            pause(short);
+            fleet.hosts[host].restart_supervisor();
+            "supervisor killed"
+        }
+        3 => {
+            fleet.hosts[host].supervisor.signal(Signal::SIGTERM);
+            fleet.hosts[host].supervisor.wait();
+            fleet.hosts[host].restart_supervisor();
+            "supervisor stopped"
+        }
+        4 => {
+            let leader = fleet.leader("BH_JOBS");
+            fleet.servers[leader].kill();
+            pause(short);
+            fleet.servers[leader].restart();
+            "leader of jobs killed"
+        }
+        _ => {
+            let leader = fleet.leader("BH_LEDGER");
+            fleet.servers[leader].kill();
+            pause(short);
+            fleet.servers[leader].restart();
+            "leader of the ledger killed"
+        }
+    }
+}
+
+fn start_agent(fleet: &mut TestFleet, host: usize, planted: Option<&str>) {
+    match planted {
+        Some(fault) => fleet.hosts[host].start_agent_with(&programs().join("faulty-agent"), &[fault]),
+        None => fleet.hosts[host].start_agent(),
+    }
+}
+
+/// Runs a plan. Returns the first broken promise. `None` if the servers are missing.
+fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
+    let settings = format!("{}[bulkhead.b]\n", streams(3));
+    let mut fleet = TestFleet::start(plan.version, 3, &settings)?;
+    for name in ["host-a", "host-b"] {
+        let host = fleet.prepare_host(name, Supervisor::start(&format!("{BULKHEADS}{SAME_NUMBERS}")));
+        start_agent(&mut fleet, host, plan.planted);
+        fleet.wait_agent(name);
+    }
+    let files = Files::of(fleet.folder.path());
+    let config = fleet.config();
+    let jobs = plan.seconds * RATE;
+    let mut random = Random(plan.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let (mut faults, mut last_fault) = (Vec::new(), Instant::now());
+    let (give_up, given_up) = watch::channel(false);
+    let ends = std::thread::scope(|scope| {
+        let submitter = scope.spawn(|| {
+            run(async {
+                let settings = bulkhead_fleet::settings::Settings::read(&config).unwrap();
+                let client = Fleet::connect_with(&settings.nats, &settings.streams).await.unwrap();
+                submit_all(client, jobs, &files, given_up).await
+            })
+        });
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(plan.seconds) {
+            let fault_began = Instant::now();
+            faults.push(fault(&mut fleet, &mut random, plan.planted));
+            last_fault = Instant::now();
+            pause(FAULT_INTERVAL.saturating_sub(fault_began.elapsed()));
+        }
+        wait_for("every job has an outcome", || {
+            let is_over = submitter.is_finished();
+            (is_over || plan.planted.is_some() && fleet.pending("b") == Some(0)).then_some(())
+        });
+        if !submitter.is_finished() {
+            // Nothing is pending. Without a notice, a submitter reads the ledger every 15 s.
+            pause(Duration::from_secs(20));
+            give_up.send_replace(true);
+        }
+        submitter.join().unwrap()
+    });
+    let settled = last_fault.elapsed();
+    println!("faults: {:?}", tally(faults.iter()));
+    let Some(ends) = ends else {
+        return Some(Err("jobs are lost: accepted, acknowledged and not decided".into()));
+    };
+    Some(judge(ends, &files, faults.len(), settled).inspect(|report| {
+        println!("{} (seed {}): {report:?}", plan.version, plan.seed);
+        if plan.planted.is_none() {
+            fleet.wait_drained("b");
+        }
+    }))
+}
+
+fn judge(
+    ends: Vec<Result<JobEnd, String>>,
+    files: &Files,
+    faults: usize,
+    settled: Duration,
+) -> Result<Report, String> {
+    let (begun, ended) = (Files::count(&files.begun), Files::count(&files.ended));
+    let ends: Result<Vec<JobEnd>, String> = ends.into_iter().collect();
+    let ends = ends?;
+    for (number, count) in &begun {
+        if *count > 1 && !is_idempotent(*number) {
+            return Err(format!("job {number} is not idempotent and began {count} times"));
+        }
+    }
+    for JobEnd { number, outcome } in &ends {
+        if outcome == "ok" && !ended.contains_key(number) {
+            return Err(format!("job {number} is ok and did not run to its end"));
+        }
+        let may_be = ["ok", "crashed/host_lost", "crashed/stopped"];
+        if !may_be.contains(&outcome.as_str()) {
+            return Err(format!("job {number} ended as {outcome}"));
+        }
+        if is_idempotent(*number) && outcome != "ok" {
+            println!("job {number} used all attempts: {outcome}");
+        }
+    }
+    let ran_again = begun.values().filter(|count| **count > 1).count();
+    let outcomes = tally(ends.into_iter().map(|end| end.outcome));
+    Ok(Report { outcomes, ran_again, faults, settled })
+}
+
+fn variable(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |value| value.parse().expect("a number"))
+}
+
+#[test]
+fn every_job_has_one_outcome_while_hosts_and_servers_die() {
+    let _heavy = heavy();
+    let seconds = variable("BULKHEAD_FLEET_CHAOS_SECONDS", 20);
+    for (version, seed) in VERSIONS.into_iter().zip(variable("BULKHEAD_FLEET_CHAOS_SEED", 1)..) {
+        let Some(result) = chaos(&Plan { version, seconds, seed, planted: None }) else { return };
+        result.unwrap_or_else(|violation| panic!("{version}, seed {seed}: {violation}"));
+    }
+}
+
+#[test]
+fn planted_faults_are_found() {
+    let _heavy = heavy();
+    for planted in ["acknowledges-before-record", "claims-without-expectation"] {
+        let plan = Plan { version: VERSIONS[0], seconds: 24, seed: 5, planted: Some(planted) };
+        let Some(result) = chaos(&plan) else { return };
+        println!("{planted}: {}", result.expect_err(planted));
+    }
+}
