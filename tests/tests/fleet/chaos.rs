@@ -112,7 +112,8 @@ async fn submit_all(
     files: &Files,
     mut given_up: watch::Receiver<bool>,
 ) -> Option<Vec<Result<JobEnd, String>>> {
-    let operation = format!("steps:trace {};sleep 120;trace {}", files.begun.display(), files.ended.display());
+    let operation =
+        format!("steps:trace {};sleep 120;trace {}", files.begun.display(), files.ended.display());
     let open = std::sync::Arc::new(tokio::sync::Semaphore::new(OPEN_MAX));
     let mut interval = tokio::time::interval(Duration::from_millis(1000 / RATE));
     let mut tasks = tokio::task::JoinSet::new();
@@ -152,7 +153,7 @@ fn pause(time: Duration) {
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));
-    match random.below(if planted.is_some() { 2 } else { 6 }) {
+    match random.below(if planted.is_some() { 3 } else { 7 }) {
         0 => {
             fleet.hosts[host].kill_agent();
             pause(short);
@@ -166,18 +167,29 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
             "agent frozen"
         }
         2 => {
+            // Outcomes wait for the next leader when their agent is lost.
+            let leader = fleet.leader("BH_LEDGER");
+            fleet.servers[leader].kill();
+            pause(Duration::from_millis(500));
+            fleet.hosts[host].kill_agent();
+            pause(short);
+            fleet.servers[leader].restart();
+            start_agent(fleet, host, planted);
+            "agent and leader of the ledger killed"
+        }
+        3 => {
             fleet.hosts[host].kill_supervisor();
             pause(short);
             fleet.hosts[host].restart_supervisor();
             "supervisor killed"
         }
-        3 => {
+        4 => {
             fleet.hosts[host].supervisor.signal(Signal::SIGTERM);
             fleet.hosts[host].supervisor.wait();
             fleet.hosts[host].restart_supervisor();
             "supervisor stopped"
         }
-        4 => {
+        5 => {
             let leader = fleet.leader("BH_JOBS");
             fleet.servers[leader].kill();
             pause(short);

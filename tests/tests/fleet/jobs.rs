@@ -5,15 +5,15 @@ use bulkhead_tests::fleet::{TestFleet, VERSIONS, streams};
 use bulkhead_tests::{run, wait_for};
 
 /// A bulkhead whose worker misbehaves on request.
-const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 1\ndeadline = \"30s\"\n\
+pub(crate) const BULKHEADS: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nprocesses = 1\ndeadline = \"30s\"\n\
                          max_queue = 10\n";
 
-fn settings() -> String {
+pub(crate) fn settings() -> String {
     format!("{}[bulkhead.b]\n[bulkhead.other]\n", streams(1))
 }
 
 /// Starts a fleet with one server and one host, and connects a client.
-fn start() -> Option<TestFleet> {
+pub(crate) fn start() -> Option<TestFleet> {
     let mut fleet = TestFleet::start(VERSIONS[0], 1, &settings())?;
     fleet.add_host("host-a", BULKHEADS);
     Some(fleet)

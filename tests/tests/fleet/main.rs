@@ -2,4 +2,7 @@
 //! they did not run.
 
 mod chaos;
+mod commands;
+mod failures;
 mod jobs;
+mod limits;
