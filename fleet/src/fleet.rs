@@ -13,11 +13,12 @@ use tokio::time::Instant;
 use crate::decide::Terms;
 use crate::decide::delivery::outcome;
 use crate::job::{DEADLINE_DEFAULT, HEADER_BYTES_RESERVED, JobOptions};
-use crate::names::{job_subject, ledger_subject, told_subject};
+use crate::names::{LEDGER, job_subject, ledger_subject, told_subject};
 use crate::record::Phase;
-use crate::server::connection::{ConnectError, connect};
+use crate::server::connection::{ConnectError, connect_with_refusals};
 use crate::server::ledger;
-use crate::server::messages::{Published, REPEAT_DELAY, publish};
+use crate::server::messages::{Published, REPEAT_DELAY, publish, read_subject};
+use crate::server::refusals::Refusals;
 use crate::settings::{Nats, Streams};
 
 /// Maximum time for which a submission is repeated without an acknowledgement. Elections take up to ten seconds.
@@ -31,6 +32,7 @@ const READ_PAUSES_AFTER_NOTICE: [u64; 6] = [0, 5, 20, 50, 150, 400];
 #[derive(Clone, Debug)]
 pub struct Fleet {
     client: Client,
+    refusals: Refusals,
     tenant: String,
     host_lost_after: Duration,
 }
@@ -116,9 +118,9 @@ impl Fleet {
 
     /// Connects with the tables `[nats]` and `[streams]` of a configuration.
     pub async fn connect_with(nats: &Nats, streams: &Streams) -> Result<Self, ConnectError> {
-        let client = connect(nats, "bulkhead-fleet client", false).await?;
+        let (client, refusals) = connect_with_refusals(nats, "bulkhead-fleet client", false).await?;
         let tenant = nats.tenant.clone().unwrap_or_default();
-        Ok(Self { client, tenant, host_lost_after: streams.host_lost_after })
+        Ok(Self { client, refusals, tenant, host_lost_after: streams.host_lost_after })
     }
 
     /// Creates a job for `bulkhead`, with a random id.
@@ -256,7 +258,10 @@ impl FleetJob {
         let mut may_be_stored = false;
         loop {
             let headers = options.to_headers();
-            let published = publish(client, subject.clone(), headers, self.payload.clone(), None).await;
+            let published = tokio::select! {
+                published = publish(client, subject.clone(), headers, self.payload.clone(), None) => published,
+                message = self.fleet.refusals.of(&subject) => Published::Refused(message),
+            };
             // In a cluster there are also no responders while the stream has no leader.
             let is_clustered = client.server_info().cluster.is_some();
             let (reason, message) = match published {
@@ -327,8 +332,13 @@ impl Submitted {
     /// Waits for the outcome, until `host_lost_after` after the deadline.
     pub async fn result(mut self) -> Result<Reply, FleetError> {
         let mut pause = Duration::from_secs(1);
+        let request = read_subject(LEDGER, &self.ledger);
         loop {
-            let last_error = match self.fleet.ending(&self.ledger).await {
+            let read = tokio::select! {
+                read = self.fleet.ending(&self.ledger) => read,
+                message = self.fleet.refusals.of(&request) => return Err(self.forbidden(message)),
+            };
+            let last_error = match read {
                 Ok(Some(result)) => return result.map_err(FleetError::Job),
                 Ok(None) => None,
                 Err(error) => Some(error),
@@ -355,6 +365,12 @@ impl Submitted {
             }
         }
         None
+    }
+
+    fn forbidden(&self, message: String) -> FleetError {
+        let terms = Terms { bulkhead: String::new(), deadline: self.wait, is_idempotent: false };
+        let verdict = Verdict::Rejected { reason: RejectReason::Forbidden, message };
+        FleetError::Job(JobError::Rejected(Box::new(outcome(&terms, verdict, 0))))
     }
 
     fn overdue(self, error: Option<String>) -> FleetError {

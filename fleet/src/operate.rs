@@ -231,13 +231,15 @@ impl Operator {
 
     /// Removes a dead letter.
     pub async fn drop_letter(&self, letter: &DeadLetter) -> Result<(), OperateError> {
-        const MESSAGE_NOT_FOUND: u64 = 10043;
+        const NOT_DELETED: u64 = 10057;
         let call = format!("STREAM.MSG.DELETE.{DEAD}");
         let removed: Result<Value, ApiError> =
             api(&self.client, &call, json!({"seq": letter.sequence})).await;
         match removed {
             Ok(_) => Ok(()),
-            Err(error) if error.err_code == MESSAGE_NOT_FOUND => Ok(()),
+            Err(error) if error.err_code == NOT_DELETED && error.description.contains("no message found") => {
+                Ok(())
+            }
             Err(error) => {
                 Err(OperateError(format!("failed to remove the dead letter: {}", error.description)))
             }

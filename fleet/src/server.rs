@@ -3,4 +3,5 @@
 pub(crate) mod connection;
 pub(crate) mod ledger;
 pub(crate) mod messages;
+pub(crate) mod refusals;
 pub(crate) mod streams;

@@ -26,7 +26,7 @@ pub fn server_program(version: &str) -> Option<PathBuf> {
 }
 
 /// Returns a port that was free a moment ago.
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
     listener.local_addr().expect("an address").port()
 }
@@ -44,12 +44,17 @@ pub struct NatsServer {
 impl NatsServer {
     fn start(program: &Path, folder: &Path, name: &str, port: u16, more: &str) -> Self {
         let store = folder.join(name);
-        let config = folder.join(format!("{name}.conf"));
         let text = format!(
             "listen: \"127.0.0.1:{port}\"\nserver_name: {name}\njetstream {{ store_dir: \"{}\", max_file_store: \
              1GB }}\n{more}\n",
             store.display()
         );
+        Self::start_configured(program, folder, name, port, &text)
+    }
+
+    /// Starts a server with this configuration, which must name the port.
+    pub fn start_configured(program: &Path, folder: &Path, name: &str, port: u16, text: &str) -> Self {
+        let config = folder.join(format!("{name}.conf"));
         std::fs::write(&config, text).expect("a writable folder");
         let child = Self::spawn(program, &config);
         Self { child, program: program.to_owned(), config, port, name: name.to_owned() }
@@ -193,6 +198,8 @@ pub struct TestFleet {
     /// Folder with all files of servers and agents.
     pub folder: TempDir,
     settings: String,
+    /// Further keys of `[nats]`, and the scheme of addresses.
+    nats: (String, &'static str),
 }
 
 impl TestFleet {
@@ -213,13 +220,23 @@ impl TestFleet {
             NatsServer::start(&program, folder.path(), &format!("n{index}"), free_port(), &more)
         });
         let servers: Vec<_> = servers.collect();
+        Some(Self::prepare(folder, servers, settings, (String::new(), "nats")))
+    }
+
+    /// Prepares the streams on running servers. `nats` has further keys of `[nats]`, and the scheme of addresses.
+    pub fn prepare(
+        folder: TempDir,
+        servers: Vec<NatsServer>,
+        settings: &str,
+        nats: (String, &'static str),
+    ) -> Self {
         for server in &servers {
             wait_for("the server listens", || server.is_listening().then_some(()));
         }
-        let fleet = Self { hosts: Vec::new(), servers, folder, settings: settings.to_owned() };
+        let fleet = Self { hosts: Vec::new(), servers, folder, settings: settings.to_owned(), nats };
         std::fs::write(fleet.config(), fleet.configuration("operator", None)).expect("a writable folder");
         wait_for("the streams are prepared", || fleet.command(&["init"]).status.success().then_some(()));
-        Some(fleet)
+        fleet
     }
 
     /// Returns the configuration of submitters and operators.
@@ -228,11 +245,13 @@ impl TestFleet {
     }
 
     fn configuration(&self, name: &str, supervisor: Option<&Supervisor>) -> String {
-        let servers: Vec<_> = self.servers.iter().map(|server| format!("\"{}\"", server.address())).collect();
+        let (keys, scheme) = &self.nats;
+        let address = |server: &NatsServer| format!("\"{scheme}://127.0.0.1:{}\"", server.port);
+        let servers: Vec<_> = self.servers.iter().map(address).collect();
         let agent = supervisor.map_or(String::new(), |supervisor| {
             format!("[agent]\nname = \"{name}\"\nsocket = \"{}\"\n", supervisor.socket().display())
         });
-        format!("[nats]\nservers = [{}]\nping = \"1s\"\n{agent}{}", servers.join(", "), self.settings)
+        format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
     }
 
     /// Starts a host whose supervisor has these bulkheads, and waits until its agent takes jobs.

@@ -16,7 +16,8 @@ pub(crate) struct Args {
         global = true,
         env = "BULKHEAD_FLEET_CONFIG",
         default_value = "/etc/bulkhead/fleet.toml",
-        value_name = "FILE"
+        value_name = "FILE",
+        overrides_with = "config"
     )]
     pub(crate) config: PathBuf,
 

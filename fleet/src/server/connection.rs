@@ -8,6 +8,7 @@ use std::time::Duration;
 use async_nats::{Client, ConnectOptions, Event};
 
 use crate::names::escape;
+use crate::server::refusals::Refusals;
 use crate::settings::Nats;
 
 /// Maximum time for the first connection.
@@ -31,6 +32,17 @@ impl std::error::Error for ConnectError {}
 
 /// Connects to the servers. With `waits`, also waits for a server that is not there yet.
 pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Client, ConnectError> {
+    Ok(connect_with_refusals(nats, name, waits).await?.0)
+}
+
+/// Connects like [`connect`], and records what the server refuses.
+pub(crate) async fn connect_with_refusals(
+    nats: &Nats,
+    name: &str,
+    waits: bool,
+) -> Result<(Client, Refusals), ConnectError> {
+    let refusals = Refusals::new();
+    let recorded = refusals.clone();
     let servers = nats.servers.join(",");
     let fail = |error: &dyn fmt::Display| ConnectError(format!("failed to connect to {servers}: {error}"));
     let mut options = credentials(nats).await?;
@@ -42,7 +54,13 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
         .reconnect_delay_callback(|attempts| {
             RECONNECT_DELAY_MAX.min(Duration::from_millis(50) * u32::try_from(attempts).unwrap_or(u32::MAX))
         })
-        .event_callback(|event| async move { report(&event) });
+        .event_callback(move |event| {
+            report(&event);
+            if let Event::ServerError(error) = &event {
+                recorded.report(&error.to_string());
+            }
+            async {}
+        });
     if let Some(tenant) = &nats.tenant {
         options = options.custom_inbox_prefix(format!("_INBOX_{}", escape(tenant)));
     }
@@ -54,7 +72,8 @@ pub(crate) async fn connect(nats: &Nats, name: &str, waits: bool) -> Result<Clie
     if waits {
         options = options.retry_on_initial_connect();
     }
-    options.connect(&nats.servers).await.map_err(|error| fail(&error))
+    let client = options.connect(&nats.servers).await.map_err(|error| fail(&error))?;
+    Ok((client, refusals))
 }
 
 async fn credentials(nats: &Nats) -> Result<ConnectOptions, ConnectError> {

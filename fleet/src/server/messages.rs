@@ -108,13 +108,18 @@ pub(crate) struct StoredMessage {
     pub(crate) body: Bytes,
 }
 
+/// Returns the subject of a request for the last message of a subject.
+pub(crate) fn read_subject(stream: &str, subject: &str) -> String {
+    format!("$JS.API.DIRECT.GET.{stream}.{subject}")
+}
+
 /// Reads the last message of a subject from any replica, so that the message can be out of date.
 pub(crate) async fn read_last(
     client: &Client,
     stream: &str,
     subject: &str,
 ) -> Result<Option<StoredMessage>, String> {
-    let request = format!("$JS.API.DIRECT.GET.{stream}.{subject}");
+    let request = read_subject(stream, subject);
     let answer = client.request(request, Bytes::new()).await.map_err(|error| error.to_string())?;
     match answer.status.map(|status| status.as_u16()) {
         Some(404) => Ok(None),

@@ -153,43 +153,54 @@ fn pause(time: Duration) {
 fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &'static str {
     let host = random.below(2) as usize;
     let short = Duration::from_millis(random.below(3000));
-    match random.below(if planted.is_some() { 3 } else { 7 }) {
+    match random.below(if planted.is_some() { 2 } else { 8 }) {
         0 => {
-            fleet.hosts[host].kill_agent();
-            pause(short);
-            start_agent(fleet, host, planted);
-            "agent killed"
-        }
-        1 => {
-            fleet.hosts[host].signal_agent(Signal::SIGSTOP);
-            pause(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
-            fleet.hosts[host].signal_agent(Signal::SIGCONT);
-            "agent frozen"
-        }
-        2 => {
-            // Outcomes wait for the next leader when their agent is lost.
+            // Outcomes and claims wait for the next leader when their agent is lost.
             let leader = fleet.leader("BH_LEDGER");
             fleet.servers[leader].kill();
-            pause(Duration::from_millis(500));
+            pause(Duration::from_millis(300));
             fleet.hosts[host].kill_agent();
             pause(short);
             fleet.servers[leader].restart();
             start_agent(fleet, host, planted);
             "agent and leader of the ledger killed"
         }
+        1 => {
+            let leader = fleet.leader("BH_LEDGER");
+            fleet.servers[leader].kill();
+            pause(Duration::from_millis(300));
+            fleet.hosts[host].signal_agent(Signal::SIGSTOP);
+            pause(short);
+            fleet.servers[leader].restart();
+            pause(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
+            fleet.hosts[host].signal_agent(Signal::SIGCONT);
+            "agent frozen and leader of the ledger killed"
+        }
+        2 => {
+            fleet.hosts[host].kill_agent();
+            pause(short);
+            start_agent(fleet, host, planted);
+            "agent killed"
+        }
         3 => {
+            fleet.hosts[host].signal_agent(Signal::SIGSTOP);
+            pause(HOST_LOST_AFTER + HOST_LOST_AFTER / 2);
+            fleet.hosts[host].signal_agent(Signal::SIGCONT);
+            "agent frozen"
+        }
+        4 => {
             fleet.hosts[host].kill_supervisor();
             pause(short);
             fleet.hosts[host].restart_supervisor();
             "supervisor killed"
         }
-        4 => {
+        5 => {
             fleet.hosts[host].supervisor.signal(Signal::SIGTERM);
             fleet.hosts[host].supervisor.wait();
             fleet.hosts[host].restart_supervisor();
             "supervisor stopped"
         }
-        5 => {
+        6 => {
             let leader = fleet.leader("BH_JOBS");
             fleet.servers[leader].kill();
             pause(short);

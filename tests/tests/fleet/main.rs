@@ -6,3 +6,4 @@ mod commands;
 mod failures;
 mod jobs;
 mod limits;
+mod security;
