@@ -19,13 +19,13 @@ pub(crate) fn run(args: &Args, arguments: &[OsString]) -> Failure {
     }
     let error = command.args(arguments).exec();
     let message = format!(
-        "failed to run {}: {error}; install {PROGRAM} beside this program or in PATH",
+        "failed to run {}: {error}; install {PROGRAM} in the folder of bulkhead or in PATH",
         program.display()
     );
     Failure::new(exit::FAILED, message)
 }
 
-/// Returns the program beside this one, or else the name, which is searched in PATH.
+/// Returns the path in the folder of this program if the file exists. Otherwise returns the name, for a search in PATH.
 fn program() -> PathBuf {
     let own = std::env::current_exe().ok();
     own.map(|own| own.with_file_name(PROGRAM)).filter(|path| path.exists()).unwrap_or_else(|| PROGRAM.into())

@@ -1,5 +1,5 @@
-//! The agent of one host: takes jobs of the fleet for the bulkheads of its supervisor, and records their outcomes. All
-//! decisions about a job are those of [`decide`](crate::decide).
+//! The agent of one host: takes jobs of the fleet for the bulkheads of a supervisor, and records the outcomes. The
+//! module [`decide`](crate::decide) makes all decisions about jobs.
 
 mod clock;
 mod gate;
@@ -38,7 +38,7 @@ use supervisor::Supervisor;
 /// Pause between checks whether the streams exist.
 const START_RETRY: Duration = Duration::from_secs(1);
 
-/// One bulkhead that the agent serves.
+/// A bulkhead that the agent serves.
 struct Served {
     name: String,
     settings: Bulkhead,

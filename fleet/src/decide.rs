@@ -41,7 +41,7 @@ pub struct Terms {
 /// The settings of a fleet that influence decisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// Time after which the server delivers a message again that nobody holds.
+    /// Time after which the server delivers a message again if no agent holds the message.
     pub ack_wait: Duration,
     /// Time after which a host without a sign of life is lost.
     pub host_lost_after: Duration,

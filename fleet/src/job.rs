@@ -75,12 +75,12 @@ impl JobOptions {
             ("the operation", &self.operation, 0, OPERATION_BYTES_MAX),
             ("the tenant", &self.tenant, 0, TENANT_BYTES_MAX),
         ];
-        for (what, text, min, max) in lengths {
+        for (name, text, min, max) in lengths {
             if !(min..=max).contains(&text.len()) {
-                return Err(format!("{what} has {} bytes; use {min} to {max}", text.len()));
+                return Err(format!("{name} has {} bytes; use {min} to {max}", text.len()));
             }
             if text.chars().any(char::is_control) {
-                return Err(format!("{what} contains a control character; remove the character"));
+                return Err(format!("{name} contains a control character; remove the character"));
             }
         }
         if self.traceparent.as_ref().is_some_and(|text| text.chars().any(char::is_control)) {
@@ -114,8 +114,8 @@ impl JobOptions {
         headers
     }
 
-    /// Reads the options of a message. An invalid message gets an id of its own if its id is missing or invalid, so
-    /// that every message can have a record. The second value is the error.
+    /// Reads the options of a message. The second value is the error of an invalid message. If the id is missing or
+    /// invalid, the message gets a new id, so that every message can have a record.
     pub fn parse(
         (bulkhead, tenant): (String, String),
         headers: Option<&HeaderMap>,

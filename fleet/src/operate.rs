@@ -41,9 +41,9 @@ impl fmt::Display for OperateError {
 impl std::error::Error for OperateError {}
 
 impl OperateError {
-    fn api(what: &str, error: &ApiError) -> Self {
+    fn api(object: &str, error: &ApiError) -> Self {
         let hint = if error.code == 404 { "; run: bulkhead fleet init" } else { "" };
-        Self(format!("failed to read {what}: {}{hint}", error.description))
+        Self(format!("failed to read {object}: {}{hint}", error.description))
     }
 }
 
@@ -120,7 +120,7 @@ impl Operator {
         Ok(Self { client, settings: settings.clone() })
     }
 
-    /// Prepares streams and consumers. Creates what is missing, and changes nothing that differs.
+    /// Prepares streams and consumers. Creates missing objects, and changes no object that differs.
     pub async fn init(&self) -> Result<Vec<Finding>, InitError> {
         streams::prepare(&self.client, &self.settings).await
     }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 /// State of a job, as the ledger has it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Record {
-    /// Distinguishes this write from every other write, so that a writer recognises a record of its own.
+    /// Distinguishes this write from every other write, so that a writer recognises its record.
     pub nonce: String,
     /// Name of the agent that wrote the record.
     pub agent: String,

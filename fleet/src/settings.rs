@@ -24,7 +24,7 @@ pub struct Settings {
     /// The streams of the fleet, equal on all hosts.
     #[serde(default)]
     pub streams: Streams,
-    /// The bulkheads of the fleet, by name. An agent serves those that its supervisor has too.
+    /// The bulkheads of the fleet, by name. An agent serves a bulkhead if the supervisor of the host has the bulkhead too.
     #[serde(default)]
     pub bulkhead: BTreeMap<String, Bulkhead>,
 }
@@ -56,7 +56,7 @@ pub struct Agent {
     pub name: Option<String>,
     /// Jobs socket of the supervisor.
     pub socket: Option<PathBuf>,
-    /// Admin socket of the supervisor. Default: `admin.sock` beside the jobs socket.
+    /// Admin socket of the supervisor. Default: `admin.sock` in the folder of the jobs socket.
     pub admin: Option<PathBuf>,
     /// Address for metrics and health. Default: off.
     pub http: Option<std::net::SocketAddr>,
@@ -93,7 +93,7 @@ pub struct Streams {
     pub tenant_backlog: u32,
 }
 
-/// One bulkhead of the fleet.
+/// A bulkhead of the fleet.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Bulkhead {
@@ -210,12 +210,10 @@ impl Nats {
     fn errors(&self) -> Vec<String> {
         let mut errors = Vec::new();
         if self.servers.is_empty() {
-            errors.push(
-                "[nats] servers is empty: name at least one server, such as \"nats://127.0.0.1:4222\"".into(),
-            );
+            errors.push("[nats] servers is empty: add a server, such as \"nats://127.0.0.1:4222\"".into());
         }
         if self.credentials.is_some() && self.nkey.is_some() {
-            errors.push("[nats] has credentials and nkey: keep one of them".into());
+            errors.push("[nats] has credentials and nkey: remove credentials or nkey".into());
         }
         let is_tls = self.servers.iter().any(|server| server.starts_with("tls://"));
         if self.ca.is_some() && !is_tls {
@@ -229,7 +227,7 @@ impl Nats {
 }
 
 impl Streams {
-    /// Time after which the server delivers a message again that nobody holds.
+    /// Returns the time after which the server delivers a message again if no agent holds the message.
     pub fn ack_wait(&self) -> Duration {
         self.host_lost_after / 2
     }
@@ -404,6 +402,6 @@ mod tests {
     #[test]
     fn credentials_and_nkey_exclude_each_other() {
         let error = read(&format!("{SERVERS}credentials = \"a\"\nnkey = \"b\"\nca = \"c\"\n")).unwrap_err();
-        assert!(error.contains("keep one of them") && error.contains("tls://"), "{error}");
+        assert!(error.contains("remove credentials or nkey") && error.contains("tls://"), "{error}");
     }
 }

@@ -1,5 +1,5 @@
-//! Random histories of a fleet under a virtual clock: agents, submitters, and a model of the server that delays,
-//! reorders, repeats and loses what a real server may. The agents run the decisions of the product.
+//! Random histories of a fleet under a virtual clock: agents, submitters, and a model of the server. The model delays,
+//! reorders, repeats and loses messages as a real server may. The agents run the decisions of the product.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history, `BULKHEAD_SIM_HISTORIES` sets their number.
 

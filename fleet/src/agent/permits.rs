@@ -54,7 +54,7 @@ impl Permits {
         self.semaphore.available_permits()
     }
 
-    /// Returns the number of permits, and of those in use.
+    /// Returns the number of all permits, and the number of permits in use.
     pub(crate) fn numbers(&self) -> (usize, usize) {
         let limit = self.state.lock().unwrap_or_else(PoisonError::into_inner).limit;
         (limit, self.in_use.load(Ordering::Relaxed))

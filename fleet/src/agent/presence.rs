@@ -30,7 +30,7 @@ pub(crate) async fn announce(shared: Arc<Shared>) {
         let is_off = offset.abs() > OFFSET_SECONDS_MAX;
         if is_off && !was_off {
             tracing::warn!(
-                "the clock of this host differs from that of the server by {offset:.1} s; correct it"
+                "the clock of this host differs by {offset:.1} s from the clock of the server; synchronise the clock"
             );
         }
         was_off = is_off;

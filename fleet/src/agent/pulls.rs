@@ -102,7 +102,7 @@ impl Lane {
         while left > 0 {
             let next = tokio::select! {
                 next = tokio::time::timeout(SILENCE_MAX, subscriber.next()) => next,
-                // The server still has the pull: a new subscription makes it return what it delivers meanwhile.
+                // The server still has the pull. Without a subscription, the server drops the pull.
                 () = self.served.gate.until_closed() => return false,
             };
             // Without heartbeats the leader has changed, or the connection is broken.
@@ -141,8 +141,8 @@ impl Lane {
         }
     }
 
-    /// Reads the properties of a delivered message. Messages that are no jobs cannot occur, because the subjects of the
-    /// stream are fixed; one that is unreadable is left to the server.
+    /// Reads the properties of a delivered message. Returns `None` for a subject that no tenant's name can produce. The
+    /// server then delivers the message again until an operator removes the message.
     fn read(&self, message: Message) -> Option<Delivered> {
         let reply = message.reply.clone()?;
         let names = parse_job_subject(&message.subject)?;

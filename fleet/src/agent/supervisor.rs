@@ -84,7 +84,7 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
         {
             let admin = supervisor.admin.display();
             tracing::warn!(
-                "the supervisor at {admin} cannot be reached: {error}; no jobs are taken until it can"
+                "the supervisor at {admin} cannot be reached: {error}; the agent takes no jobs until the supervisor answers"
             );
         }
         was_reachable = answer.is_ok();

@@ -101,7 +101,7 @@ pub enum Event {
     Acknowledged,
 }
 
-/// What follows a successful write.
+/// The step after a successful write.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
     Claim(Claim),

@@ -134,8 +134,8 @@ fn within_size(terms: &Terms, rules: &Rules, ending: Ending) -> Ending {
     Ending { outcome: Outcome { verdict, retryable, ..ending.outcome }, payload: Bytes::new() }
 }
 
-/// Adds what earlier attempts did. A job that may have begun keeps the outcome of that attempt if a later attempt did
-/// not begin, because the outcome must not deny that the job may have run.
+/// Adds the history of earlier attempts. If the last attempt did not begin, the outcome of an earlier attempt that may
+/// have begun counts. The outcome must not deny that the job may have run.
 fn with_history(claim: &Claim, ending: Ending) -> Ending {
     let Some(previous) = &claim.previous else { return ending };
     if !may_have_begun(&ending.outcome) && may_have_begun(previous) {

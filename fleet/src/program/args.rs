@@ -31,11 +31,10 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Prepare the streams of the fleet: create what is missing, and report what differs
+    /// Create missing streams and consumers of the fleet, and report differences
     ///
-    /// Never changes or deletes what differs from the configuration. Subjects of new bulkheads are added, and the
-    /// consumers of a bulkhead without waiting jobs are replaced if `lanes` changes. The exit status is 2 if anything
-    /// differs.
+    /// Objects that differ from the configuration are not changed, and the exit status is 2. Two changes are safe and
+    /// are made: new bulkheads get subjects, and a bulkhead without waiting jobs gets the configured number of lanes.
     Init,
     /// Take jobs of the fleet for the supervisor of this host
     Agent(Agent),
@@ -49,9 +48,9 @@ pub(crate) enum Command {
     Status,
     /// List, show, resubmit or remove jobs that did not end ok
     Dead(Dead),
-    /// Try a fleet on this machine: a server, a supervisor and two agents in a temporary folder
+    /// Start a server, a supervisor and two agents in a temporary folder, to try a fleet
     ///
-    /// Submits a hundred jobs, kills one agent in the middle, and shows that each job has exactly one outcome.
+    /// Submits a hundred jobs and kills one agent in the middle. Shows that each job has exactly one outcome.
     Try(Try),
 }
 

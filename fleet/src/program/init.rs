@@ -21,11 +21,11 @@ pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failur
     }
     if differs {
         output::to_stderr(
-            "bulkhead-fleet: what differs was not changed; change it with the nats command, or the configuration",
+            "bulkhead-fleet: differing objects were not changed; change them with the nats command, or correct the configuration",
         );
     } else if settings.streams.replicas == 1 && !is_json {
         output::to_stderr(
-            "bulkhead-fleet: one server keeps acknowledged jobs through a power cut only with `sync_interval: always`",
+            "bulkhead-fleet: with a single server, a power cut loses acknowledged jobs unless the server has `sync_interval: always`",
         );
     }
     Ok(if differs { exit::USAGE } else { exit::OK })

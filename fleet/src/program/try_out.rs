@@ -205,7 +205,7 @@ fn free_port() -> Result<u16, Failure> {
         .map_err(|error| Failure::new(exit::FAILED, format!("no port: {error}")))
 }
 
-/// Returns a program beside this one.
+/// Returns a program in the folder of this program.
 fn sibling(name: &str) -> Result<PathBuf, Failure> {
     let own = std::env::current_exe().map_err(|error| Failure::new(exit::FAILED, error.to_string()))?;
     let program = own.with_file_name(name);
@@ -214,7 +214,7 @@ fn sibling(name: &str) -> Result<PathBuf, Failure> {
     }
     Err(Failure::new(
         exit::USAGE,
-        format!("{} is missing: install it beside this program", program.display()),
+        format!("{} is missing: install the program in this folder", program.display()),
     ))
 }
 

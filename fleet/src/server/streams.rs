@@ -1,4 +1,5 @@
-//! The streams of a fleet: creates what is missing, and compares what exists. Never changes what differs.
+//! The streams of a fleet: creates missing streams and consumers, and compares existing ones with the configuration.
+//! Never changes an object that differs.
 
 use std::fmt;
 
@@ -22,7 +23,7 @@ const PULLS_MAX: u32 = 4096;
 /// Time for which presence of an agent is believed.
 const PRESENCE_SECONDS: u64 = 15;
 
-/// What `init` found or did.
+/// Result of `init` for one stream or consumer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// Was missing and was created.
@@ -145,8 +146,7 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
     config
 }
 
-/// Prepares the streams and consumers of a fleet. Creates what is missing; adds subjects of new bulkheads; changes
-/// nothing else.
+/// Prepares the streams and consumers of a fleet. Creates missing objects, and adds the subjects of new bulkheads.
 pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
     check_version(client, settings)?;
     let mut findings = Vec::new();
@@ -170,7 +170,7 @@ fn check_version(client: &Client, settings: &Settings) -> Result<(), InitError> 
             info.host,
             info.port,
             info.version,
-            if settings.streams.replicas > 1 { "replicas" } else { "a fleet on one server" },
+            if settings.streams.replicas > 1 { "replicas" } else { "a single server" },
             if settings.streams.replicas > 1 { "" } else { "s" },
             min.0,
             min.1,

@@ -1,5 +1,5 @@
-//! A model of the server: a work queue with redelivery, and a ledger with expected sequences. The model does what the
-//! real server may do, not only what it usually does.
+//! A model of the server: a work queue with redelivery, and a ledger with expected sequences. The model shows
+//! every behaviour that the real server may show, not only the usual one.
 
 use std::collections::BTreeMap;
 

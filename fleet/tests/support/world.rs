@@ -108,7 +108,7 @@ enum Request {
     Negative(Ms),
 }
 
-/// One life of an agent.
+/// A life of an agent, from start to kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Holder {
     agent: usize,
@@ -244,7 +244,7 @@ impl World {
             let time = self.random.below(SHORT);
             self.after(moment, Happening::Outage { time });
         }
-        // Two outages beyond `ack_wait` during one job may end it as `host_lost`: one at most.
+        // At most one, because two outages beyond `ack_wait` during a job may end the job as `host_lost`.
         if self.random.chance(40) {
             let (moment, time) = (at(&mut self.random), self.random.between(ACK_WAIT, 60_000));
             self.after(moment, Happening::Outage { time });

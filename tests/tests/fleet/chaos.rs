@@ -11,8 +11,6 @@ use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
-/// Jobs per second.
-const RATE: u64 = 40;
 /// Jobs that a submitter waits for at once. The others wait for their turn.
 const OPEN_MAX: usize = 256;
 /// Deadline of each job, so long that no fault makes a job late.
@@ -28,6 +26,10 @@ struct Plan {
     version: &'static str,
     seconds: u64,
     seed: u64,
+    /// Jobs per second.
+    rate: u64,
+    /// Run time of each job, in ms.
+    run_ms: u64,
     /// Fault of all agents, if any.
     planted: Option<&'static str>,
 }
@@ -38,7 +40,7 @@ struct JobEnd {
     outcome: String,
 }
 
-/// What a run showed.
+/// Result of a run.
 #[derive(Debug)]
 #[expect(dead_code, reason = "printed")]
 struct Report {
@@ -108,16 +110,16 @@ async fn submit(fleet: Fleet, number: u64, operation: String) -> Result<JobEnd, 
 /// Submits all jobs. Returns early, without a result, if `given_up` is set.
 async fn submit_all(
     fleet: Fleet,
-    jobs: u64,
+    plan: &Plan,
     files: &Files,
     mut given_up: watch::Receiver<bool>,
 ) -> Option<Vec<Result<JobEnd, String>>> {
-    let operation =
-        format!("steps:trace {};sleep 120;trace {}", files.begun.display(), files.ended.display());
+    let (begun, ended, run_ms) = (files.begun.display(), files.ended.display(), plan.run_ms);
+    let operation = format!("steps:trace {begun};sleep {run_ms};trace {ended}");
     let open = std::sync::Arc::new(tokio::sync::Semaphore::new(OPEN_MAX));
-    let mut interval = tokio::time::interval(Duration::from_millis(1000 / RATE));
+    let mut interval = tokio::time::interval(Duration::from_millis(1000 / plan.rate));
     let mut tasks = tokio::task::JoinSet::new();
-    for number in 1..=jobs {
+    for number in 1..=plan.seconds * plan.rate {
         interval.tick().await;
         let permit = open.clone().acquire_owned().await.unwrap();
         let (fleet, operation) = (fleet.clone(), operation.clone());
@@ -158,7 +160,7 @@ fn fault(fleet: &mut TestFleet, random: &mut Random, planted: Option<&str>) -> &
             // Outcomes and claims wait for the next leader when their agent is lost.
             let leader = fleet.leader("BH_LEDGER");
             fleet.servers[leader].kill();
-            pause(Duration::from_millis(300));
+            pause(Duration::from_millis(1200));
             fleet.hosts[host].kill_agent();
             pause(short);
             fleet.servers[leader].restart();
@@ -235,7 +237,6 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
     }
     let files = Files::of(fleet.folder.path());
     let config = fleet.config();
-    let jobs = plan.seconds * RATE;
     let mut random = Random(plan.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let (mut faults, mut last_fault) = (Vec::new(), Instant::now());
     let (give_up, given_up) = watch::channel(false);
@@ -244,7 +245,7 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
             run(async {
                 let settings = bulkhead_fleet::settings::Settings::read(&config).unwrap();
                 let client = Fleet::connect_with(&settings.nats, &settings.streams).await.unwrap();
-                submit_all(client, jobs, &files, given_up).await
+                submit_all(client, plan, &files, given_up).await
             })
         });
         let began = Instant::now();
@@ -318,7 +319,10 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
     let _heavy = heavy();
     let seconds = variable("BULKHEAD_FLEET_CHAOS_SECONDS", 20);
     for (version, seed) in VERSIONS.into_iter().zip(variable("BULKHEAD_FLEET_CHAOS_SEED", 1)..) {
-        let Some(result) = chaos(&Plan { version, seconds, seed, planted: None }) else { return };
+        let Some(result) = chaos(&Plan { version, seconds, seed, rate: 40, run_ms: 120, planted: None })
+        else {
+            return;
+        };
         result.unwrap_or_else(|violation| panic!("{version}, seed {seed}: {violation}"));
     }
 }
@@ -327,7 +331,15 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {
-        let plan = Plan { version: VERSIONS[0], seconds: 24, seed: 5, planted: Some(planted) };
+        // Long jobs, so that many end while the ledger has no leader.
+        let plan = Plan {
+            version: VERSIONS[0],
+            seconds: 24,
+            seed: 5,
+            rate: 20,
+            run_ms: 500,
+            planted: Some(planted),
+        };
         let Some(result) = chaos(&plan) else { return };
         println!("{planted}: {}", result.expect_err(planted));
     }
