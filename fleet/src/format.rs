@@ -2,7 +2,7 @@
 
 use async_nats::HeaderMap;
 use bulkhead_api::JobOutcome;
-use bulkhead_shared::limits::MESSAGE_BYTES_MAX;
+use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, truncate};
 use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, RejectReason, Verdict, Vocabulary,
 };
@@ -64,15 +64,11 @@ pub(crate) fn decode(headers: &HeaderMap, body: Bytes) -> Result<Record, String>
 /// Formats an outcome as one line of JSON.
 pub(crate) fn outcome_text(outcome: &Outcome) -> String {
     let mut document = JobOutcome::new(outcome);
-    document.message = outcome.verdict.message().map(|text| truncated(text, MESSAGE_BYTES_MAX).to_owned());
+    document.message = outcome.verdict.message().map(|text| truncate(text, MESSAGE_BYTES_MAX).to_owned());
     if let Verdict::Crashed { status, .. } = &outcome.verdict {
         document.status = *status;
     }
     serde_json::to_string(&document).unwrap_or_default()
-}
-
-fn truncated(text: &str, bytes_max: usize) -> &str {
-    &text[..text.floor_char_boundary(bytes_max)]
 }
 
 /// Reads an outcome that [`outcome_text`] wrote.

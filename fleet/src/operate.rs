@@ -4,6 +4,7 @@ use std::fmt;
 
 use async_nats::Client;
 use bulkhead_shared::Outcome;
+use bulkhead_shared::limits::truncate;
 use futures_util::StreamExt;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -249,8 +250,7 @@ impl Operator {
 
 fn requeued_id(id: &str, sequence: u64) -> String {
     let suffix = format!(".requeued-{sequence}");
-    let kept = id.floor_char_boundary(ID_BYTES_MAX - suffix.len());
-    format!("{}{suffix}", &id[..kept])
+    format!("{}{suffix}", truncate(id, ID_BYTES_MAX - suffix.len()))
 }
 
 fn letter(message: StoredMessage) -> Result<DeadLetter, String> {

@@ -46,6 +46,7 @@ pub enum Action {
 
 /// The next step of the agent.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "a job has about seven steps, each moved once")]
 pub enum Step {
     /// Performs the action, after the delay.
     Do(Action, Duration),

@@ -7,22 +7,22 @@ use std::time::Duration;
 use bulkhead_fleet::decide::delivery::host_lost;
 use bulkhead_fleet::decide::outcome::AttemptEnd;
 use bulkhead_fleet::decide::{
-    Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write, WriteResult,
+    Action, Conclusion, Event, Faults, Handling, Message, Rules, Step, Terms, Write,
 };
-use bulkhead_fleet::record::{Ending, Phase, Stored};
-use bulkhead_shared::{CrashReason, Executed, Outcome, RejectReason, Verdict};
+use bulkhead_fleet::record::{Ending, Phase};
+use bulkhead_shared::{CrashReason, Outcome, RejectReason, Verdict};
 use bytes::Bytes;
 
 use super::random::Random;
 use super::server::{Ms, Server};
 
-const ACK_WAIT: Ms = 10_000;
-const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
+pub(crate) const ACK_WAIT: Ms = 10_000;
+pub(crate) const HOST_LOST_AFTER: Ms = 2 * ACK_WAIT;
 const HEARTBEAT: Ms = ACK_WAIT / 3;
 /// Longest freeze or outage that must have no consequences.
-const SHORT: Ms = 1500;
+pub(crate) const SHORT: Ms = 1500;
 /// End of the period with faults.
-const FAULTS_UNTIL: Ms = 120_000;
+pub(crate) const FAULTS_UNTIL: Ms = 120_000;
 /// Longest run of a job.
 const RUN_MAX: Ms = 6000;
 /// Longest deadline of a job.
@@ -65,7 +65,7 @@ const REQUIRED: [&str; 18] = [
 ];
 
 impl Coverage {
-    fn count(&mut self, what: &'static str) {
+    pub(crate) fn count(&mut self, what: &'static str) {
         *self.0.entry(what).or_default() += 1;
     }
 
@@ -78,7 +78,7 @@ impl Coverage {
 
 /// Something that happens at a certain time.
 #[derive(Clone, Debug)]
-enum Happening {
+pub(crate) enum Happening {
     Publish { job: usize, tries: u32 },
     Published { job: usize },
     Poll { agent: usize },
@@ -100,7 +100,8 @@ enum Happening {
 
 /// A request to the server about one message.
 #[derive(Clone, Debug)]
-enum Request {
+#[expect(clippy::large_enum_variant, reason = "requests live briefly")]
+pub(crate) enum Request {
     Read,
     Write(Write),
     Acknowledge,
@@ -110,51 +111,51 @@ enum Request {
 
 /// A life of an agent, from start to kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Holder {
-    agent: usize,
-    life: u64,
+pub(crate) struct Holder {
+    pub(crate) agent: usize,
+    pub(crate) life: u64,
 }
 
-struct Held {
-    job: usize,
+pub(crate) struct Held {
+    pub(crate) job: usize,
     handling: Handling,
     /// Number of the run at the supervisor, if the job runs.
-    run: Option<u64>,
+    pub(crate) run: Option<u64>,
 }
 
-struct Agent {
-    life: u64,
-    dead_until: Ms,
-    frozen_until: Ms,
-    held: BTreeMap<u64, Held>,
+pub(crate) struct Agent {
+    pub(crate) life: u64,
+    pub(crate) dead_until: Ms,
+    pub(crate) frozen_until: Ms,
+    pub(crate) held: BTreeMap<u64, Held>,
     clock_error: i64,
     permits: usize,
 }
 
 #[derive(Clone, Debug)]
-struct Job {
+pub(crate) struct Job {
     is_idempotent: bool,
     deadline: Ms,
     run: Ms,
     is_accepted: bool,
     begun: u32,
-    completed: u32,
+    pub(crate) completed: u32,
 }
 
 /// A history in progress.
 pub(crate) struct World {
-    random: Random,
-    now: Ms,
+    pub(crate) random: Random,
+    pub(crate) now: Ms,
     order: u64,
     agenda: BinaryHeap<Reverse<(Ms, u64)>>,
     happenings: BTreeMap<u64, Happening>,
-    server: Server,
-    agents: Vec<Agent>,
-    jobs: Vec<Job>,
+    pub(crate) server: Server,
+    pub(crate) agents: Vec<Agent>,
+    pub(crate) jobs: Vec<Job>,
     /// Lives of agents that were dead or frozen for long.
-    impaired: Vec<Holder>,
+    pub(crate) impaired: Vec<Holder>,
     /// Time of the last fault.
-    last_fault: Ms,
+    pub(crate) last_fault: Ms,
     /// Percentage of requests and answers that are lost.
     loss: u64,
     faults: Faults,
@@ -225,39 +226,13 @@ impl World {
         }
     }
 
-    fn plan_faults(&mut self) {
-        let at = |random: &mut Random| random.below(FAULTS_UNTIL);
-        for _ in 0..self.random.below(6) {
-            let agent = self.random.below(self.agents.len() as u64) as usize;
-            let moment = at(&mut self.random);
-            let happening = match self.random.below(4) {
-                0 => Happening::Kill { agent },
-                1 => Happening::Freeze { agent, time: self.random.between(ACK_WAIT, 3 * HOST_LOST_AFTER) },
-                2 => Happening::Freeze { agent, time: self.random.below(SHORT) },
-                _ => Happening::LoseSupervisor { agent },
-            };
-            self.after(moment, happening);
-        }
-        for _ in 0..self.random.below(3) {
-            let moment = at(&mut self.random);
-            self.after(moment, Happening::ChangeLeader);
-            let time = self.random.below(SHORT);
-            self.after(moment, Happening::Outage { time });
-        }
-        // At most one, because two outages beyond `ack_wait` during a job may end the job as `host_lost`.
-        if self.random.chance(40) {
-            let (moment, time) = (at(&mut self.random), self.random.between(ACK_WAIT, 60_000));
-            self.after(moment, Happening::Outage { time });
-        }
-    }
-
-    fn after(&mut self, delay: Ms, happening: Happening) {
+    pub(crate) fn after(&mut self, delay: Ms, happening: Happening) {
         self.order += 1;
         self.agenda.push(Reverse((self.now + delay, self.order)));
         self.happenings.insert(self.order, happening);
     }
 
-    fn violate(&mut self, text: String) {
+    pub(crate) fn violate(&mut self, text: String) {
         self.violation.get_or_insert(text);
     }
 
@@ -363,12 +338,12 @@ impl World {
 
     // The network.
 
-    fn latency(&mut self) -> Ms {
+    pub(crate) fn latency(&mut self) -> Ms {
         if self.random.chance(2) { self.random.below(3000) } else { self.random.below(20) }
     }
 
     /// Returns true if a request or an answer is lost. No faults happen after the period of faults.
-    fn is_lost(&mut self) -> bool {
+    pub(crate) fn is_lost(&mut self) -> bool {
         self.now < EPOCH + FAULTS_UNTIL && self.random.chance(self.loss)
     }
 
@@ -389,7 +364,7 @@ impl World {
 
     // The agents.
 
-    fn holder(&self, agent: usize) -> Holder {
+    pub(crate) fn holder(&self, agent: usize) -> Holder {
         Holder { agent, life: self.agents[agent].life }
     }
 
@@ -490,162 +465,6 @@ impl World {
         }
     }
 
-    /// Sends a request. A lost request is answered by the time limit of the agent.
-    fn request(&mut self, to: Holder, sequence: u64, request: Request) {
-        const TIMEOUT: Ms = 5000;
-        // A heartbeat is lost only if the server is down, because the connection is a byte stream.
-        let is_single = matches!(request, Request::InProgress);
-        if !is_single && self.is_lost() {
-            if let Some(event) = no_answer(&request) {
-                self.after(TIMEOUT, Happening::Answer { to, sequence, event });
-            }
-            return;
-        }
-        let delay = if is_single { self.random.below(20) } else { self.latency() };
-        self.after(delay, Happening::Arrive { to, sequence, request });
-    }
-
-    fn arrive(&mut self, to: Holder, sequence: u64, request: Request, coverage: &mut Coverage) {
-        const TIMEOUT: Ms = 5000;
-        if !self.server.is_up {
-            if let Some(event) = no_answer(&request) {
-                self.after(TIMEOUT, Happening::Answer { to, sequence, event });
-            }
-            return;
-        }
-        let job = self.agents[to.agent].held.get(&sequence).map(|held| held.job);
-        match request {
-            Request::InProgress => self.server.in_progress(sequence, self.now),
-            Request::Negative(delay) => self.server.negative_acknowledge(sequence, delay, self.now),
-            Request::Acknowledge => {
-                self.server.acknowledge(sequence, self.now, &mut self.random);
-                self.reply(to, sequence, Event::Acknowledged);
-            }
-            Request::Read => {
-                let Some(job) = job else { return };
-                let read = self.server.read(job, &mut self.random);
-                if read != self.server.ledgers[job].history.last().cloned() {
-                    coverage.count("stale read");
-                }
-                self.reply(to, sequence, Event::Read(Ok(read)));
-            }
-            Request::Write(write) => {
-                let Some(job) = job else { return };
-                self.arrive_write(to, sequence, job, &write, coverage);
-            }
-        }
-    }
-
-    fn arrive_write(
-        &mut self,
-        to: Holder,
-        sequence: u64,
-        job: usize,
-        write: &Write,
-        coverage: &mut Coverage,
-    ) {
-        const TIMEOUT: Ms = 5000;
-        // Most writes take milliseconds. After a change of the leader some take longer than the agent waits.
-        let time = if self.random.chance(5) { self.random.below(8000) } else { self.random.between(1, 10) };
-        match self.server.begin_write(job, write, self.now + time) {
-            Some(result) => {
-                let what = if result == WriteResult::Pending {
-                    "write answered as pending"
-                } else {
-                    "write conflicted"
-                };
-                coverage.count(what);
-                self.reply(to, sequence, Event::Written(result));
-            }
-            None => {
-                let is_answered = !self.is_lost() && time < TIMEOUT;
-                if !is_answered {
-                    coverage.count("answer lost");
-                    let event = Event::Written(WriteResult::Unknown);
-                    self.after(TIMEOUT, Happening::Answer { to, sequence, event });
-                }
-                self.after(time, Happening::Stored { job, writer: to, sequence, is_answered });
-            }
-        }
-    }
-
-    fn stored(
-        &mut self,
-        job: usize,
-        writer: Holder,
-        sequence: u64,
-        is_answered: bool,
-        coverage: &mut Coverage,
-    ) {
-        let Some((stored, replaced)) = self.server.store(job) else { return };
-        self.check_record(job, writer, replaced.as_ref(), coverage);
-        if is_answered {
-            self.reply(writer, sequence, Event::Written(WriteResult::Stored(stored)));
-        }
-    }
-
-    /// Checks the promises that concern a new record.
-    fn check_record(
-        &mut self,
-        job: usize,
-        writer: Holder,
-        replaced: Option<&Stored>,
-        coverage: &mut Coverage,
-    ) {
-        let history = &self.server.ledgers[job].history;
-        let record = history.last().expect("just stored").record.clone();
-        if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Decided(_))) {
-            self.violate(format!("job {job}: a decided record was replaced by {record:?}"));
-        }
-        match &record.phase {
-            Phase::Claimed { previous: Some(previous), .. }
-                if *previous == host_lost(&self.terms(job), previous.attempts) =>
-            {
-                if replaced.is_some_and(|old| matches!(old.record.phase, Phase::Claimed { .. })) {
-                    coverage.count("lost claim taken over");
-                    self.check_holder(job, writer, replaced);
-                }
-            }
-            Phase::Decided(ending) => match &ending.outcome.verdict {
-                Verdict::Crashed { reason: CrashReason::HostLost, .. } => {
-                    coverage.count("host_lost decided");
-                    self.check_holder(job, writer, replaced);
-                }
-                Verdict::Ok if self.jobs[job].completed == 0 => {
-                    self.violate(format!("job {job} is ok and never completed"));
-                }
-                Verdict::DeadlineQueued => coverage.count("late decided"),
-                _ => {}
-            },
-            _ => {}
-        }
-    }
-
-    /// Checks that the holder of a claim that was declared lost was really lost.
-    fn check_holder(&mut self, job: usize, writer: Holder, replaced: Option<&Stored>) {
-        let Some(old) = replaced.filter(|old| matches!(old.record.phase, Phase::Claimed { .. })) else {
-            return;
-        };
-        let mut holder = old.record.agent.split('-').skip(1).filter_map(|number| number.parse::<u64>().ok());
-        let (Some(agent), Some(life)) = (holder.next(), holder.next()) else { return };
-        let holder = Holder { agent: agent as usize, life };
-        // An agent that lost its supervisor decides about its own job.
-        if holder != writer && !self.impaired.contains(&holder) {
-            self.violate(format!("job {job} of the living {holder:?} was declared lost by {writer:?}"));
-        }
-    }
-
-    fn reply(&mut self, to: Holder, sequence: u64, event: Event) {
-        const TIMEOUT: Ms = 5000;
-        let (event, delay) = match (self.is_lost(), event) {
-            (true, Event::Written(_)) => (Event::Written(WriteResult::Unknown), TIMEOUT),
-            (true, Event::Read(_)) => (Event::Read(Err(())), TIMEOUT),
-            (true, event) => (event, TIMEOUT),
-            (false, event) => (event, self.latency()),
-        };
-        self.after(delay, Happening::Answer { to, sequence, event });
-    }
-
     fn answer(&mut self, to: Holder, sequence: u64, event: Event, coverage: &mut Coverage) {
         let same = Happening::Answer { to, sequence, event: event.clone() };
         if self.is_over(to) || self.is_postponed(to, &same) {
@@ -715,62 +534,6 @@ impl World {
             held.into_iter().for_each(|sequence| self.request(to, sequence, Request::InProgress));
         }
     }
-
-    // Faults.
-
-    fn kill(&mut self, agent: usize, coverage: &mut Coverage) {
-        coverage.count("agent killed");
-        let holder = self.holder(agent);
-        self.impaired.push(holder);
-        let back = self.now + self.random.below(2 * HOST_LOST_AFTER);
-        let agent = &mut self.agents[agent];
-        agent.life += 1;
-        agent.held.clear();
-        agent.dead_until = back;
-        self.last_fault = self.last_fault.max(back);
-    }
-
-    fn freeze(&mut self, agent: usize, time: Ms, coverage: &mut Coverage) {
-        if time > SHORT {
-            let holder = self.holder(agent);
-            self.impaired.push(holder);
-        }
-        if time > HOST_LOST_AFTER {
-            coverage.count("agent frozen beyond host_lost_after");
-        }
-        let until = self.now + time;
-        self.agents[agent].frozen_until = self.agents[agent].frozen_until.max(until);
-        self.last_fault = self.last_fault.max(until);
-    }
-
-    /// Ends the supervisor of an agent, with all jobs.
-    fn lose_supervisor(&mut self, agent: usize, coverage: &mut Coverage) {
-        let to = self.holder(agent);
-        let running: Vec<u64> = self.agents[agent]
-            .held
-            .iter()
-            .filter(|(_, held)| held.run.is_some())
-            .map(|(&seq, _)| seq)
-            .collect();
-        for sequence in running {
-            coverage.count("supervisor lost");
-            self.agents[agent].held.get_mut(&sequence).expect("held").run = None;
-            let executed = Executed::Unknown;
-            let event = Event::Ended(AttemptEnd::Disconnected { executed });
-            self.after(1, Happening::Answer { to, sequence, event });
-        }
-        self.last_fault = self.last_fault.max(self.now);
-    }
-
-    fn outage(&mut self, time: Ms, coverage: &mut Coverage) {
-        if !self.server.is_up {
-            return;
-        }
-        coverage.count(if time > SHORT { "outage beyond ack_wait" } else { "short outage" });
-        self.server.is_up = false;
-        self.last_fault = self.last_fault.max(self.now + time);
-        self.after(time, Happening::OutageEnds);
-    }
 }
 
 fn rules(faults: Faults) -> Rules {
@@ -785,14 +548,4 @@ fn rules(faults: Faults) -> Rules {
 
 fn reported(outcome: Outcome) -> AttemptEnd {
     AttemptEnd::Reported(Ending { outcome, payload: Bytes::new() })
-}
-
-/// Returns the event for a request without an answer, if the agent waits for one.
-fn no_answer(request: &Request) -> Option<Event> {
-    match request {
-        Request::Read => Some(Event::Read(Err(()))),
-        Request::Write(_) => Some(Event::Written(WriteResult::Unknown)),
-        Request::Acknowledge => Some(Event::Acknowledged),
-        Request::InProgress | Request::Negative(_) => None,
-    }
 }

@@ -11,6 +11,8 @@ use bulkhead_tests::{SAME_NUMBERS, Supervisor, heavy, programs, run, tally, wait
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
+/// Each job whose number is a multiple is submitted twice.
+const COPIED: u64 = 5;
 /// Jobs that a submitter waits for at once. The others wait for their turn.
 const OPEN_MAX: usize = 256;
 /// Deadline of each job, so long that no fault makes a job late.
@@ -79,15 +81,19 @@ impl Files {
 
 /// Submits a job until it is accepted, and waits for its end.
 async fn submit(fleet: Fleet, number: u64, operation: String) -> Result<JobEnd, String> {
+    let job = fleet
+        .job("b", Vec::new())
+        .id(id(number))
+        .operation(&operation)
+        .deadline(DEADLINE)
+        .idempotent(is_idempotent(number))
+        .traceparent(format!("00-{number:032x}-00000000000000{:02x}-01", number % 255 + 1));
+    if number.is_multiple_of(COPIED) {
+        // At the same time, so that two agents may have the copies. The result of a copy does not matter.
+        tokio::spawn(job.clone().submit());
+    }
     let submitted = loop {
-        let job = fleet
-            .job("b", Vec::new())
-            .id(id(number))
-            .operation(&operation)
-            .deadline(DEADLINE)
-            .idempotent(is_idempotent(number))
-            .traceparent(format!("00-{number:032x}-00000000000000{:02x}-01", number % 255 + 1));
-        match job.submit().await {
+        match job.clone().submit().await {
             Ok(submitted) => break submitted,
             // The same id is submitted again.
             Err(error) if error.is_retryable() || error.exit_code() == 66 => {
