@@ -252,18 +252,17 @@ impl FleetJob {
         Ok(Submitted { fleet: fleet.clone(), id, ledger, notices, began, wait })
     }
 
+    /// Publishes the job until the stream stores or refuses it.
     async fn publish(&self, began: Instant) -> Result<(), FleetError> {
-        let (client, options) = (&self.fleet.client, &self.options);
-        let subject = job_subject(&options.bulkhead, &options.tenant);
+        let subject = job_subject(&self.options.bulkhead, &self.options.tenant);
         let mut may_be_stored = false;
         loop {
-            let headers = options.to_headers();
+            let (headers, payload) = (self.options.to_headers(), self.payload.clone());
             let published = tokio::select! {
-                published = publish(client, subject.clone(), headers, self.payload.clone(), None) => published,
+                published = publish(&self.fleet.client, subject.clone(), headers, payload, None) => published,
                 message = self.fleet.refusals.of(&subject) => Published::Refused(message),
             };
-            // In a cluster there are also no responders while the stream has no leader.
-            let is_clustered = client.server_info().cluster.is_some();
+            let has_time = began.elapsed() < SUBMIT_TIMEOUT;
             let (reason, message) = match published {
                 Published::Stored(_) => return Ok(()),
                 Published::SubjectFull => {
@@ -272,31 +271,39 @@ impl FleetJob {
                 Published::StreamFull => (RejectReason::QueueFull, "the stream of jobs is full".into()),
                 Published::TooLarge => (RejectReason::TooLarge, "the server refuses the size".into()),
                 Published::Refused(message) => (RejectReason::Forbidden, message),
-                Published::NoStream if !is_clustered || began.elapsed() >= SUBMIT_TIMEOUT => {
-                    (RejectReason::NotFound, "the fleet has no such bulkhead".into())
-                }
-                Published::NoStream => {
-                    tokio::time::sleep(REPEAT_DELAY).await;
-                    continue;
-                }
-                Published::Conflict(_) | Published::Pending => (RejectReason::Unavailable, String::new()),
-                Published::Unknown(message) => {
-                    may_be_stored |= !message.contains("insufficient") && !message.contains("no space");
-                    if began.elapsed() < SUBMIT_TIMEOUT {
+                Published::Unavailable(message) => (RejectReason::Unavailable, message),
+                Published::NoStream => match self.is_missing(has_time).await {
+                    true => (RejectReason::NotFound, "the fleet has no such bulkhead".into()),
+                    false if has_time => {
                         tokio::time::sleep(REPEAT_DELAY).await;
                         continue;
                     }
-                    if may_be_stored {
-                        return Err(self.unreachable(message));
-                    }
-                    (RejectReason::Unavailable, message)
+                    false => (RejectReason::Unavailable, "the stream of jobs has no leader".into()),
+                },
+                Published::Unknown(_) | Published::Conflict(_) | Published::Pending if has_time => {
+                    may_be_stored = true;
+                    tokio::time::sleep(REPEAT_DELAY).await;
+                    continue;
                 }
+                other => return Err(self.unreachable(format!("{other:?}"))),
             };
-            if may_be_stored {
-                return Err(self.unreachable(message));
-            }
-            return Err(self.rejected(reason, message).into());
+            return Err(match may_be_stored {
+                true => self.unreachable(message),
+                false => self.rejected(reason, message).into(),
+            });
         }
+    }
+
+    /// Returns true if a publication without a responder means that the bulkhead does not exist. In a cluster, the
+    /// stream can also be without a leader, so that the answer is false before `SUBMIT_TIMEOUT`. A readable ledger shows
+    /// that JetStream works, because tenants have no permission to ask for the stream.
+    async fn is_missing(&self, has_time: bool) -> bool {
+        let client = &self.fleet.client;
+        if has_time && client.server_info().cluster.is_some() {
+            return false;
+        }
+        let ledger = ledger_subject(&self.options.tenant, &self.options.id);
+        ledger::read(client, &ledger).await.is_ok()
     }
 
     fn rejected(&self, reason: RejectReason, message: String) -> JobError {

@@ -123,10 +123,21 @@ impl Host {
         self.start_agent_with(&programs().join("bulkhead-fleet"), &[]);
     }
 
+    /// Starts the agent with a library that is loaded before all others.
+    pub fn start_agent_under(&mut self, library: &Path) {
+        let mut command = Command::new(programs().join("bulkhead-fleet"));
+        command.env("LD_PRELOAD", library);
+        self.spawn_agent(command, &[]);
+    }
+
     /// Starts another program as the agent, with further arguments after the configuration.
     pub fn start_agent_with(&mut self, program: &Path, arguments: &[&str]) {
+        self.spawn_agent(Command::new(program), arguments);
+    }
+
+    fn spawn_agent(&mut self, mut command: Command, arguments: &[&str]) {
         let log = std::fs::File::options().create(true).append(true).open(self.config.with_extension("log"));
-        let agent = Command::new(program)
+        let agent = command
             .arg("--config")
             .arg(&self.config)
             .arg("agent")

@@ -1,7 +1,7 @@
 //! The time of the server. Deadlines count from the time at which the server stored a job, so that the clock of this
 //! host is corrected by the measured offset.
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::decide::Timestamp;
@@ -11,6 +11,7 @@ use crate::decide::Timestamp;
 pub(crate) struct Clock {
     /// Time to add to the own clock, in microseconds.
     offset_micros: AtomicI64,
+    is_measured: AtomicBool,
 }
 
 impl Clock {
@@ -29,6 +30,12 @@ impl Clock {
         let micros = |time: Timestamp| i64::try_from(time.as_micros()).unwrap_or(i64::MAX);
         let own = micros(before) / 2 + micros(after) / 2;
         self.offset_micros.store(micros(stored) - own, Ordering::Relaxed);
+        self.is_measured.store(true, Ordering::Release);
+    }
+
+    /// Returns true once the offset is known.
+    pub(crate) fn is_measured(&self) -> bool {
+        self.is_measured.load(Ordering::Acquire)
     }
 
     /// Returns the offset in seconds.

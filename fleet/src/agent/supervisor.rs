@@ -89,12 +89,14 @@ pub(crate) async fn poll(shared: Arc<Shared>) {
         }
         was_reachable = answer.is_ok();
         apply(&shared, answer.as_deref().unwrap_or_default());
-        tokio::time::sleep(if was_reachable { POLL_INTERVAL } else { POLL_INTERVAL_DOWN }).await;
+        let is_steady = was_reachable && shared.clock.is_measured();
+        tokio::time::sleep(if is_steady { POLL_INTERVAL } else { POLL_INTERVAL_DOWN }).await;
     }
 }
 
 fn apply(shared: &Shared, snapshots: &[Snapshot]) {
-    let is_connected = shared.supervisor.client().is_some();
+    // Without the offset of the clock, the first jobs could miss deadlines that have not passed.
+    let can_take = shared.supervisor.client().is_some() && shared.clock.is_measured();
     for served in shared.bulkheads.values() {
         let snapshot = snapshots.iter().find(|snapshot| snapshot.name == served.name);
         let accepts = |snapshot: &Snapshot| {
@@ -105,6 +107,6 @@ fn apply(shared: &Shared, snapshots: &[Snapshot]) {
             let share = (limit as f64 * served.settings.share).floor() as usize;
             served.permits.resize(share.max(1));
         }
-        served.gate.set_ready(is_connected && limit > 0);
+        served.gate.set_ready(can_take && limit > 0);
     }
 }

@@ -14,6 +14,10 @@ use serde_json::Value;
 const WRONG_LAST_SEQUENCE: u64 = 10071;
 /// Code for a write while another write of the same subject is in process.
 const WRITE_IN_PROCESS: u64 = 10164;
+/// Code of a server without disk space or memory.
+const NO_RESOURCES: u64 = 10023;
+/// Code of a cluster without a majority.
+const NO_QUORUM: u64 = 10008;
 /// Code of a full stream or subject.
 const STORE_FAILED: u64 = 10077;
 
@@ -32,6 +36,8 @@ pub(crate) enum Published {
     SubjectFull,
     /// The stream is full.
     StreamFull,
+    /// The server cannot store messages, for lack of disk space or of other servers.
+    Unavailable(String),
     /// The message is larger than the server accepts.
     TooLarge,
     /// This user has no permission for the subject.
@@ -93,6 +99,8 @@ fn classify(payload: &[u8]) -> Published {
         }
         STORE_FAILED if error.description.contains("per subject") => Published::SubjectFull,
         STORE_FAILED if error.description.contains("maximum") => Published::StreamFull,
+        STORE_FAILED if error.description.contains("no space") => Published::Unavailable(error.description),
+        NO_RESOURCES | NO_QUORUM => Published::Unavailable(error.description),
         _ => Published::Unknown(error.description),
     }
 }
@@ -188,8 +196,9 @@ mod tests {
     fn full_subject_and_full_stream_differ() {
         assert_eq!(error(10077, "maximum messages per subject exceeded"), Published::SubjectFull);
         assert_eq!(error(10077, "maximum bytes exceeded"), Published::StreamFull);
-        assert!(matches!(error(10077, "no space left on device"), Published::Unknown(_)));
-        assert!(matches!(error(10023, "insufficient resources"), Published::Unknown(_)));
+        assert!(matches!(error(10077, "no space left on device"), Published::Unavailable(_)));
+        assert!(matches!(error(10023, "insufficient resources"), Published::Unavailable(_)));
+        assert!(matches!(error(10077, "raft: stepped down"), Published::Unknown(_)));
         assert!(matches!(classify(b"<html>"), Published::Unknown(_)));
     }
 }

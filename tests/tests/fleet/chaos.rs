@@ -262,20 +262,17 @@ fn chaos(plan: &Plan) -> Option<Result<Report, String>> {
             pause(FAULT_INTERVAL.saturating_sub(fault_began.elapsed()));
         }
         wait_for("every job has an outcome", || {
-            let is_over = submitter.is_finished();
-            (is_over || plan.planted.is_some() && fleet.pending("b") == Some(0)).then_some(())
+            // With a planted fault, some jobs never have one.
+            let is_lost = plan.planted.is_some() && last_fault.elapsed() > 10 * HOST_LOST_AFTER;
+            (is_lost || submitter.is_finished()).then_some(())
         });
-        if !submitter.is_finished() {
-            // Nothing is pending. Without a notice, a submitter reads the ledger every 15 s.
-            pause(Duration::from_secs(20));
-            give_up.send_replace(true);
-        }
+        give_up.send_replace(true);
         submitter.join().unwrap()
     });
     let settled = last_fault.elapsed();
     println!("faults: {:?}", tally(faults.iter()));
     let Some(ends) = ends else {
-        return Some(Err("jobs are lost: accepted, acknowledged and not decided".into()));
+        return Some(Err("accepted jobs are not decided".into()));
     };
     Some(judge(ends, &files, faults.len(), settled).inspect(|report| {
         println!("{} (seed {}): {report:?}", plan.version, plan.seed);
@@ -334,6 +331,7 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 }
 
 #[test]
+#[ignore = "takes two minutes; the simulator finds the same faults in seconds"]
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {

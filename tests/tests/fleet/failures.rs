@@ -1,8 +1,16 @@
 //! Lost, frozen and stopped agents, supervisors and servers.
 
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
 use bulkhead_fleet::{Fleet, FleetError};
-use bulkhead_tests::fleet::{HOST_LOST_AFTER, TestFleet, VERSIONS, streams};
+use bulkhead_tests::fleet::{
+    HOST_LOST_AFTER, NatsServer, TestFleet, VERSIONS, free_port, server_program, streams,
+};
+use bulkhead_tests::machine::is_root;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, run, wait_for};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 
 use crate::jobs::{BULKHEADS, settings};
@@ -190,4 +198,85 @@ fn drained_agent_finishes_its_jobs_and_returns_the_others() {
         let status = wait_for("the agent ends", || agent.try_wait().unwrap());
         assert_eq!(status.code(), Some(0));
     });
+}
+
+#[test]
+fn clock_of_a_host_that_is_ahead_shortens_no_deadline() {
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings()) else { return };
+    let library = fleet.folder.path().join("clock.so");
+    let compile = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fleet/clock.c"))
+        .status();
+    assert!(compile.expect("a C compiler").success());
+    let host = fleet.prepare_host("host-a", Supervisor::start(BULKHEADS));
+    fleet.hosts[host].start_agent_under(&library);
+    fleet.wait_agent("host-a");
+    wait_for("the agent warns", || {
+        fleet.hosts[host].log().contains("the clock of this host differs").then_some(())
+    });
+    run(async {
+        let client = fleet.connect().await;
+        for _ in 0..10 {
+            let job = client.job("b", b"x".to_vec()).deadline(Duration::from_secs(3));
+            assert_eq!(job.submit().await.unwrap().result().await.unwrap().payload(), b"x");
+        }
+    });
+}
+
+#[test]
+fn full_disk_rejects_jobs_and_loses_none() {
+    let Some(program) = server_program(VERSIONS[0]).filter(|_| is_root()) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let disk = Disk::mount(folder.path().join("n0"));
+    let port = free_port();
+    let text = format!(
+        "listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: \"{}\", max_file_store: 1GB }}\n",
+        disk.folder.display()
+    );
+    let server = NatsServer::start_configured(&program, folder.path(), "n0", port, &text);
+    let mut fleet = TestFleet::prepare(folder, vec![server], &settings(), (String::new(), "nats"));
+    run(async {
+        let client = fleet.connect().await;
+        let mut accepted = Vec::new();
+        let error = loop {
+            match client.job("b", vec![b'x'; 500_000]).submit().await {
+                Ok(submitted) => accepted.push(submitted),
+                Err(error) => break error,
+            }
+        };
+        assert!(error.to_string().contains("unavailable"), "{error}");
+        assert!(accepted.len() > 5, "{}", accepted.len());
+        disk.grow();
+        fleet.add_host("host-a", BULKHEADS);
+        for submitted in accepted {
+            submitted.result().await.unwrap();
+        }
+    });
+    drop(fleet);
+    drop(disk);
+}
+
+/// A small file system, which is unmounted when dropped.
+struct Disk {
+    folder: PathBuf,
+}
+
+impl Disk {
+    fn mount(folder: PathBuf) -> Self {
+        std::fs::create_dir(&folder).unwrap();
+        mount(Some("tmpfs"), &folder, Some("tmpfs"), MsFlags::empty(), Some("size=12m")).unwrap();
+        Self { folder }
+    }
+
+    fn grow(&self) {
+        mount(Some("tmpfs"), &self.folder, Some("tmpfs"), MsFlags::MS_REMOUNT, Some("size=100m")).unwrap();
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = umount2(&self.folder, MntFlags::MNT_DETACH);
+    }
 }
