@@ -115,6 +115,8 @@ pub struct Host {
     pub agent: Option<Child>,
     name: String,
     config: PathBuf,
+    /// Port for metrics and health.
+    pub http: u16,
 }
 
 impl Host {
@@ -255,12 +257,16 @@ impl TestFleet {
         self.folder.path().join("fleet.toml")
     }
 
-    fn configuration(&self, name: &str, supervisor: Option<&Supervisor>) -> String {
+    fn configuration(&self, name: &str, supervisor: Option<(&Supervisor, u16)>) -> String {
         let (keys, scheme) = &self.nats;
         let address = |server: &NatsServer| format!("\"{scheme}://127.0.0.1:{}\"", server.port);
         let servers: Vec<_> = self.servers.iter().map(address).collect();
-        let agent = supervisor.map_or(String::new(), |supervisor| {
-            format!("[agent]\nname = \"{name}\"\nsocket = \"{}\"\n", supervisor.socket().display())
+        let agent = supervisor.map_or(String::new(), |(supervisor, http)| {
+            let socket = supervisor.socket();
+            format!(
+                "[agent]\nname = \"{name}\"\nsocket = \"{}\"\nhttp = \"127.0.0.1:{http}\"\n",
+                socket.display()
+            )
         });
         format!("[nats]\nservers = [{}]\nping = \"1s\"\n{keys}{agent}{}", servers.join(", "), self.settings)
     }
@@ -275,9 +281,11 @@ impl TestFleet {
     /// Adds a host without starting its agent. Returns its index.
     pub fn prepare_host(&mut self, name: &str, supervisor: Supervisor) -> usize {
         let config = self.folder.path().join(format!("{name}.toml"));
-        std::fs::write(&config, self.configuration(name, Some(&supervisor))).expect("a writable folder");
+        let http = free_port();
+        let text = self.configuration(name, Some((&supervisor, http)));
+        std::fs::write(&config, text).expect("a writable folder");
         let (agent, name) = (None, name.to_owned());
-        self.hosts.push(Host { supervisor, agent, name, config });
+        self.hosts.push(Host { supervisor, agent, name, config, http });
         self.hosts.len() - 1
     }
 

@@ -331,20 +331,27 @@ fn every_job_has_one_outcome_while_hosts_and_servers_die() {
 }
 
 #[test]
-#[ignore = "takes two minutes; the simulator finds the same faults in seconds"]
+#[ignore = "takes minutes; the simulator finds the same faults in seconds"]
 fn planted_faults_are_found() {
     let _heavy = heavy();
     for planted in ["acknowledges-before-record", "claims-without-expectation"] {
-        // Long jobs, so that many end while the ledger has no leader.
-        let plan = Plan {
-            version: VERSIONS[0],
-            seconds: 24,
-            seed: 5,
-            rate: 20,
-            run_ms: 500,
-            planted: Some(planted),
-        };
-        let Some(result) = chaos(&plan) else { return };
-        println!("{planted}: {}", result.expect_err(planted));
+        // Long jobs, so that many end while the ledger has no leader. A single server may lead everything, so that a run
+        // can miss the fault.
+        let found = (1..=5).find_map(|seed| {
+            let plan = Plan {
+                version: VERSIONS[0],
+                seconds: 24,
+                seed,
+                rate: 20,
+                run_ms: 500,
+                planted: Some(planted),
+            };
+            match chaos(&plan) {
+                Some(Ok(_)) => None,
+                Some(Err(violation)) => Some(violation),
+                None => Some("not run".into()),
+            }
+        });
+        println!("{planted}: {}", found.expect(planted));
     }
 }

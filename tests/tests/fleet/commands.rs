@@ -1,5 +1,9 @@
 //! The program: exit codes, messages, preparation of streams, and dead letters.
 
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::Path;
 use std::process::Command;
 
 use bulkhead_fleet::operate::{DeadFilter, Operator};
@@ -172,4 +176,43 @@ fn fleet_can_be_tried_with_one_command() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("pip download"), "{output:?}");
+}
+
+/// Returns status and body of a page of the agent.
+fn get(port: u16, path: &str) -> (u16, String) {
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("the agent listens");
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
+}
+
+/// Returns the names of the metrics of agents in a text.
+fn metrics_in(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("bulkhead_fleet_")).map(str::to_owned).collect()
+}
+
+#[test]
+fn alerts_and_dashboard_name_only_metrics_of_the_agent() {
+    let Some(mut fleet) = start() else { return };
+    assert_eq!(fleet.json(&["submit", "b", "-n"]).0, 0);
+    let port = fleet.hosts[0].http;
+    let page = wait_for("the streams are measured", || {
+        Some(get(port, "/metrics").1).filter(|page| page.contains("stream=\"BH_DEAD\""))
+    });
+    assert!(
+        page.contains("bulkhead_fleet_decided_total{bulkhead=\"b\"} 1") && page.ends_with("# EOF\n"),
+        "{page}"
+    );
+    assert_eq!((get(port, "/healthz").0, get(port, "/readyz").0), (200, 200));
+    let known = metrics_in(&page);
+    for file in ["grafana/fleet.json", "prometheus/fleet-alerts.yml", "prometheus/fleet-alerts_test.yml"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(file);
+        let named = metrics_in(&std::fs::read_to_string(&path).unwrap());
+        assert!(named.len() >= 3 && named.is_subset(&known), "{file}: {named:?}");
+    }
+    fleet.hosts[0].kill_supervisor();
+    wait_for("the agent is not ready", || (get(port, "/readyz").0 == 503).then_some(()));
 }
