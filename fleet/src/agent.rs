@@ -73,6 +73,9 @@ pub enum AgentError {
     /// The address for metrics cannot be used.
     #[error("failed to listen on {0}: {1}")]
     Listen(std::net::SocketAddr, std::io::Error),
+    /// An essential task ended early.
+    #[error("an essential task ended: {0}; the log has the reason")]
+    TaskEnded(String),
 }
 
 /// Runs an agent until `stop` is ready, then drains: takes no more jobs, and waits for held ones for at most
@@ -107,7 +110,10 @@ pub async fn run(
     }
     tracing::info!(host = shared.host, bulkheads = shared.bulkheads.len(), "agent started");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    stop.await;
+    tokio::select! {
+        () = stop => {}
+        ended = tasks.join_next() => return Err(AgentError::TaskEnded(format!("{ended:?}"))),
+    }
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     drain(&shared).await;
     tasks.shutdown().await;

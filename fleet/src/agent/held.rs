@@ -35,6 +35,11 @@ impl Held {
         self.lock().get(&sequence).cloned()
     }
 
+    /// Returns a guard that stops holding a message when dropped, also by a panic.
+    pub(crate) fn guard(&self, sequence: u64) -> HeldGuard<'_> {
+        HeldGuard { held: self, sequence }
+    }
+
     /// Stops holding a message.
     pub(crate) fn release(&self, sequence: u64) {
         self.lock().remove(&sequence);
@@ -59,6 +64,18 @@ impl Held {
 
     fn replies(&self) -> Vec<Subject> {
         self.lock().values().cloned().collect()
+    }
+}
+
+/// Releases a held message when dropped.
+pub(crate) struct HeldGuard<'a> {
+    held: &'a Held,
+    sequence: u64,
+}
+
+impl Drop for HeldGuard<'_> {
+    fn drop(&mut self) {
+        self.held.release(self.sequence);
     }
 }
 

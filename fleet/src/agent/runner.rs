@@ -49,6 +49,8 @@ struct Run {
 pub(crate) async fn run(shared: Arc<Shared>, served: Arc<Served>, delivered: Delivered, permit: Permit) {
     let Delivered { message, names, content, .. } = delivered;
     let sequence = message.stream_sequence;
+    let held = shared.clone();
+    let _guard = held.held.guard(sequence);
     let (options, invalid) = JobOptions::parse(names, content.headers.as_ref(), sequence);
     let terms = terms(&served, &options);
     let nonce = format!("{}.{}", shared.instance, random::text());
@@ -204,7 +206,6 @@ impl Run {
                 tracing::warn!("an outcome is dropped, because another agent has taken over {}", self.ledger);
             }
         }
-        self.shared.held.release(self.sequence);
     }
 }
 

@@ -37,6 +37,7 @@ pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8,
     };
     result.map(|()| exit::OK).map_err(|error| match error {
         AgentError::Connect(_) => Failure::unreachable(error),
+        AgentError::TaskEnded(_) => Failure::new(exit::FAILED, error.to_string()),
         AgentError::NotPrepared(_) | AgentError::Listen(..) => Failure::new(exit::USAGE, error.to_string()),
     })
 }

@@ -11,7 +11,7 @@ use super::output::{self, Failure, exit};
 pub(crate) async fn run(settings: &Settings, is_json: bool) -> Result<u8, Failure> {
     let operator = Operator::connect(settings).await.map_err(Failure::unreachable)?;
     let findings = operator.init().await.map_err(|error| match error {
-        InitError::Version(_) => Failure::new(exit::USAGE, error.to_string()),
+        InitError::NoBulkhead | InitError::Version(_) => Failure::new(exit::USAGE, error.to_string()),
         InitError::Server(_) => Failure::unreachable(error),
     })?;
     let mut differs = false;

@@ -39,6 +39,8 @@ pub enum Finding {
 /// Error of `init`.
 #[derive(Debug)]
 pub enum InitError {
+    /// The configuration has no bulkhead.
+    NoBulkhead,
     /// The server is too old.
     Version(String),
     /// The server refused a request.
@@ -48,6 +50,7 @@ pub enum InitError {
 impl fmt::Display for InitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::NoBulkhead => f.write_str("the configuration has no bulkhead: add a table [bulkhead.NAME]"),
             Self::Version(text) | Self::Server(text) => f.write_str(text),
         }
     }
@@ -148,6 +151,9 @@ fn consumer_config(settings: &Settings, bulkhead: &str, of: &Bulkhead, index: u8
 
 /// Prepares the streams and consumers of a fleet. Creates missing objects, and adds the subjects of new bulkheads.
 pub(crate) async fn prepare(client: &Client, settings: &Settings) -> Result<Vec<Finding>, InitError> {
+    if settings.bulkhead.is_empty() {
+        return Err(InitError::NoBulkhead);
+    }
     check_version(client, settings)?;
     let mut findings = Vec::new();
     for config in streams(settings) {

@@ -188,3 +188,28 @@ fn lanes_change_only_while_no_job_waits() {
     assert_eq!(refused.status.code(), Some(69));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("1 jobs wait"), "{refused:?}");
 }
+
+#[test]
+fn nearly_full_ledger_stops_pulls_and_loses_nothing() {
+    let settings = settings()
+        .replace("ledger_max_bytes = \"64MiB\"", "ledger_max_bytes = \"64KiB\"\nledger_keep = \"1m\"")
+        .replace("[bulkhead.b]\n[bulkhead.other]\n", "[bulkhead.b]\ndeadline_max = \"50s\"\n");
+    let Some(mut fleet) = TestFleet::start(VERSIONS[0], 1, &settings) else { return };
+    fleet.add_host("host-a", BULKHEADS);
+    let marker = fleet.folder.path().join("ran");
+    run(async {
+        let client = fleet.connect().await;
+        // Each record has the result and about 600 bytes.
+        for _ in 0..15 {
+            client.job("b", vec![b'x'; 3500]).submit().await.unwrap().result().await.unwrap();
+        }
+        wait_for("the agent takes no jobs", || {
+            fleet.hosts[0].log().contains("no jobs are taken").then_some(())
+        });
+        let operation = format!("steps:trace {}", marker.display());
+        client.job("b", "").operation(operation).submit().await.unwrap();
+        assert_eq!(fleet.pending("b"), Some(1));
+        assert!(!marker.exists());
+    });
+    assert_eq!(fleet.hosts[0].log().matches("did not take a record").count(), 0);
+}
