@@ -12,7 +12,7 @@ use crate::record::Ending;
 
 /// The end of an attempt, as the agent saw it.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "an attempt has one end, moved twice")]
+#[expect(clippy::large_enum_variant, reason = "moved only twice for each attempt")]
 pub enum AttemptEnd {
     /// The supervisor reported an outcome.
     Reported(Ending),

@@ -160,8 +160,8 @@ class AsyncFleet:
             await asyncio.sleep(0.25)
         if may_be_stored:
             raise Disconnected(
-                f"the servers do not answer: {cause}; whether the job was accepted is unknown; submit the job again with "
-                f"the same id ({headers['Bulkhead-Id']}), and it runs once",
+                f"the servers do not answer: {cause}; whether the job was accepted is unknown; submit the job again "
+                f"with the same id ({headers['Bulkhead-Id']}), and it runs once",
                 "unknown",
             )
         raise _rejected(bulkhead, "not_found", "the fleet has no such bulkhead")

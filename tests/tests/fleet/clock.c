@@ -1,4 +1,4 @@
-// Replaces the clock of a process by one that is five seconds ahead.
+// Sets the clock of a process five seconds ahead.
 #define _GNU_SOURCE
 #include <sys/syscall.h>
 #include <time.h>
