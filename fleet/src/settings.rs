@@ -188,6 +188,42 @@ impl Settings {
         errors
     }
 
+    /// Formats the effective values as a configuration file.
+    pub fn to_toml(&self) -> String {
+        let (socket, admin) = self.supervisor();
+        let (nats, agent, streams) = (&self.nats, &self.agent, &self.streams);
+        let mut text = "[nats]\n".to_owned();
+        push(&mut text, "servers", Some(format!("{:?}", nats.servers)));
+        push(&mut text, "credentials", nats.credentials.as_deref().map(path));
+        push(&mut text, "nkey", nats.nkey.as_deref().map(path));
+        push(&mut text, "ca", nats.ca.as_deref().map(path));
+        push(&mut text, "tenant", nats.tenant.as_ref().map(|tenant| format!("{tenant:?}")));
+        push(&mut text, "ping", Some(time(nats.ping)));
+        text.push_str("\n[agent]\n");
+        push(&mut text, "name", Some(format!("{:?}", self.host())));
+        push(&mut text, "socket", Some(path(&socket)));
+        push(&mut text, "admin", Some(path(&admin)));
+        push(&mut text, "http", agent.http.map(|address| format!("\"{address}\"")));
+        push(&mut text, "drain_timeout", Some(time(agent.drain_timeout)));
+        text.push_str("\n[streams]\n");
+        push(&mut text, "replicas", Some(streams.replicas.to_string()));
+        push(&mut text, "max_bytes", Some(streams.max_bytes.to_string()));
+        push(&mut text, "ledger_max_bytes", Some(streams.ledger_max_bytes.to_string()));
+        push(&mut text, "dead_max_bytes", Some(streams.dead_max_bytes.to_string()));
+        push(&mut text, "host_lost_after", Some(time(streams.host_lost_after)));
+        push(&mut text, "ledger_keep", Some(time(streams.ledger_keep)));
+        push(&mut text, "dead_keep", Some(time(streams.dead_keep)));
+        push(&mut text, "tenant_backlog", Some(streams.tenant_backlog.to_string()));
+        for (name, bulkhead) in &self.bulkhead {
+            text.push_str(&format!("\n[bulkhead.{name:?}]\n"));
+            push(&mut text, "share", Some(format!("{:?}", bulkhead.share)));
+            push(&mut text, "lanes", Some(bulkhead.lanes.to_string()));
+            push(&mut text, "attempts", Some(bulkhead.attempts.to_string()));
+            push(&mut text, "deadline_max", Some(time(bulkhead.deadline_max)));
+        }
+        text
+    }
+
     /// Returns the name of this host.
     pub fn host(&self) -> String {
         self.agent.name.clone().unwrap_or_else(machine_name)
@@ -289,6 +325,21 @@ impl Bulkhead {
     }
 }
 
+/// Adds a line for a key that has a value.
+fn push(text: &mut String, key: &str, value: Option<String>) {
+    if let Some(value) = value {
+        text.push_str(&format!("{key} = {value}\n"));
+    }
+}
+
+fn path(path: &Path) -> String {
+    format!("{:?}", path.to_string_lossy())
+}
+
+fn time(time: Duration) -> String {
+    format!("\"{}\"", humantime::format_duration(time))
+}
+
 fn ping() -> Duration {
     Duration::from_secs(5)
 }
@@ -360,6 +411,8 @@ mod tests {
         let settings = read(example).unwrap();
         assert_eq!(settings.streams.replicas, 3);
         assert_eq!(settings.bulkhead["thumbnail"].lanes, 4);
+        let printed = settings.to_toml();
+        assert_eq!(read(&printed).unwrap().to_toml(), printed);
         assert!(settings.nats.ca.unwrap().is_absolute());
     }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 /// A resizable set of permits.
 #[derive(Debug)]
@@ -11,6 +11,7 @@ pub(crate) struct Permits {
     semaphore: Arc<Semaphore>,
     state: Arc<Mutex<State>>,
     in_use: Arc<AtomicUsize>,
+    freed: Arc<Notify>,
 }
 
 #[derive(Debug, Default)]
@@ -26,12 +27,14 @@ pub(crate) struct Permit {
     permit: Option<OwnedSemaphorePermit>,
     state: Arc<Mutex<State>>,
     in_use: Arc<AtomicUsize>,
+    freed: Arc<Notify>,
 }
 
 impl Permits {
     /// Creates a set without permits.
     pub(crate) fn new() -> Self {
-        Self { semaphore: Arc::new(Semaphore::new(0)), state: Arc::default(), in_use: Arc::default() }
+        let semaphore = Arc::new(Semaphore::new(0));
+        Self { semaphore, state: Arc::default(), in_use: Arc::default(), freed: Arc::default() }
     }
 
     /// Changes the number of permits. Permits in use above the new number are removed when they are returned.
@@ -65,13 +68,21 @@ impl Permits {
         // The semaphore is never closed.
         let permit = self.semaphore.clone().acquire_owned().await.ok();
         self.in_use.fetch_add(1, Ordering::Relaxed);
-        Permit { permit, state: self.state.clone(), in_use: self.in_use.clone() }
+        self.freed.notify_waiters();
+        Permit { permit, state: self.state.clone(), in_use: self.in_use.clone(), freed: self.freed.clone() }
+    }
+
+    /// Waits until a permit was returned, or a waiting job got one.
+    pub(crate) async fn until_moved(&self) {
+        self.freed.notified().await;
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         self.in_use.fetch_sub(1, Ordering::Relaxed);
+        // The semaphore gets the permit at the end of this function; a waiter runs later, or asks again after a pause.
+        self.freed.notify_waiters();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.surplus > 0 {
             state.surplus -= 1;

@@ -26,8 +26,8 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
 /// Pause after a failed pull.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Pause while there is no use for further messages.
-const FULL_PAUSE: Duration = Duration::from_millis(5);
+/// Longest pause between checks for free permits.
+const FULL_PAUSE: Duration = Duration::from_millis(25);
 /// Maximum number of messages of one pull.
 const BATCH_MAX: usize = 256;
 /// Status of a pull that ended without more messages.
@@ -73,7 +73,7 @@ impl Lane {
             self.served.gate.until_open().await;
             let batch = self.batch();
             if batch == 0 {
-                tokio::time::sleep(FULL_PAUSE).await;
+                let _ = tokio::time::timeout(FULL_PAUSE, self.served.permits.until_moved()).await;
                 continue;
             }
             let request = json!({

@@ -12,7 +12,8 @@ use super::output::{self, Failure, exit};
 /// Runs the command.
 pub(crate) async fn run(settings: Settings, options: &args::Agent) -> Result<u8, Failure> {
     if options.check {
-        output::line(&format!("{settings:#?}"))?;
+        output::raw(settings.to_toml().as_bytes())?;
+        output::line("# ok")?;
         return Ok(exit::OK);
     }
     if settings.bulkhead.is_empty() {
