@@ -126,11 +126,11 @@ impl JobOptions {
         let read = headers.map_or(Ok(()), |headers| options.read(headers));
         let error = read.and_then(|()| options.check()).err();
         if error.is_some() {
-            options.operation.clear();
-            options.traceparent = None;
-            if options.id.is_empty() || options.check().is_err() {
-                options.id = format!("message-{sequence}");
-            }
+            // Nothing but the names is kept, so that the job is decided as invalid and not by another option.
+            let valid = Self { tenant: options.tenant, ..Self::new(options.bulkhead, options.id) };
+            let has_id = valid.check().is_ok();
+            let id = if has_id { valid.id.clone() } else { format!("message-{sequence}") };
+            options = Self { id, ..valid };
         }
         (options, error)
     }
