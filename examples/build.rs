@@ -1,17 +1,18 @@
-//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`, which is the path in
+//! Compiles the C library of the thumbnail example to `target/PROFILE/libthumbnail.so`. This path is used in
 //! `workers.toml`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    let folder = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    let folder =
+        PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
     let source = folder.join("thumbnail/thumbnail.c");
     let include = folder.join("../worker/include");
     println!("cargo::rerun-if-changed={}", folder.join("thumbnail").display());
     println!("cargo::rerun-if-changed={}", include.display());
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
-    // OUT_DIR is target/PROFILE/build/PACKAGE-HASH/out.
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    // `OUT_DIR` is `target/PROFILE/build/PACKAGE-HASH/out`.
     let profile = out.ancestors().nth(3).unwrap_or(Path::new("."));
     let library = profile.join("libthumbnail.so");
     let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());

@@ -1,7 +1,7 @@
-// workerpool of Node on the work of the bench, with a worker process.
+// Does the work of the bench with workerpool for Node and one worker process.
 //
-// Reads an order from each line of standard input, and writes a JSON object for each order; see
-// `bench/src/peers.rs`.
+// Reads one order from each line of standard input, and writes one JSON object for each order (see
+// `bench/src/peers.rs`).
 
 import { createInterface } from "node:readline";
 import { createRequire } from "node:module";

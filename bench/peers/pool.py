@@ -1,6 +1,7 @@
-"""Executors of Python on the work of the bench: `executor` (ProcessPoolExecutor), `pebble` or `loky`.
+"""Does the work of the bench with an executor for Python: `executor` (ProcessPoolExecutor), `pebble` or `loky`.
 
-Reads orders from its standard input, a line each, and writes a JSON object for each; see `bench/src/peers.rs`.
+Reads one order from each line of standard input, and writes one JSON object for each order (see
+`bench/src/peers.rs`).
 """
 
 import json
@@ -21,7 +22,7 @@ def die():
 
 
 class Executor:
-    """A single worker process, as under the supervisor, with a method `submit`."""
+    """An executor with a single worker process, as under the supervisor."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -112,7 +113,7 @@ def main():
     for line in sys.stdin:
         order, *numbers = line.split()
         print(json.dumps(orders[order](executor, *map(int, numbers))), flush=True)
-    # Does not wait for threads and processes that an executor leaves behind.
+    # Exits without waiting for threads and processes that an executor has left behind.
     os._exit(0)
 
 

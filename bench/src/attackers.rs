@@ -1,4 +1,4 @@
-//! Hostile programs: a client, a worker, and busy loops for comparison. Each runs until it is killed.
+//! Hostile programs: a client, a worker, and busy loops for comparison. Each program runs until it is killed.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -17,7 +17,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use crate::Result;
 
-/// Binds this process to the first processor.
+/// Restricts this process to the first processor.
 pub(crate) fn pin() -> Result<()> {
     let mut processors = rustix::thread::CpuSet::new();
     processors.set(0);
@@ -35,7 +35,8 @@ pub(crate) fn spin() -> ! {
 pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     match kind {
         "descriptors" => loop {
-            // The supervisor closes the connection when it receives descriptors that it does not accept.
+            // The supervisor closes the connection when it receives descriptors, because it does not accept
+            // any.
             let Ok(socket) = connect(socket) else { continue };
             for _ in 0..8 {
                 let (held, _peer) = slow_to_close()?;
@@ -72,7 +73,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
     }
 }
 
-/// Submits jobs to a missing bulkhead as fast as possible, over `connections` connections.
+/// Submits jobs to a bulkhead that does not exist as fast as possible, over `connections` connections.
 fn flood(path: &Path, connections: usize) -> Result<()> {
     let burst: Vec<u8> =
         (0..64).map(|number| submit("missing", number)).collect::<Result<Vec<_>>>()?.concat();
@@ -82,7 +83,7 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
         while sockets.len() < connections {
             let socket = connect(path)?;
             socket.set_nonblocking(true)?;
-            // The number counts the bytes of the current burst that were already written.
+            // The second field is the number of bytes of the current burst that were already written.
             sockets.push((socket, 0));
         }
         sockets.retain_mut(|(socket, at)| {
@@ -98,18 +99,18 @@ fn flood(path: &Path, connections: usize) -> Result<()> {
     }
 }
 
-/// Runs a hostile worker, which follows the protocol until it is ready.
+/// Runs a hostile worker. Until it is ready, it follows the protocol.
 pub(crate) fn worker(kind: &str) -> Result<()> {
     let number = std::env::var(LINK_VARIABLE)?.parse()?;
     #[expect(unsafe_code, reason = "the descriptor was inherited for this purpose")]
-    // SAFETY: the supervisor handed this process the descriptor, and nothing else in it uses it.
+    // SAFETY: the supervisor passed this descriptor to this process, and no other code uses it.
     let mut link = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number) });
     link.write_all(&hello(role::WORKER)?)?;
     let mut welcome = [0; 4096];
     let _ = link.read(&mut welcome)?;
     link.write_all(&frame(self::kind::READY, 0, &Empty)?)?;
     if kind == "idle" {
-        // An idle worker serves no jobs and does no harm.
+        // An idle worker runs no jobs and does no harm.
         while link.read(&mut welcome)? > 0 {}
         return Ok(());
     }
@@ -136,8 +137,8 @@ pub(crate) fn worker(kind: &str) -> Result<()> {
     }
 }
 
-/// Returns a connection with unsent data, and its peer, which reads nothing. The last close of the connection takes
-/// seconds.
+/// Returns a connection with unsent data, and its peer, which reads nothing. Closing the last descriptor of
+/// the connection takes seconds.
 fn slow_to_close() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let held = TcpStream::connect(listener.local_addr()?)?;

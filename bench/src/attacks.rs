@@ -1,5 +1,6 @@
-//! Measures how much honest jobs suffer from an attack, compared with busy loops in the attacker's place. The measure
-//! is the p99 of jobs that are sent on schedule, so that a stall counts with each job that it delays.
+//! Measures how much an attack slows down honest jobs, compared with busy loops in place of the attacker. The
+//! measure is the p99 latency of jobs that are sent at fixed times, so that a stall counts for each job that
+//! it delays.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -15,28 +16,29 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "attack";
 
-/// Size of each measurement.
+/// Size of the measurements.
 pub(crate) struct Plan {
-    /// Number of pairs of rounds. One round of a pair runs next to busy loops, the other next to the attack.
+    /// Number of pairs of rounds. In each pair, one round runs next to busy loops and the other next to the
+    /// attack.
     pub(crate) pairs: usize,
     /// Duration of a round.
     pub(crate) duration: Duration,
 }
 
-/// Interval between honest jobs.
+/// Interval between two honest jobs.
 const JOB_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Interval between deaths of an honest worker.
+/// Interval between two deaths of an honest worker.
 const DEATH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between honest programs.
+/// Interval between two honest programs.
 const PROGRAM_INTERVAL: Duration = Duration::from_millis(25);
 
-/// Programs of a worker. An honest program ends at once. The hostile program attacks only
-/// its siblings and their host, until it dies.
+/// Script of the programs in a worker. An honest program exits at once. The hostile program attacks only its
+/// siblings and the worker that started it, until it dies.
 const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     neighbours) PIN trap '' TERM INT HUP; while :; do \
         for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
@@ -47,7 +49,7 @@ const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
     done 2> /dev/null;; \
     *) cat;; esac";
 
-/// Latency that is recorded for an honest job with the wrong outcome.
+/// Latency that is recorded for an honest job whose outcome is wrong.
 const WRONG_OUTCOME_LATENCY: Duration = Duration::from_secs(60);
 
 /// User id without privileges (`nobody`).
@@ -56,22 +58,22 @@ const UNPRIVILEGED_UID: u32 = 65_534;
 /// Source of an attack.
 #[derive(Clone, Copy)]
 enum Attacker {
-    /// Number of processes that run a hostile client.
+    /// Kind of hostile client, and number of processes that run it.
     Clients(&'static str, usize),
-    /// Number of hostile workers in one bulkhead.
+    /// Kind of hostile worker, and number of such workers in one bulkhead.
     Workers(&'static str, usize),
-    /// Number of concurrent jobs for a bulkhead that seems honest.
+    /// Bulkhead that appears honest, and number of concurrent jobs for it.
     Jobs(&'static str, usize),
 }
 
 /// Jobs whose latency is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
-    /// Jobs of a sibling bulkhead.
+    /// Jobs of another bulkhead.
     Jobs,
-    /// Jobs that crash their worker, until the client has the outcome.
+    /// Jobs that crash their worker. The latency ends when the client has the outcome.
     Deaths,
-    /// Programs in the attacker's worker.
+    /// Programs that run in the attacker's worker.
     Programs,
 }
 
@@ -129,7 +131,8 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Returns the p99 of the honest jobs in µs, next to the attack or to the same number of busy loops.
+/// Returns the p99 of the honest jobs in µs. They run next to the attack or, if `is_loop` is true, next to
+/// the same number of busy loops.
 async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     let host = Host::start(scene, is_loop).await?;
     let mut attackers = Vec::new();
@@ -141,7 +144,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     .push(Process::start(&mut host.attacker(scene, if is_loop { "spin" } else { kind })?)?);
             }
         }
-        // Hostile workers start with the supervisor.
+        // The supervisor has already started the hostile workers.
         Attacker::Workers(..) => {}
         Attacker::Jobs(bulkhead, count) => {
             for _ in 0..count {
@@ -149,11 +152,11 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
                 } else {
                     let client = host.client.clone();
-                    // Each worker of the bench supports the operation `crash`.
+                    // All workers of the bench support the operation `crash`.
                     let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
-                            // The attack continues whatever the outcome is.
+                            // The attack continues, whatever the outcome.
                             let _ = client.job(bulkhead, "").operation(operation).send().await;
                         }
                     }));
@@ -174,8 +177,8 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     Ok(p99)
 }
 
-/// Sends jobs on schedule without waiting for earlier outcomes. Returns the p99 in µs, measured from the time when
-/// each job was due.
+/// Sends jobs at fixed times without waiting for earlier outcomes. Returns the p99 latency in µs, measured
+/// from the time at which each job was due.
 async fn scheduled(
     client: &Client,
     duration: Duration,
@@ -211,7 +214,7 @@ async fn scheduled(
     Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
 }
 
-/// A supervisor with honest bulkheads, and with the bulkheads of the scene.
+/// A supervisor that has honest bulkheads and the bulkheads of the scene.
 struct Host {
     client: Client,
     _supervisor: Process,
@@ -252,14 +255,15 @@ impl Host {
     }
 }
 
-/// Makes the supervisor remember 4,000 tenants.
+/// Submits jobs of 4,000 tenants, so that the supervisor remembers these tenants.
 async fn remember_tenants(client: &Client) -> Result<()> {
     let client = Rc::new(client.clone());
     let mut jobs = tokio::task::JoinSet::new();
     for number in 0..4_000 {
         let client = client.clone();
         jobs.spawn_local(async move {
-            // The job may be rejected for lack of workers; the supervisor remembers the tenant in either case.
+            // The job may be rejected because there are too few workers, but the supervisor remembers the
+            // tenant in any case.
             let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
         });
         if jobs.len() >= 256 {

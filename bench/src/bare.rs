@@ -1,5 +1,5 @@
-//! The bare chain, which shows the cost of the sockets alone. There are no policy, deadlines or checks. The framing
-//! is just enough to find the waiter of an answer.
+//! The bare chain, which shows the cost of the sockets alone. It has no policy, no deadlines and no checks.
+//! The framing is just enough to find the request that a reply belongs to.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,13 +17,14 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// Maximum number of bytes per read from one of many echoes, whose requests are small.
+/// Maximum number of bytes per read from an echo if there are many echoes, whose requests are small.
 const SPREAD_BYTES: usize = 8 * 1024;
 
-/// Size of the header before a payload: the payload's length and the request number.
+/// Size in bytes of the header before each payload, which contains the length of the payload and the request
+/// number.
 const HEADER_BYTES: usize = 12;
 
-/// Forwards bytes between one client and the echo.
+/// Forwards bytes between one client and the echo process.
 pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -38,8 +39,9 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Forwards the requests of one client to `echoes` echoes, and the answers back. The first bytes of a payload select
-/// the echo. All bytes that arrived at once are forwarded in one write per destination.
+/// Forwards the requests of one client to `echoes` echo processes, and the replies back to the client. The
+/// first bytes of a payload select the echo process. All bytes that have arrived are forwarded with one write
+/// per destination.
 pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     let most = rustix::process::getrlimit(Resource::Nofile).maximum;
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
@@ -64,7 +66,7 @@ pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
     })
 }
 
-/// Bytes that are not yet written.
+/// Bytes that were not written yet.
 #[derive(Default)]
 struct Unsent {
     bytes: RefCell<Vec<u8>>,
@@ -128,11 +130,11 @@ async fn distribute(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Resu
     }
 }
 
-/// Connects to a socket that another process is about to listen on.
+/// Connects to a socket on which another process is about to listen.
 async fn connect(socket: &Path) -> io::Result<UnixStream> {
     loop {
         match UnixStream::connect(socket).await {
-            // The socket is bound, but does not listen yet.
+            // The socket exists, but the other process does not listen yet.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
             other => return other,
         }
@@ -152,7 +154,7 @@ async fn forward(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> 
     }
 }
 
-/// The client of the bare chain. Each request has a waiter, and all pending requests are sent in one write.
+/// Client of the bare chain. Each request has a waiter, and all pending requests are sent in one write.
 #[derive(Clone)]
 pub(crate) struct Client(Rc<Shared>);
 
@@ -171,7 +173,7 @@ struct Waiters {
 }
 
 impl Client {
-    /// Connects. Must be called within a `LocalSet`.
+    /// Connects to the relay. Must be called within a `LocalSet`.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let client = Self(Rc::new(Shared {
             stream: connect(socket).await?,
@@ -185,7 +187,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Sends a request and returns the answer.
+    /// Sends a request and returns the reply.
     pub(crate) async fn call(&self, payload: &[u8]) -> Result<Vec<u8>> {
         let (sender, answer) = oneshot::channel();
         let number = self.0.waiters.borrow_mut().insert(sender);
@@ -260,7 +262,7 @@ async fn read(shared: Rc<Shared>) -> io::Result<()> {
     }
 }
 
-/// Delivers all complete answers. Returns the number of consumed bytes.
+/// Delivers all complete replies to their waiters. Returns the number of bytes that these replies take.
 fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
     let mut at = 0;
     while let Some((length, rest)) = held[at..].split_first_chunk::<4>()

@@ -1,4 +1,4 @@
-//! The bare and the real chain.
+//! The bare chain and the real chain.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::{Result, bare};
 
-/// Both chains, started and idle.
+/// Both chains. They have been started and are idle.
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
@@ -53,7 +53,8 @@ impl Chains {
 }
 
 impl Chains {
-    /// Measures the real chain. Copies payloads from the caller's memory, and results into it.
+    /// Measures the real chain with payloads that are copied from the caller's memory, and results that are
+    /// copied into it.
     pub(crate) async fn copied(
         &self,
         bulkhead: &str,
@@ -70,7 +71,7 @@ impl Chains {
         .await
     }
 
-    /// Measures the real chain with mapped payloads and results.
+    /// Measures the real chain with payloads and results in mapped memory files.
     pub(crate) async fn mapped(
         &self,
         bulkhead: &str,
@@ -88,7 +89,7 @@ impl Chains {
     }
 }
 
-/// Measures calls of a bare client.
+/// Measures calls of a client of the bare chain.
 pub(crate) async fn bare_calls(
     client: &bare::Client,
     lanes: usize,

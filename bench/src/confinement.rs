@@ -1,5 +1,5 @@
-//! Measures the cost of confinement: the start of a worker under each profile, its memory, and jobs under `strict`
-//! compared with jobs under `none`.
+//! Measures the cost of confinement: the time to start a worker under each profile, the memory of the worker,
+//! and jobs under `strict` compared with jobs under `none`.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -12,28 +12,29 @@ use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 use crate::rounds::Rounds;
 
-/// Prefixes of the names of these measurements.
+/// Prefixes of the names of the measurements in this module.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
 
-/// Size of each measurement.
+/// Size of the measurements.
 pub(crate) struct Plan {
-    /// Number of workers started under each profile.
+    /// Number of workers that are started under each profile.
     pub(crate) starts: usize,
-    /// Number of pairs of rounds, with one round under `none` and one under `strict`.
+    /// Number of pairs of rounds. In each pair, one round runs under `none` and the other under `strict`.
     pub(crate) pairs: usize,
-    /// Maximum duration of all pairs, if limited.
+    /// Maximum total duration of all pairs, or `None` for no limit.
     pub(crate) duration: Option<Duration>,
-    /// Number of jobs in each round of a pair: sent one at a time, and [`WIDE`] at a time.
+    /// Number of jobs per round that are sent one at a time. `many` is the number of jobs that are sent
+    /// [`WIDE`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Number of jobs in flight for the throughput.
+/// Number of jobs in flight when throughput is measured.
 const WIDE: usize = 64;
 
-/// Payload size of each job.
+/// Payload size of each job, in bytes.
 const BYTES: usize = 64;
 
 /// Maximum time for the start of a worker.
@@ -45,8 +46,8 @@ const INIT_MEMORY: &str = "startup: memory of the namespace's init (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 
-/// Takes all requested measurements. Must be called within a `LocalSet`. Reports profiles that are not available
-/// here.
+/// Takes all requested measurements. Must be called within a `LocalSet`. Prints which profiles are not
+/// available on this machine.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_one_wanted = |names: &[&str]| {
         names.iter().any(|name| PROFILES.iter().any(|profile| report.wants(&format!("{name}, {profile}"))))
@@ -68,7 +69,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a supervisor and returns it with the available profiles. Returns `None` if no profile is available.
+/// Starts a supervisor and returns it together with the available profiles. Returns `None` if no profile is
+/// available.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
     let mut accepted = Vec::new();
@@ -102,14 +104,14 @@ fn config(profiles: &[&str]) -> Result<String> {
     let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // Without root, the supervisor rejects `strict`, and the bench reports this.
+    // Without root privileges, the supervisor rejects `strict`, and the bench prints this.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
         let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
-        // Each tenant has a separate worker, which is started by the tenant's first job.
+        // Each tenant has a separate worker, which the tenant's first job starts.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
         text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
@@ -117,13 +119,13 @@ fn config(profiles: &[&str]) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the name of the bulkhead of a profile whose worker runs many jobs at once.
+/// Returns the name of the bulkhead under this profile whose worker runs many jobs at once.
 fn wide(profile: &str) -> String {
     format!("{profile}-wide")
 }
 
-/// Returns the time from the first job of a tenant, which starts a worker, to the answer, and the worker's process
-/// number.
+/// Submits the first job of a tenant, which starts a worker. Returns the time until the result arrives, and
+/// the worker's process id.
 async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
     let began = Instant::now();
     let job = chain.client.job(profile, "").tenant(tenant).deadline(START_TIMEOUT);
@@ -132,8 +134,8 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// Returns the time from a plain spawn of the worker's program by the standard library, without a supervisor, to the
-/// first answer.
+/// Returns the time from spawning the worker's program with the standard library, without a supervisor, to
+/// its first reply.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();
@@ -162,16 +164,16 @@ async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Fi
     Ok(figures)
 }
 
-/// Measures the memory of a worker after one job, and of the first process of its namespace if the worker is not that
-/// process.
+/// Measures the memory of a worker after one job. If the worker is not the first process of its pid
+/// namespace, also measures the memory of that process.
 async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(first_answer(chain, profile, "idle").await?.1);
     }
     let mut figures = Vec::new();
-    // Starts all workers before the first measurement, because the share of a process falls with the number of
-    // processes that share a page.
+    // Starts all workers before the first measurement, because the proportional memory of a process falls
+    // with the number of processes that share its pages.
     for (profile, worker) in profiles.iter().zip(workers) {
         figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
         if let Some(init) = processes::init_of(worker)? {
@@ -185,7 +187,7 @@ fn proportional(name: String, pid: u32) -> Result<Figure> {
     Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
-/// Runs the same load under `none` and under `strict`, alternately. The order changes with each pair.
+/// Runs the same load alternately under `none` and under `strict`. The order is reversed with each pair.
 async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
     const COMPARED: [&str; 2] = ["none", "strict"];
     if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {

@@ -1,5 +1,6 @@
-//! Measures a supervisor in this process. With separate threads, the reference is the bare chain. On the caller's
-//! thread, the reference is an echo without a relay.
+//! Measures a supervisor that is embedded in this process. If the supervisor has threads of its own, it is
+//! compared with the bare chain. If it runs on the caller's thread, it is compared with an echo without a
+//! relay.
 
 use std::path::Path;
 use std::rc::Rc;

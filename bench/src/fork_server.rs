@@ -14,7 +14,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// A running fork server.
+/// A fork server that is running.
 pub(crate) struct ForkServer {
     orders: Mutex<UnixStream>,
     _process: Process,
@@ -22,7 +22,7 @@ pub(crate) struct ForkServer {
 }
 
 impl ForkServer {
-    /// Starts a fork server with the layers of a profile.
+    /// Starts a fork server with the confinement layers of a profile.
     pub(crate) fn start(profile: &str) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let folder = tempfile::tempdir()?;
@@ -33,12 +33,12 @@ impl ForkServer {
         }
         let server =
             Self { orders: Mutex::new(ours), _process: Process::start(&mut command)?, _folder: folder };
-        // The first job shows that the server runs.
+        // The reply to the first job shows that the server is running.
         server.one()?;
         Ok(server)
     }
 
-    /// Returns the time from a job that kills its process to the next answer, in ms.
+    /// Kills a process with a job, and returns the time until the next reply in ms.
     pub(crate) fn recovery(&self) -> Result<f64> {
         let mut dying = self.link()?;
         let began = Instant::now();
@@ -50,7 +50,8 @@ impl ForkServer {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Runs jobs in `at_once` threads, each of which sends one job at a time. Returns the number of jobs per second.
+    /// Runs `total` jobs in `at_once` threads. Each thread sends one job at a time. Returns the number of
+    /// jobs per second.
     pub(crate) fn run(&self, at_once: usize, total: usize) -> Result<f64> {
         let began = Instant::now();
         std::thread::scope(|scope| {
@@ -70,7 +71,7 @@ impl ForkServer {
         link.read_exact(&mut job)
     }
 
-    /// Connects to a newly forked process.
+    /// Returns a connection to a newly forked process.
     fn link(&self) -> std::io::Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair()?;
         let descriptors = [theirs.as_fd()];

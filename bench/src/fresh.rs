@@ -1,5 +1,5 @@
-//! Measures how soon a new worker is available: with a fresh process for each job, and after the death or the hang of
-//! a worker. The new worker is spawned, forked from a template, or a spare.
+//! Measures how soon a new worker is available: if each job needs a new process, and after a worker has died
+//! or hung. The new worker is spawned, forked from a template, or a spare.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -11,25 +11,25 @@ use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
 use crate::{Result, load, processes, real};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "fresh";
 
-/// Number of concurrent jobs.
+/// Number of jobs in flight.
 const AT_ONCE: usize = 2;
 
-/// Interval between deaths.
+/// Interval between two deaths of a worker.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A variant of providing the next worker.
+/// A way in which the next worker is provided.
 struct Variant {
     /// Prefix of the names of the bulkheads.
     name: &'static str,
     profile: &'static str,
-    /// Text in the names of the measurements.
+    /// Description that is part of the names of the measurements.
     description: &'static str,
     keys: &'static str,
-    /// Target for fresh processes per second. The alternative target is `OF_BARE` of the rate of a bare fork server
-    /// with the same layers.
+    /// Target for the number of new processes per second. The other target is the share `OF_BARE` of the rate
+    /// of a bare fork server with the same layers. Reaching one of the targets is enough.
     wanted: Option<f64>,
 }
 
@@ -138,7 +138,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
                 times.push(chain.hang(&format!("{}-hangs", variant.name)).await?);
-                // Gives the next spare time to become ready.
+                // Waits until the next spare has become ready.
                 tokio::time::sleep(BETWEEN_DEATHS).await;
             }
             report.add(
@@ -149,7 +149,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of jobs per second, with a separate process for each job.
+/// Returns the number of jobs per second if each job gets a new process.
 async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), bulkhead.into());
     let round = load::run(AT_ONCE, total, move || {
@@ -159,14 +159,14 @@ async fn fresh(chain: &Rc<Chain>, bulkhead: &str, total: usize) -> Result<f64> {
     Ok(round.await?.rate())
 }
 
-/// Returns the time from the kill of a worker to the next answer, in ms.
+/// Kills a worker and returns the time until the next result in ms.
 async fn recovery(chain: &Rc<Chain>, bulkhead: &str) -> Result<f64> {
     let pid = chain.worker(bulkhead).await?;
-    // Gives the next spare time to become ready.
+    // Waits until the next spare has become ready.
     tokio::time::sleep(BETWEEN_DEATHS).await;
     let began = Instant::now();
     processes::kill(pid)?;
-    // A job that meets the dying worker crashes. Only the next answer counts.
+    // A job that is sent to the dying worker crashes, so only the next result counts.
     while chain.call(bulkhead, b"x").await.is_err() {}
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

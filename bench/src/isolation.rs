@@ -1,6 +1,6 @@
-//! Measures how much one party's jobs suffer from another party of the same bulkhead. The results are p50 and p99 of
-//! the victims' jobs with and without an attack, in turns. Attacks on the supervisor itself are measured in
-//! `attacks.rs`.
+//! Measures how much an attacker slows down honest jobs in the same bulkhead. The results are the p50 and p99
+//! latencies of the honest jobs, alternately with and without the attack. Attacks on the supervisor itself
+//! are measured in `attacks.rs`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -16,49 +16,50 @@ use crate::pairs::paired;
 use crate::processes::{self, Process};
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "isolation";
 
-/// Size of each measurement.
+/// Size of the measurements.
 pub(crate) struct Plan {
-    /// Pairs of rounds, one without the attack and one with the attack.
+    /// Number of pairs of rounds. In each pair, one round runs without the attack and the other with the
+    /// attack.
     pub(crate) pairs: usize,
-    /// Jobs of the others in each round.
+    /// Number of honest jobs per round.
     pub(crate) jobs: usize,
 }
 
-/// Jobs of the others in a burst.
+/// Number of honest jobs in a burst.
 const BURST: usize = 60;
 
-/// Deadline of the others' jobs. A job that misses it ends the measurement.
+/// Deadline of an honest job. If a job exceeds it, the measurement ends with an error.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Deadline of a job that attacks its template for as long as it runs.
+/// Deadline of a job that attacks its template until it is killed.
 const ATTACK_DEADLINE: Duration = Duration::from_secs(3);
 
-/// Deadline of a job that is killed at once.
+/// Deadline of a job that must be killed as soon as possible.
 const KILL_DEADLINE: Duration = Duration::from_millis(5);
 
-/// Time from the start of an attack to the first job of the others.
+/// Time between the start of an attack and the first honest job.
 const ATTACK_LEAD_TIME: Duration = Duration::from_millis(500);
 
-/// An attack and the same load without the attack.
+/// An attack, and the same load without the attack.
 struct Scene {
     name: &'static str,
-    /// Keys of the bulkhead without the attack, and with the attack.
+    /// Configuration keys of the bulkhead without the attack and with the attack.
     keys: [&'static str; 2],
-    /// Arguments of the worker, or the lines of a Python module that is the worker.
+    /// Arguments of the worker, or the lines of a Python module that implements the worker.
     worker: Worker,
-    /// Operation and deadline of the attacker's jobs without the attack, and with the attack.
+    /// Operation and deadline of the attacker's jobs without the attack and with the attack.
     attacker: [Option<(&'static str, Duration)>; 2],
-    /// Number of the attacker's jobs in flight; each is followed by another job. With 0, the attacker sends one job
-    /// at the start of each burst of the others' jobs.
+    /// Number of jobs that the attacker keeps in flight. If 0, the attacker sends one job at the start of
+    /// each burst of honest jobs.
     attackers: usize,
-    /// Operation of the others' jobs.
+    /// Operation of the honest jobs.
     operation: &'static str,
-    /// Tenants of the others, or an empty list if tenants do not matter.
+    /// Tenants of the honest jobs. The list is empty if the jobs have no tenants.
     tenants: &'static [&'static str],
-    /// Number of the others' jobs in flight.
+    /// Number of honest jobs in flight.
     lanes: usize,
 }
 
@@ -67,7 +68,7 @@ enum Worker {
     Python(&'static str),
 }
 
-/// A handler with an operation `hold`, which holds the interpreter's lock for about half a second in one C call.
+/// A handler whose operation `hold` holds the interpreter's lock for about half a second in a single C call.
 const HOLDS_LOCK: &str = "import bulkhead\n\
     def handle(payload, ctx):\n    \
         if ctx.operation == 'hold':\n        \
@@ -165,11 +166,11 @@ fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Fig
     paired(name, "µs", pairs, target, limit)
 }
 
-/// Returns the latencies of the others' jobs, each of which must end `ok`. `way` is 0 without the attack, and 1 with
+/// Returns the latencies of the honest jobs, which must all succeed. `way` is 0 without the attack and 1 with
 /// the attack.
 async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     let host = Host::start(scene, way).await?;
-    // Warms up the workers, and lets the supervisor learn their speed.
+    // Warms up the workers, and gives the supervisor time to measure their speed.
     others(scene, &host.client, jobs.min(200)).await?;
     if scene.attackers == 0 {
         return bursts(scene, way, &host.client, jobs).await;
@@ -183,7 +184,7 @@ async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
     round
 }
 
-/// Sends bursts of the others' jobs, each right after a job of the attacker.
+/// Sends bursts of honest jobs. Each burst follows immediately after a job of the attacker.
 async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
     let mut rounds = Vec::new();
     for _ in 0..jobs.div_ceil(scene.lanes) {
@@ -191,7 +192,7 @@ async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Resu
             let job = client.job("shared", "x").operation(operation).deadline(deadline);
             tokio::task::spawn_local(job.send())
         });
-        // The attacker's job is sent before the others' jobs.
+        // Lets the task of the attacker send its job before the honest jobs.
         tokio::task::yield_now().await;
         rounds.push(others(scene, client, scene.lanes).await?);
         if let Some(attack) = attack {
@@ -213,7 +214,7 @@ async fn others(scene: &Scene, client: &Client, jobs: usize) -> Result<load::Rou
     .await
 }
 
-/// The attacker's jobs, sent again and again until they are aborted.
+/// Tasks that send the attacker's jobs again and again until they are aborted.
 struct Attack(Vec<JoinHandle<()>>);
 
 impl Attack {
@@ -225,7 +226,7 @@ impl Attack {
                 loop {
                     let job = client.job("shared", "x").operation(operation).tenant(tenant);
                     if job.deadline(deadline).send().await.is_err() {
-                        // Limits the rate, because a rejection arrives immediately.
+                        // Limits the rate, because rejections arrive immediately.
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
                 }

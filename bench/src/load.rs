@@ -1,4 +1,4 @@
-//! Sends requests, one at a time or many at once, and measures their latency.
+//! Sends requests one at a time or many at once, and measures their latencies.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use tokio::task::JoinSet;
 
 use crate::Result;
 
-/// Results of one round of a measurement.
+/// Results of one round of requests.
 pub(crate) struct Round {
     /// Latencies of all requests, sorted.
     latencies: Vec<Duration>,
@@ -14,7 +14,7 @@ pub(crate) struct Round {
 }
 
 impl Round {
-    /// Merges rounds that ran one after the other.
+    /// Merges the results of rounds that ran one after the other.
     pub(crate) fn merged(rounds: Vec<Self>) -> Self {
         let took = rounds.iter().map(|round| round.took).sum();
         let mut latencies: Vec<Duration> = rounds.into_iter().flat_map(|round| round.latencies).collect();
@@ -22,7 +22,7 @@ impl Round {
         Self { latencies, took }
     }
 
-    /// Returns a quantile of the latencies in µs. `share` is between 0 and 1.
+    /// Returns a quantile of the latencies in µs. `share` is a number from 0 to 1.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let rank = (self.latencies.len() as f64 * share).ceil() as usize;
         self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
@@ -51,7 +51,7 @@ where
     .await
 }
 
-/// Sends `total` requests, `lanes` at a time. Counts only the requests for which `call` returns true.
+/// Sends `total` requests, `lanes` at a time. Only the requests for which `call` returns true are counted.
 pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
 where
     F: Fn() -> A + Clone + 'static,
@@ -82,7 +82,7 @@ where
     Ok(Round { latencies, took })
 }
 
-/// Returns the middle value. For an even number of values, this is the upper one.
+/// Returns the median. For an even number of values, this is the upper of the two middle values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

@@ -1,9 +1,9 @@
 //! `bulkhead-bench` measures the cost of the supervisor, as ratios to a bare chain of sockets.
 //!
-//! The bare chain is a client with a waiter for each request, a relay, and an echo. These three processes forward
-//! bytes over Unix sockets, with all available bytes in each read and write. The real chain is a client, the
-//! supervisor, and a worker built with the SDK. Both chains run alternately, round by round, so that other load of
-//! the machine affects both. The medians of the rounds are compared.
+//! The bare chain consists of a client with a waiter for each request, a relay, and an echo. These three
+//! processes forward bytes over Unix sockets, and read and write all available bytes at once. The real chain
+//! consists of a client, the supervisor, and a worker built with the SDK. The two chains run alternately,
+//! round by round, so that other load on the machine affects both. The medians of the rounds are compared.
 
 mod attackers;
 mod attacks;
@@ -39,60 +39,62 @@ use tokio::task::LocalSet;
 use crate::plan::Plan;
 use crate::report::Report;
 
-/// Result of a measurement. Any error ends the measurement, because a figure that includes a failure is worthless.
+/// Result of a measurement. Every error ends the measurement, because a figure that includes a failure is
+/// worthless.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Measures the supervisor against the bare chain of sockets.
+/// Measures the supervisor and compares it with a bare chain of sockets.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// Run each measurement only briefly, to check that it works; the figures are worthless.
+    /// Run each measurement only briefly, to check that it works. The figures are worthless.
     #[arg(long)]
     smoke: bool,
-    /// Print one JSON object with all rounds at the end, instead of a line for each figure as it is measured.
+    /// Print one JSON object with all rounds at the end, instead of one line for each figure.
     #[arg(long)]
     json: bool,
-    /// Draw the ratio of each round and its target.
+    /// Write an SVG image that shows the ratio of each round and the targets to this file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Take only the measurements whose name contains this text.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Take the measurements that need minutes as well. Attacks are measured only on request: `--only attack`.
+    /// Also take the measurements that take minutes. Attacks are measured only on request: `--only attack`.
     #[arg(long, conflicts_with = "only")]
     all: bool,
     /// Number of rounds of each measurement [default: 9, or the number that fits into a few seconds].
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
-    /// Compare the supervisor with other software on the same work: tonic, ipc-channel, ProcessPoolExecutor, pebble,
-    /// loky and workerpool. Fetches and builds the software first, into the folder `target`.
+    /// Compare the supervisor with other software that does the same work: tonic, ipc-channel,
+    /// ProcessPoolExecutor, pebble, loky and workerpool. Fetches and builds this software first, in the
+    /// folder `target`.
     #[arg(long)]
     peers: bool,
     #[command(subcommand)]
     role: Option<Role>,
 }
 
-/// Parts of the chains, each run as a separate process.
+/// Parts of the chains. Each part runs as a separate process.
 #[derive(Debug, Subcommand)]
 #[command(hide = true)]
 enum Role {
     /// Forwards bytes in both directions.
     #[command(hide = true)]
     Relay {
-        /// Socket to listen on.
+        /// Socket on which the relay listens.
         socket: PathBuf,
-        /// Socket of the echo.
+        /// Socket of the echo process.
         echo: PathBuf,
     },
-    /// Forwards requests to many echoes.
+    /// Forwards requests to many echo processes.
     #[command(hide = true)]
     Spread {
-        /// Socket to listen on.
+        /// Socket on which this process listens.
         socket: PathBuf,
-        /// Number of echoes.
+        /// Number of echo processes.
         echoes: usize,
     },
-    /// Starts a program that dies immediately, again and again.
+    /// Repeatedly starts a program that dies immediately.
     #[command(hide = true)]
     StartAndDie,
     /// Dies immediately.
@@ -109,7 +111,7 @@ enum Role {
     Attack {
         /// Kind of attack.
         kind: String,
-        /// Jobs socket.
+        /// Jobs socket of the supervisor.
         socket: PathBuf,
         /// Use only the first processor.
         #[arg(long)]
@@ -127,9 +129,9 @@ enum Role {
     /// Serves metrics and events that have no meaning.
     #[command(hide = true)]
     Watched {
-        /// Socket to listen on.
+        /// Socket on which this process listens.
         socket: PathBuf,
-        /// Size of a page of metrics in bytes.
+        /// Size of the page of metrics, in bytes.
         page: usize,
     },
 }

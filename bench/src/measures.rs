@@ -18,7 +18,7 @@ use crate::{
 
 /// Takes all requested measurements.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    // Decisions are measured first, before other processes can disturb the measurement.
+    // Decisions are measured first, because other processes would disturb this measurement.
     policy::all(plan, report)?;
     let is_only = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let other_groups = confinement::GROUPS.into_iter().chain([
@@ -43,7 +43,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     if report.wants_slow(isolation::GROUP) || is_only(isolation::GROUP) {
         LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;
     }
-    // Attacks take about an hour, and are measured only on request.
+    // Attacks take about an hour, so they are measured only on request.
     if is_only(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
     }
@@ -110,12 +110,12 @@ async fn latency(
     ])
 }
 
-/// Measures large payloads that come back: copied at both ends, and mapped. A mapped payload is written once and
-/// copied once.
+/// Measures large payloads that the worker returns as its result. They are either copied at both ends, or
+/// mapped. A mapped payload is written once and copied once.
 async fn large(chains: &Chains, plan: &Plan, name: &str, bytes: usize, total: usize) -> Result<Vec<Figure>> {
     let (mut copied, mut mapped) = (Vec::new(), Vec::new());
     let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
-    // The first jobs request the memory files, so that later jobs have them.
+    // The first jobs request memory files, so that they are available for the later jobs.
     chains.mapped(real::ONE, 1, 3, bytes).await?;
     for _ in plan.rounds() {
         let bare = per_second(&chains.bare(1, total, bytes).await?);
@@ -158,7 +158,7 @@ async fn throughput(
 const WITH_PREFETCH: &str = "64 B, 64 waiting, 1 in flight over 64 in flight";
 const WITHOUT_PREFETCH: &str = "64 B, 64 waiting, 1 in flight without lookahead over 64 in flight";
 
-/// Compares a worker with one job at a time (`bulkhead`) and a worker with 64.
+/// Compares a worker that runs one job at a time (in `bulkhead`) with a worker that runs 64 jobs.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
     for _ in plan.rounds() {
@@ -170,8 +170,8 @@ async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str)
     Ok(if bulkhead == real::NARROW { figure.with_target(Target::AtLeast, 0.6) } else { figure })
 }
 
-/// Measures the time from the kill of a worker to the next answer. The reference is an echo that is killed and
-/// started again.
+/// Measures the time from the kill of a worker to the next result. It is compared with an echo process that
+/// is killed and started again.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
@@ -179,7 +179,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
         processes::kill(pid)?;
-        // A job that meets the dying worker crashes. Only the next answer counts.
+        // A job that is sent to the dying worker crashes, so only the next result counts.
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
     }
@@ -193,7 +193,7 @@ fn bare_recovery() -> Result<Duration> {
     socket.read_exact(&mut byte)?;
     let began = Instant::now();
     processes::kill(victim.pid())?;
-    // End of file and reset both show that the echo is gone.
+    // An end of file and a reset both show that the echo process is gone.
     let _ = socket.read(&mut byte);
     let (_next, mut socket) = Process::echo()?;
     socket.write_all(b"x")?;
@@ -201,14 +201,14 @@ fn bare_recovery() -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// Measures the time from the end of deadline and grace of a hanging job to the answer of the next job. It includes
-/// the start of a worker.
+/// Measures the time from the end of the deadline and grace of a hanging job to the result of the next job.
+/// This includes the start of a worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
     for _ in plan.rounds_of(plan.deaths) {
         over.push(chains.real.hang(real::HANGS).await?);
     }
-    // The target is 10 ms plus the start of a worker, which the figure above has.
+    // The target is 10 ms plus the time to start a worker, which the previous figure measures.
     let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
     Ok(figure.with_target(Target::AtMost, 12.0))
 }

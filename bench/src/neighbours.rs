@@ -1,4 +1,4 @@
-//! Measures how much the jobs of siblings suffer from a bulkhead whose workers die.
+//! Measures how much a bulkhead whose workers die slows down the jobs of other bulkheads.
 
 use std::cell::Cell;
 use std::process::Command;
@@ -16,11 +16,12 @@ use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Report, Target};
 
-/// Interval between starts of a program that dies immediately. It equals the interval at which the supervisor starts
-/// the workers of a bulkhead that crashes on every job.
+/// Interval at which a program that dies immediately is started. The supervisor starts workers at the same
+/// interval if a bulkhead crashes on every job.
 const START_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Number of concurrent jobs of the three siblings, and of the crashing bulkhead.
+/// Number of concurrent jobs of the three honest bulkheads. `CRASH_LANES` is the number of concurrent jobs of
+/// the bulkhead that crashes.
 const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
@@ -41,7 +42,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     Ok(())
 }
 
-/// Starts a program that dies immediately, again and again, until this process is killed.
+/// Repeatedly starts a program that dies immediately, until this process is killed.
 pub(crate) fn start_and_die() -> Result<()> {
     let own = std::env::current_exe()?;
     let mut due = Instant::now();
@@ -52,7 +53,7 @@ pub(crate) fn start_and_die() -> Result<()> {
     }
 }
 
-/// Lanes of jobs that crash their worker, until [`Crashes::end`].
+/// Tasks that send jobs which crash their worker, until [`Crashes::end`] is called.
 struct Crashes {
     is_over: Rc<Cell<bool>>,
     lanes: Vec<JoinHandle<()>>,
@@ -65,7 +66,7 @@ impl Crashes {
             let (chain, is_over) = (chain.clone(), is_over.clone());
             async move {
                 while !is_over.get() {
-                    // The outcome is a crash.
+                    // Every job ends as a crash.
                     let _ = chain.client.job(bulkhead, "").operation("crash").send().await;
                     tokio::time::sleep(pause).await;
                 }
@@ -84,7 +85,7 @@ impl Crashes {
     }
 }
 
-/// Compares a sibling's p99 with and without a bulkhead whose worker dies of every job.
+/// Compares the p99 of one bulkhead with and without another bulkhead whose worker dies on every job.
 async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
@@ -97,14 +98,15 @@ async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, S
     Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
-/// Maximum number of rounds of [`crowd`]. Each round is long.
+/// Maximum number of rounds in [`crowd`], because each round takes long.
 const CROWD_ROUNDS_MAX: usize = 5;
 
-/// Runs jobs for four bulkheads, 64 at a time. In one half of a pair, the fourth bulkhead crashes its worker on every
-/// job.
+/// Runs jobs for four bulkheads, 64 at a time. In one round of each pair, the fourth bulkhead crashes its
+/// worker on every job.
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    // The fourth bulkhead starts its workers at most a hundred times a second, so a round takes half a minute.
+    // The fourth bulkhead starts its workers at most a hundred times per second, so a round takes half a
+    // minute.
     for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
@@ -125,7 +127,7 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
                 chain.call(real::CROWD[index], b"x").await?;
                 return Ok(true);
             }
-            // The outcome may be a crash. Tests check that no outcome is lost.
+            // The job may end as a crash. Other tests check that no outcome is lost.
             let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
             Ok(false)
         }
@@ -133,8 +135,9 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
     load::run_counting(64, total, call).await
 }
 
-/// Measures siblings at full load: alone, next to a process that starts dying programs as often as the supervisor
-/// starts workers, and next to crashes. No supervisor can avoid the cost of the starts themselves.
+/// Measures honest bulkheads at full load: alone, next to a process that starts dying programs as often as
+/// the supervisor starts workers, and next to a bulkhead that crashes. No supervisor can avoid the cost of
+/// starting processes.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
     for _ in plan.rounds() {

@@ -1,9 +1,9 @@
-//! Compares two variants that were measured alternately, with a confidence interval.
+//! Compares two variants that were measured alternately. Computes a confidence interval for the difference.
 
 use crate::load::median;
 use crate::report::{Difference, Figure, Target};
 
-/// Makes a figure from pairs of rounds, bare and real.
+/// Creates a figure from pairs of rounds. Each pair has a bare and a real round.
 pub(crate) fn paired(
     name: String,
     unit: &'static str,
@@ -20,27 +20,27 @@ pub(crate) fn paired(
     }
 }
 
-/// Makes a figure with the difference between two variants that were measured alternately.
+/// Creates a figure for the difference between two variants that were measured alternately.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
     let differences: Vec<f64> = pairs.iter().map(|(without, with)| with - without).collect();
     let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);
     Figure { difference: difference(&differences), ..figure }
 }
 
-/// Two-sided 95 % quantiles of Student's t, starting with one degree of freedom.
+/// Two-sided 95 % quantiles of Student's t-distribution, starting with one degree of freedom.
 const T_95: [f64; 30] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 ];
 
-/// Returns the mean of paired differences with its 95 % confidence interval. Returns `None` for fewer than two
-/// differences.
+/// Returns the mean of paired differences with its 95 % confidence interval. Returns `None` if there are
+/// fewer than two differences.
 fn difference(differences: &[f64]) -> Option<Difference> {
     let freedom = differences.len().checked_sub(1).filter(|freedom| *freedom > 0)?;
     let count = differences.len() as f64;
     let mean = differences.iter().sum::<f64>() / count;
     let variance = differences.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / freedom as f64;
-    // Beyond the table, the quantile changes less than the noise.
+    // Beyond the end of the table, the quantile hardly changes.
     let half = T_95[(freedom - 1).min(T_95.len() - 1)] * (variance / count).sqrt();
     Some(Difference { mean, low: mean - half, high: mean + half })
 }
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn confidence_interval_uses_students_t() {
-        // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
+        // The mean is 2, the standard deviation 1, and the standard error 1 / sqrt(3).
         let found = difference(&[1.0, 2.0, 3.0]).unwrap();
         assert!((found.mean - 2.0).abs() < 1e-9);
         assert!((found.high - found.mean - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);

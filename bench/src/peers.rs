@@ -25,20 +25,20 @@ use crate::real::{self, Chain};
 use crate::report::{Report, Target};
 use crate::{Result, processes};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 const GROUP: &str = "peers";
 
 /// Folder for the built peers, relative to the workspace.
 const FOLDER: &str = "target/bench-peers";
 
-/// Software to compare with.
+/// Software that the supervisor is compared with.
 struct Peer {
     name: &'static str,
     from: Source,
     arguments: &'static [&'static str],
 }
 
-/// Package registry of a peer.
+/// Package registry from which a peer is fetched.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Cargo,
@@ -56,7 +56,7 @@ const PEERS: [Peer; 7] = [
     Peer { name: "workerpool", from: Source::Npm, arguments: &[] },
 ];
 
-/// Work that all peers do.
+/// A kind of work that all peers do.
 #[derive(Clone, Copy)]
 struct Work {
     name: &'static str,
@@ -78,7 +78,8 @@ const WORKS: [Work; 4] = [
     Work { name: "worker dies to next answer", unit: "ms", kind: Kind::Recovery },
 ];
 
-/// Takes all requested measurements. Must be called within a `LocalSet`. Reports peers that are not available here.
+/// Takes all requested measurements. Must be called within a `LocalSet`. Prints which peers are not available
+/// on this machine.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
     std::fs::create_dir_all(&folder)?;
@@ -117,8 +118,8 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 }
 
 impl Source {
-    /// Fetches and builds the peers of this registry, unless they are present. Returns the command that starts a
-    /// peer.
+    /// Fetches and builds the peers from this registry, unless they are already there. Returns the command
+    /// that starts a peer.
     fn fetch(self, folder: &Path) -> Result<Vec<PathBuf>> {
         let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
         match self {
@@ -154,7 +155,7 @@ impl Source {
 
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    // Keeps the command's output away from standard output, which is for figures.
+    // The output of the command must not go to standard output, which is for figures.
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{program}: {error}"))?;
     if output.status.success() {
         return Ok(());
@@ -164,7 +165,7 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 impl Kind {
-    /// Returns the order for a peer, and the number of requests or deaths in it.
+    /// Returns the order that is sent to a peer, and the number of requests or deaths that it contains.
     fn order(self, plan: &Plan) -> (String, usize) {
         match self {
             Self::Latency { bytes } => {
@@ -179,7 +180,7 @@ impl Kind {
         }
     }
 
-    /// Does the same work with the supervisor.
+    /// Does the same work with the supervisor instead of a peer.
     async fn ours(self, chain: &Rc<Chain>, count: usize) -> Result<f64> {
         match self {
             Self::Latency { bytes } => Ok(echoes(chain, real::ONE, 1, count, bytes).await?.quantile(0.5)),
@@ -188,7 +189,7 @@ impl Kind {
                 let mut times = Vec::new();
                 for _ in 0..count {
                     let began = Instant::now();
-                    // The outcome is a crash.
+                    // The job ends as a crash.
                     let _ = chain.client.job(real::ONE, "").operation("die").send().await;
                     while chain.call(real::ONE, &[b'x'; 64]).await.is_err() {}
                     times.push(began.elapsed().as_secs_f64() * 1e3);
@@ -199,7 +200,7 @@ impl Kind {
     }
 }
 
-/// Number of deaths in each round.
+/// Number of deaths per round.
 const RECOVERIES: usize = 3;
 
 async fn echoes(
@@ -221,7 +222,7 @@ async fn echoes(
     .await
 }
 
-/// A running peer. Its process group is killed when the driver is dropped.
+/// A running peer. Its process group is killed when this value is dropped.
 struct Driver {
     process: Child,
     orders: ChildStdin,
@@ -233,7 +234,7 @@ impl Driver {
         let [first, rest @ ..] = program else { return Err("no program".into()) };
         let mut command = Command::new(first);
         command.args(rest).args(peer.arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Discards standard error, because some peers report each death at length.
+        // Standard error is discarded, because some peers print long messages about each death.
         command.stderr(Stdio::null()).process_group(0);
         if peer.from == Source::Npm {
             command.current_dir(folder.join("node"));

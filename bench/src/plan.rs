@@ -1,36 +1,36 @@
-//! Size of each measurement.
+//! Sizes of the measurements.
 
 use std::time::Duration;
 
 use crate::rounds::Rounds;
 use crate::{attacks, confinement, isolation, scale, watched};
 
-/// Maximum time in which a measurement starts further rounds, unless `--rounds` is given.
+/// Time after which a measurement starts no further rounds, unless `--rounds` is given.
 const ROUNDS_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Maximum number of rounds of each measurement, unless `--rounds` is given.
 const ROUNDS: usize = 9;
 
-/// Size of each measurement.
+/// Sizes of all measurements.
 pub(crate) struct Plan {
     rounds: usize,
-    /// Maximum time in which a measurement starts further rounds. `None` means no limit.
+    /// Time after which a measurement starts no further rounds, or `None` for no limit.
     duration: Option<Duration>,
-    /// Requests of 64 B and 4 KiB in each round, sent one at a time.
+    /// Number of requests with 64 B and with 4 KiB per round, which are sent one at a time.
     pub(crate) small: usize,
-    /// Requests of 1 MiB in each round. A round with 64 MiB has a 32nd of this number.
+    /// Number of requests with 1 MiB per round. For 64 MiB, the number is divided by 32.
     pub(crate) large: usize,
-    /// Requests in each round with many in flight.
+    /// Number of requests per round if many requests are in flight.
     pub(crate) many: usize,
-    /// Maximum number of deaths, and of hangs, per measurement.
+    /// Maximum number of deaths, and maximum number of hangs, per measurement.
     pub(crate) deaths: usize,
-    /// Jobs for four bulkheads in each round.
+    /// Number of jobs per round for all four bulkheads together.
     pub(crate) crowd: usize,
-    /// Jobs for three bulkheads in each round, while the fourth crashes.
+    /// Number of jobs per round for three bulkheads, while the workers of the fourth one crash.
     pub(crate) storm: usize,
-    /// Jobs in each round of decisions alone.
+    /// Number of jobs per round if only decisions are measured.
     pub(crate) decisions: usize,
-    /// Programs in each round.
+    /// Number of programs per round.
     pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,
@@ -40,7 +40,8 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan for `rounds` rounds. Without `rounds`, time limits the number.
+    /// Returns the plan for `rounds` rounds. If `rounds` is `None`, the number of rounds depends on the time
+    /// that they take.
     pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
             rounds: rounds.unwrap_or(ROUNDS).max(1),

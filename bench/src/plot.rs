@@ -1,4 +1,5 @@
-//! Draws the ratios. Each figure has a row with a dot for each round, the median, and the target.
+//! Draws the ratios of the figures. Each figure has a row with a dot for each round, the median, and the
+//! target.
 
 use std::fmt::Write;
 
@@ -10,7 +11,7 @@ const LEFT: f64 = 470.0;
 const WIDTH: f64 = 520.0;
 const RIGHT: f64 = 150.0;
 
-/// Draws all figures that have a ratio as SVG, on a logarithmic scale.
+/// Draws all figures that have a ratio as an SVG image with a logarithmic scale.
 pub(crate) fn draw(figures: &[Figure]) -> String {
     let rows: Vec<(&Figure, f64)> =
         figures.iter().filter_map(|figure| Some((figure, figure.ratio.filter(|r| is_drawn(*r))?))).collect();
@@ -64,7 +65,7 @@ pub(crate) fn draw(figures: &[Figure]) -> String {
         );
         if let Some(target) = target(figure) {
             let x = at(target);
-            // The triangle points to the side where the target is met.
+            // The triangle points towards the values that meet the target.
             let side = if figure.target == Target::AtMost { -8.0 } else { 8.0 };
             let _ = writeln!(
                 svg,
@@ -91,7 +92,7 @@ fn is_drawn(ratio: f64) -> bool {
     ratio.is_finite() && ratio > 0.0
 }
 
-/// Returns the target of the ratio, if there is one.
+/// Returns the target for the ratio, or `None` if the figure has no such target.
 fn target(figure: &Figure) -> Option<f64> {
     let is_of_ratio = matches!(figure.target, Target::AtMost | Target::AtLeast);
     Some(figure.limit).filter(|limit| is_of_ratio && is_drawn(*limit))
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draws_a_line_per_ratio_and_a_dot_per_round() {
+    fn plot_has_line_per_ratio_and_dot_per_round() {
         let figure = |name: &str, rounds: &[(f64, f64)], ratio| Figure {
             rounds: rounds.to_vec(),
             ratio,
@@ -123,11 +124,11 @@ mod tests {
         let svg = draw(&figures);
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt; b &amp; c") && !svg.contains("none</text>"));
-        // A ratio to zero is not drawn, and neither is a target of zero.
+        // Neither a ratio to zero nor a target of zero is drawn.
         let idle = figures.clone().map(|figure| figure.with_target(Target::AtLeast, 0.0));
         assert_eq!(draw(&idle).matches("<path").count(), 0);
         assert_eq!((svg.matches("<circle").count(), svg.matches("<path").count()), (2, 1));
-        // The scale goes from 0.1 to 100, so 1.2 lies just right of the first third.
+        // The scale goes from 0.1 to 100, so 1.2 is just to the right of the first third.
         let x = LEFT + WIDTH * (1.0 + 1.2_f64.log10()) / 3.0;
         assert!(svg.contains(&format!("x1=\"{x:.1}\"")), "{svg}");
     }

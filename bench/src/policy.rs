@@ -1,6 +1,6 @@
-//! Measures decisions alone: the time in which the pure state machine admits and releases a job, without a socket or
-//! a process. The reference is a semaphore permit that is acquired and released. Time is simulated, because reading a
-//! clock would cost as much as the semaphore.
+//! Measures decisions alone: the time that the pure state machine takes to admit and release a job, without a
+//! socket or a process. It is compared with acquiring and releasing a semaphore permit. Time is simulated,
+//! because reading a clock would take as long as the semaphore.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -19,7 +19,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::report::{Figure, Report, Target};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "policy";
 
 /// Maximum time per decision, in nanoseconds.
@@ -31,11 +31,12 @@ const PERMITS: u32 = 64;
 /// Simulated time between cycles, which is too short for any timer to expire.
 const STEP: Duration = Duration::from_micros(1);
 
-/// Number of waiting jobs before some are cancelled, and number of jobs at either end that stay.
+/// Number of waiting jobs before some of them are cancelled. `STAYING` is the number of jobs at each end of
+/// the queue that are not cancelled.
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// Same size as the supervisor's record in policy, which is a pointer.
+/// Record of a job. It has the size of the supervisor's record, which is a pointer.
 type Record = u64;
 
 /// Takes all requested measurements.
@@ -51,7 +52,7 @@ pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures all settings alternately, round by round, so that other load of the machine affects each.
+/// Measures all settings alternately, round by round, so that other load on the machine affects all of them.
 fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     if settings.is_empty() {
         return Ok(Vec::new());
@@ -72,7 +73,7 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     Ok(figures.collect())
 }
 
-/// Returns the nanoseconds for acquiring and releasing a permit, while all other permits are taken.
+/// Returns the time to acquire and release a permit in nanoseconds, while all other permits are in use.
 fn semaphore(cycles: usize) -> Result<f64> {
     let permits = Semaphore::new(PERMITS as usize);
     let _taken = permits.try_acquire_many(PERMITS - 1)?;
@@ -87,12 +88,12 @@ fn nanoseconds_each(began: Instant, count: usize) -> f64 {
     began.elapsed().as_secs_f64() * 1e9 / count as f64
 }
 
-/// Setting of a measurement.
+/// State of the bulkheads for one measurement.
 struct Setting {
     name: &'static str,
     limits: Limits,
     bulkheads: usize,
-    /// Number of tenants. With 0, jobs name no tenant.
+    /// Number of tenants. If 0, jobs have no tenant.
     tenants: usize,
     priorities: &'static [Priority],
     /// Number of running jobs per bulkhead before a cycle.
@@ -101,8 +102,8 @@ struct Setting {
     waiting: usize,
 }
 
-/// Returns all settings. Each large number that should not matter has a counterpart with a small number. All permits
-/// but one are taken, unless the setting measures something else.
+/// Returns all settings. Each large number that should not matter has a counterpart with a small number. All
+/// permits except one are in use, unless the setting measures something else.
 fn settings() -> Vec<Setting> {
     let one = || Setting {
         name: "policy: 1 bulkhead, 63 jobs running",
@@ -118,7 +119,7 @@ fn settings() -> Vec<Setting> {
         max_queue: WAITING as u32 + 1,
         ..one().limits
     };
-    // All permits are taken, so each job has to wait.
+    // All permits are in use, so each job has to wait.
     let queued = || Setting { limits: shared(), tenants: 10_000, running: PERMITS as usize, ..one() };
     vec![
         one(),
@@ -134,14 +135,14 @@ fn settings() -> Vec<Setting> {
             limits: everything(shared()),
             tenants: 10_000,
             priorities: &Priority::ALL,
-            // Jobs that are not critical get three quarters of the permits.
+            // Jobs that are not critical can use three quarters of the permits.
             running: PERMITS as usize * 3 / 4 - 1,
             ..one()
         },
     ]
 }
 
-/// Sets every limit, to values that are never reached.
+/// Sets all limits, to values that are never reached.
 fn everything(limits: Limits) -> Limits {
     Limits {
         queue_timeout: Some(Duration::from_secs(10)),
@@ -165,9 +166,9 @@ fn everything(limits: Limits) -> Limits {
 struct Scene {
     subjects: Vec<Subject>,
     effects: Effects,
-    /// Time when each bulkhead is due, as in the supervisor.
+    /// Timers of the bulkheads, as in the supervisor.
     timers: Timers,
-    /// Order in which bulkheads get jobs.
+    /// Order in which the bulkheads get jobs.
     order: Vec<u32>,
     names: Names,
     priorities: &'static [Priority],
@@ -192,7 +193,7 @@ impl Scene {
         Ok(scene)
     }
 
-    /// Registers every tenant, and submits the jobs that the setting requires.
+    /// Creates all tenants, and submits the jobs that the setting requires.
     fn fill(&mut self, setting: &Setting) -> Result<()> {
         for _ in 0..setting.tenants {
             let name = self.names.next();
@@ -209,7 +210,7 @@ impl Scene {
         }
     }
 
-    /// Admits and releases `cycles` jobs. Returns the nanoseconds per job.
+    /// Admits and releases `cycles` jobs. Returns the time per job in nanoseconds.
     fn round(&mut self, cycles: usize) -> Result<f64> {
         let before = (self.effects.done, self.effects.running.len());
         let began = Instant::now();
@@ -228,7 +229,7 @@ impl Scene {
     fn cycle(&mut self) {
         let index = self.submit();
         let subject = &mut self.subjects[index as usize];
-        // Bulkheads take turns, so the oldest running job belongs to this bulkhead.
+        // The bulkheads take turns, so the oldest running job belongs to this bulkhead.
         if let Some(job) = self.effects.running.pop_front() {
             subject.reply(self.now, job, &mut self.effects);
         }
@@ -239,7 +240,7 @@ impl Scene {
         black_box(self.timers.next());
     }
 
-    /// Submits the next job to the next bulkhead in order. Returns the index of the bulkhead.
+    /// Submits the next job to the next bulkhead, and returns the index of the bulkhead.
     fn submit(&mut self) -> u32 {
         self.now = self.now + STEP;
         let index = self.order[self.turn % self.order.len()];
@@ -250,13 +251,13 @@ impl Scene {
     }
 }
 
-/// Actions of the bulkheads, performed only as far as the measurement needs.
+/// Performs the actions of the bulkheads, as far as the measurement needs this.
 #[derive(Default)]
 struct Effects {
     actions: Vec<Action<Record>>,
-    /// Running jobs, oldest first. The oldest job ends first.
+    /// Running jobs, oldest first. The jobs end in this order.
     running: VecDeque<JobId>,
-    /// Number of jobs that ended `ok`.
+    /// Number of jobs that succeeded.
     done: usize,
     cancelled: usize,
 }
@@ -277,14 +278,14 @@ impl Effects {
     }
 }
 
-/// A bulkhead and its only worker.
+/// A bulkhead with a single worker.
 struct Subject {
     bulkhead: Bulkhead<Record>,
     worker: WorkerId,
 }
 
 impl Subject {
-    /// Makes a bulkhead with a ready worker.
+    /// Creates a bulkhead whose worker is ready.
     fn new(limits: Limits) -> Result<Self> {
         let mut bulkhead = Bulkhead::new(limits, 7);
         let mut actions = Vec::new();
@@ -328,7 +329,8 @@ impl Subject {
     }
 }
 
-/// Cancels nine tenths of a full queue, from the middle and in random order. Returns the nanoseconds per job.
+/// Cancels nine tenths of a full queue, from the middle and in random order. Returns the time per job in
+/// nanoseconds.
 fn cancel() -> Result<f64> {
     let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
     let mut effects = Effects::default();
@@ -346,8 +348,8 @@ fn cancel() -> Result<f64> {
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
 }
 
-/// Tenant names in random order. The names are adjacent in memory: a real name arrives with its job, so the decision
-/// should not pay for fetching it.
+/// Tenant names in random order. The names are next to each other in memory, because a real name arrives with
+/// its job, so the decision should not include the time to fetch the name.
 struct Names {
     text: String,
     at: usize,
@@ -362,7 +364,8 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// Returns the next name, starting again after the last. Returns an empty name if there are no tenants.
+    /// Returns the next name, and starts again after the last one. If there are no tenants, returns an empty
+    /// name.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;
@@ -373,7 +376,7 @@ impl Names {
     }
 }
 
-/// Returns the numbers below `count` in a random but reproducible order.
+/// Returns the numbers below `count` in a random order that is the same in each run.
 fn shuffled(count: usize) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1_u64;

@@ -1,4 +1,4 @@
-//! Child processes of the bench, and data about processes from `/proc`.
+//! Child processes of the bench, and information about processes from `/proc`.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -10,10 +10,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Result;
 
-/// Maximum time for any wait. On a healthy machine, every wait ends almost immediately.
+/// Maximum time for any wait. On an ordinary machine, every wait ends almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Name of the package of the chains' parts, and of its program.
+/// Name of the package that contains the parts of the chains, and name of its program.
 const PARTS: &str = "bulkhead-bench-parts";
 
 /// A child process that is killed when the value is dropped.
@@ -29,19 +29,19 @@ impl Process {
         Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts this program in another role.
+    /// Starts this program again in another role.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
     }
 
-    /// Starts this program in another role, and returns its standard output.
+    /// Starts this program again in another role, and returns the new process and its standard output.
     pub(crate) fn role_with_output(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
         let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let stdout = child.stdout.take().ok_or("the child has no pipe for standard output")?;
         Ok((Self(child), stdout))
     }
 
-    /// Starts an echo, and returns the socket that is connected to it.
+    /// Starts an echo process, and returns a socket that is connected to it.
     pub(crate) fn echo() -> Result<(Self, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
         let echo = Self::start(parts()?.arg("echo").stdin(Stdio::from(OwnedFd::from(theirs))))?;
@@ -65,18 +65,18 @@ impl Drop for Process {
     }
 }
 
-/// Returns the program with the parts of a chain. It is in the same folder as this program, after [`programs`] has
-/// built it.
+/// Returns a command that runs a part of a chain. The program is in the same folder as this program after
+/// [`programs`] has built it.
 pub(crate) fn parts() -> Result<Command> {
     Ok(Command::new(folder()?.join(PARTS)))
 }
 
-/// Returns the elements of a bulkhead's `command` that runs the worker.
+/// Returns the elements of a bulkhead's `command` that start the worker.
 pub(crate) fn worker() -> Result<String> {
     part_of("worker")
 }
 
-/// Returns the elements of a `command` that runs a part of a chain in this role.
+/// Returns the elements of a `command` that start a part of a chain in this role.
 pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("the path of this program is not UTF-8")?;
@@ -103,13 +103,13 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Builds the workspace's programs in the profile of this program. Returns their folder.
+/// Builds the programs of the workspace in the build profile of this program. Returns their folder.
 pub(crate) fn programs() -> Result<PathBuf> {
     let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--bins"]);
     match folder.file_name().and_then(|name| name.to_str()) {
-        // These targets need the same features as `cargo test --workspace`, so that nothing is compiled twice.
+        // These targets need the same features as `cargo test --workspace`, so nothing is compiled twice.
         None | Some("debug") => drop(cargo.args(["--workspace", "--test", "architecture"])),
         Some(profile) => {
             let packages = ["bulkhead-supervisor", "bulkhead-worker", PARTS];
@@ -140,7 +140,8 @@ fn scheduled(thread: &Path) -> Result<Duration> {
     Ok(Duration::from_nanos(line.split(' ').next().unwrap_or_default().parse()?))
 }
 
-/// Returns the memory of a process in bytes, with a proportional share of shared pages (PSS).
+/// Returns the memory of a process in bytes. Shared pages are divided by the number of processes that share
+/// them (PSS).
 pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
@@ -155,7 +156,7 @@ pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
 }
 
 /// Returns the first process of the pid namespace of `pid`. Returns `None` if that is `pid` itself, or if the
-/// namespace is that of the bench.
+/// namespace is the one in which the bench runs.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
     let numbers = |pid: u32| -> Result<Vec<u32>> {
         let text = field(pid, "NSpid:")?;

@@ -1,5 +1,5 @@
-//! Measures a program for each job: the number of `true` per second that an `exec` bulkhead runs, compared with
-//! threads that spawn `true` and wait.
+//! Measures programs that are started for each job. Compares how many `true` processes per second an `exec`
+//! bulkhead runs with how many plain threads can spawn and wait for.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -11,10 +11,10 @@ use crate::processes;
 use crate::real::Chain;
 use crate::report::{Report, Target};
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "programs";
 
-/// Number of concurrent programs.
+/// Number of programs that run concurrently.
 const AT_ONCE: usize = 2;
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];

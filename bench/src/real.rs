@@ -1,4 +1,4 @@
-//! The real chain: the supervisor with a configuration of the bench, and a worker built with the SDK.
+//! The real chain: a supervisor with a configuration for the bench, and a worker built with the SDK.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,31 +11,32 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
-/// Bulkheads with one job at a time and a queue for all lanes: with prefetching, and without.
+/// Bulkheads that run one job at a time and have a queue for all lanes. The first one prefetches jobs, the
+/// second one does not.
 pub(crate) const NARROW: &str = "narrow";
 pub(crate) const WITHOUT: &str = "narrow-without";
 
-/// Bulkheads named after their purpose.
+/// Names of bulkheads, which state the purpose of each bulkhead.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
-/// Like [`CRASHES`], with a template that forks the workers.
+/// Bulkhead like [`CRASHES`], but with a template that forks the workers.
 pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
 
-/// Three honest bulkheads, and a fourth that some measurements crash.
+/// Three honest bulkheads, and a fourth one that crashes in some measurements.
 pub(crate) const CROWD: [&str; 4] = ["crowd-a", "crowd-b", "crowd-c", "crowd-d"];
 
-/// Returns the name of the bulkhead with `in_flight` jobs at once.
+/// Returns the name of the bulkhead that runs `in_flight` jobs at once.
 pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
 }
 
-/// Deadline and grace of [`HANGS`].
+/// Deadline of the jobs in [`HANGS`]. The bulkhead's `grace` is `HANG_GRACE`.
 pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
 pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 
-/// A running supervisor with a client.
+/// A running supervisor and a client that is connected to it.
 pub(crate) struct Chain {
     pub(crate) supervisor: Process,
     pub(crate) client: Client,
@@ -43,7 +44,8 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// Starts a supervisor with the bulkheads of the bench, and waits for the worker of most of them.
+    /// Starts a supervisor with the bulkheads of the bench, and waits until the workers of most bulkheads are
+    /// ready.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
@@ -52,7 +54,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Starts a supervisor with a configuration that names its socket `jobs.sock`.
+    /// Starts a supervisor with this configuration, in which the jobs socket must be named `jobs.sock`.
     pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
@@ -62,20 +64,21 @@ impl Chain {
         Ok(Self { supervisor, client, folder })
     }
 
-    /// Sends a job and returns the answer.
+    /// Sends a job and returns its result.
     pub(crate) async fn call(&self, bulkhead: &str, payload: &[u8]) -> Result<Vec<u8>> {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
     }
 
-    /// Sends a job with one copy less: the payload is copied directly into the buffer from which it is sent. Returns
-    /// the number of received bytes.
+    /// Sends a job whose payload is copied directly into the buffer from which it is sent, which saves one
+    /// copy. Returns the size of the result in bytes.
     pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
         let job = self.client.job(bulkhead, "");
         let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
         Ok(job.send().await?.payload().len())
     }
 
-    /// Sends a job with payload and result in place, if there are memory files. Returns the number of received bytes.
+    /// Sends a job whose payload and result are in memory files, if memory files are available. Returns the
+    /// size of the result in bytes.
     pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
         let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
         let reply = job.operation("mapped").map_result().send().await?;
@@ -87,7 +90,8 @@ impl Chain {
         self.folder.path().join("jobs.sock")
     }
 
-    /// Returns the time from the end of deadline and grace of a hanging job to the answer of the next job, in ms.
+    /// Sends a job that hangs. Returns the time from the end of its deadline and grace to the result of the
+    /// next job, in ms.
     pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
         let began = Instant::now();
         let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
@@ -104,14 +108,14 @@ impl Chain {
         self.folder.path().join("admin.sock")
     }
 
-    /// Returns the process number of a bulkhead's only worker.
+    /// Returns the process id of a bulkhead's only worker.
     pub(crate) async fn worker(&self, bulkhead: &str) -> Result<u32> {
         let reply = self.client.job(bulkhead, "").send().await?;
         Ok(reply.outcome().worker_pid.ok_or("no worker served the job")?)
     }
 }
 
-/// Runs the supervisor's check of a configuration. Returns the reason if the configuration is rejected.
+/// Lets the supervisor check a configuration. Returns the reason if the configuration is rejected.
 pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
     let folder = tempfile::tempdir()?;
     let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;
@@ -123,7 +127,7 @@ pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result
     Ok(Err(if errors.is_empty() { text.trim_end().to_owned() } else { errors.join("; ") }))
 }
 
-/// Returns the command of a supervisor with this configuration in `folder`.
+/// Returns a command that starts a supervisor in `folder` with this configuration.
 fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
     let file = folder.join("workers.toml");
     std::fs::write(&file, config)?;
@@ -132,7 +136,7 @@ fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Returns the keys of a bulkhead whose jobs hang.
+/// Returns the configuration keys of a bulkhead whose jobs hang.
 pub(crate) fn hanging() -> String {
     format!(
         "deadline = \"{}ms\"\ndeadline_max = \"10s\"\ngrace = \"{}ms\"\nmax_queue = 1",

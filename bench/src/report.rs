@@ -1,31 +1,32 @@
-//! Figures as a table that grows during the measurements, and as JSON.
+//! Figures, printed as a table that grows during the measurements, or as JSON.
 
 use std::cell::RefCell;
 
 use serde::Serialize;
 
-/// Difference in µs that [`Target::AtMostOrSlack`] allows at any ratio.
+/// Difference in µs that [`Target::AtMostOrSlack`] allows, whatever the ratio.
 const SLACK_US: f64 = 10_000.0;
 
 /// Kind of target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
-    /// Maximum of the ratio, or of the figure if there is no ratio.
+    /// The ratio must not exceed the limit. If there is no ratio, the figure must not exceed the limit.
     AtMost,
-    /// The ratio must be at most this, or the figure at most [`SLACK_US`] above the bare figure.
+    /// The ratio must not exceed the limit, or the figure must not exceed the bare figure by more than
+    /// [`SLACK_US`].
     AtMostOrSlack,
-    /// Minimum of the ratio, or of the figure if there is no ratio.
+    /// The ratio must reach the limit. If there is no ratio, the figure must reach the limit.
     AtLeast,
-    /// Maximum of the figure, at any ratio.
+    /// The figure must not exceed the limit, whatever the ratio.
     FigureAtMost,
-    /// Minimum of the figure, at any ratio.
+    /// The figure must reach the limit, whatever the ratio.
     FigureAtLeast,
-    /// No target.
+    /// The figure has no target.
     Told,
 }
 
-/// Mean difference between real and bare, over all pairs.
+/// Mean difference between the real and the bare figure, over all pairs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Difference {
     pub(crate) mean: f64,
@@ -34,35 +35,35 @@ pub(crate) struct Difference {
     pub(crate) high: f64,
 }
 
-/// A line of the report.
+/// One line of the report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) unit: &'static str,
-    /// Figure of the bare counterpart, if there is one.
+    /// Figure of the bare counterpart, or `None` if there is no counterpart.
     pub(crate) bare: Option<f64>,
     pub(crate) real: f64,
-    /// Median of the ratios of real to bare of all rounds.
+    /// Median of the ratios of real to bare figures, over all rounds.
     pub(crate) ratio: Option<f64>,
     pub(crate) target: Target,
-    /// Value of the target. NaN if there is no target.
+    /// Limit for the target, or NaN if there is no target.
     pub(crate) limit: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) difference: Option<Difference>,
-    /// Bare and real figure of each round.
+    /// Bare figure and real figure of each round.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) rounds: Vec<(f64, f64)>,
 }
 
 impl Figure {
-    /// Makes a figure without a counterpart and without a target.
+    /// Creates a figure that has neither a counterpart nor a target.
     pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
         let (target, limit) = (Target::Told, f64::NAN);
         let (name, rounds) = (name.into(), Vec::new());
         Self { name, unit, bare: None, real, ratio: None, target, limit, difference: None, rounds }
     }
 
-    /// Sets the target.
+    /// Returns the figure with this target.
     pub(crate) fn with_target(self, target: Target, limit: f64) -> Self {
         Self { target, limit, ..self }
     }
@@ -109,37 +110,37 @@ impl Figure {
     }
 }
 
-/// Figures measured so far. In a table, each figure is printed immediately.
+/// Figures that were measured so far. If the output is a table, each figure is printed immediately.
 pub(crate) struct Report {
     only: Option<String>,
-    /// True if measurements that take minutes are taken without being named.
+    /// True if measurements that take minutes are requested without being named.
     wants_slow: bool,
     is_json: bool,
     figures: RefCell<Vec<Figure>>,
 }
 
 impl Report {
-    /// Makes a report of the figures whose name contains `only`.
+    /// Creates a report that contains only the figures whose names contain `only`.
     pub(crate) fn new(only: Option<String>, wants_slow: bool, is_json: bool) -> Self {
         Self { only, wants_slow, is_json, figures: RefCell::default() }
     }
 
-    /// Returns true if figures with this name, or with this prefix, are requested.
+    /// Returns true if a figure with this name, or with a name that begins like this, is requested.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.as_deref().is_none_or(|only| name.contains(only))
     }
 
-    /// Like [`Report::wants`], for figures that take minutes.
+    /// Returns true if a figure that takes minutes is requested. Otherwise like [`Report::wants`].
     pub(crate) fn wants_slow(&self, name: &str) -> bool {
         self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
     }
 
-    /// Returns the text that the names of the figures must contain, if given.
+    /// Returns the text that the names of figures must contain, or `None` if all figures are requested.
     pub(crate) fn only(&self) -> Option<&str> {
         self.only.as_deref()
     }
 
-    /// Adds a figure, and drops it if it was not requested.
+    /// Adds a figure if it was requested, and drops it otherwise.
     pub(crate) fn add(&self, figure: Figure) {
         if !self.wants(&figure.name) {
             return;
@@ -154,7 +155,8 @@ impl Report {
         figures.push(figure);
     }
 
-    /// Returns all figures in the order of measurement. With JSON output, prints them first.
+    /// Returns all figures in the order in which they were measured. If the output is JSON, prints them
+    /// first.
     pub(crate) fn finish(self) -> Vec<Figure> {
         let figures = self.figures.into_inner();
         if self.is_json {

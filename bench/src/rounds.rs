@@ -1,11 +1,11 @@
-//! Number of rounds of a measurement.
+//! Numbers of rounds of the measurements.
 
 use std::time::{Duration, Instant};
 
-/// Minimum number of rounds, however long they take, because a median of fewer rounds is meaningless.
+/// Minimum number of rounds, however long they take, because a median of fewer rounds would be meaningless.
 const ROUNDS_MIN: usize = 3;
 
-/// The rounds of a measurement, counted from 0. Ends early if the rounds take too long.
+/// The rounds of a measurement, numbered from 0. The iterator ends early if the rounds take too long.
 pub(crate) struct Rounds {
     done: usize,
     most: usize,
@@ -13,8 +13,8 @@ pub(crate) struct Rounds {
 }
 
 impl Rounds {
-    /// Makes at most `most` rounds of a measurement that starts now. Once `duration` has passed, no round starts beyond
-    /// [`ROUNDS_MIN`].
+    /// Creates `most` rounds of a measurement that starts now. After `duration` has passed, only
+    /// [`ROUNDS_MIN`] rounds are completed.
     pub(crate) fn new(most: usize, duration: Option<Duration>) -> Self {
         Self { done: 0, most, until: duration.map(|duration| Instant::now() + duration) }
     }

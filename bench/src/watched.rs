@@ -1,5 +1,6 @@
-//! Measures the cost of readers: the same load without readers, with readers of the supervisor, and with readers of a
-//! different server. Readers scrape metrics ten times a second and follow fifty streams of events.
+//! Measures the cost of readers of metrics and events. The same load runs without readers, with readers of
+//! the supervisor, and with readers of another server. The readers scrape metrics ten times per second and
+//! follow fifty streams of events.
 
 use std::cell::Cell;
 use std::io::{Read, Write};
@@ -16,42 +17,44 @@ use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::Report;
 
-/// Prefix of the names of these measurements.
+/// Prefix of the names of the measurements in this module.
 pub(crate) const GROUP: &str = "watched";
 
-/// Size of each measurement.
+/// Size of the measurements.
 pub(crate) struct Plan {
-    /// Number of turns. Each turn has a round without readers, a round with readers of a different server, and a
-    /// round with readers of the supervisor.
+    /// Number of rounds of each kind: without readers, with readers of another server, and with readers of
+    /// the supervisor.
     pub(crate) pairs: usize,
-    /// Number of jobs in each round: sent one at a time, and [`LANES`] at a time.
+    /// Number of jobs per round that are sent one at a time. `many` is the number of jobs that are sent
+    /// [`LANES`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
-/// Number of followed streams of events.
+/// Number of event streams that the readers follow.
 const STREAMS: usize = 50;
 
-/// Interval between scrapes of metrics.
+/// Interval between two scrapes of the metrics.
 const SCRAPE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Interval between crashes, each of which causes an event or two, with and without readers.
+/// Interval between two crashes, with and without readers. Each crash causes one or two events.
 const CRASH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Size of a crash event in bytes.
+/// Size of a crash event, in bytes.
 const EVENT_BYTES: usize = 700;
 
 /// Number of jobs in flight when every processor is busy.
 const LANES: usize = 64;
 
-/// Reads metrics and events until it is killed, with as little work as possible. Prints a line when it has started.
+/// Reads metrics and events until it is killed, with as little work as possible. Prints a line when it has
+/// started to read.
 pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        // Requests new events only, because past events are a cost of connecting, not of reading.
+        // Only new events are requested, because past events add to the cost of connecting, not of reading.
         let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
-        // The head of the response shows that the stream is being served.
+        // The head of the response shows that the server has started the stream.
         if stream.read(&mut buffer)? == 0 {
             return Err("a stream of events has ended".into());
         }
@@ -74,8 +77,9 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
-/// Serves as a different server to read from, with minimal work and without jobs, until it is killed. Sends a page to
-/// each request for metrics, and an event to each follower every [`CRASH_INTERVAL`].
+/// Serves metrics and events without running any jobs, until it is killed, with as little work as possible.
+/// Sends a page to each request for metrics, and an event to each follower every [`CRASH_INTERVAL`]. Used as
+/// the other server.
 pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
     const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
     let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
@@ -87,7 +91,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         loop {
             std::thread::sleep(CRASH_INTERVAL);
             let mut followers = told.lock().unwrap_or_else(PoisonError::into_inner);
-            // Drops followers that have disconnected.
+            // Removes followers that have disconnected.
             followers.retain_mut(|follower| follower.write_all(event.as_bytes()).is_ok());
         }
     });
@@ -108,17 +112,18 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
 fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(admin)?;
     let head = format!("GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n");
-    // Sends the request in one piece, as scrapers do.
+    // The whole request is sent in one write, as scrapers do.
     stream.write_all(head.as_bytes())?;
     Ok(stream)
 }
 
-/// Cost of one round.
+/// Cost of the jobs in one round.
 struct Cost {
-    /// p99 in µs, with one job in flight and with [`LANES`].
+    /// p99 latency in µs with one job in flight. `p99` is the latency with [`LANES`] jobs in flight.
     p99_alone: f64,
     p99: f64,
-    /// CPU time per job in µs, of the data plane's thread and of the whole supervisor.
+    /// CPU time per job in µs of the data plane's thread. `supervisor` is the CPU time of the whole
+    /// supervisor.
     data_plane: f64,
     supervisor: f64,
 }
@@ -137,7 +142,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    // No reader, readers of a different server, readers of the supervisor.
+    // The three arms have no readers, readers of another server, and readers of the supervisor.
     let arms = [None, Some(elsewhere), Some(chain.admin())];
     let mut costs = Vec::new();
     for turn in 0..plan.pairs {
@@ -177,7 +182,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a reader and waits until it has begun.
+/// Starts a reader and waits until it has started to read.
 fn watcher(admin: &Path) -> Result<Process> {
     let (watcher, mut said) =
         Process::role_with_output(&["watch", admin.to_str().ok_or("the path is not UTF-8")?])?;
@@ -209,10 +214,10 @@ async fn load(chain: &Rc<Chain>, bulkhead: &str, lanes: usize, total: usize) -> 
     .await
 }
 
-/// Crashes a worker periodically, so that there are events.
+/// Crashes a worker at regular intervals, so that there are events.
 async fn crash_on(chain: Rc<Chain>, is_over: Rc<Cell<bool>>) {
     while !is_over.get() {
-        // The outcome is a crash.
+        // The job ends as a crash.
         let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
         tokio::time::sleep(CRASH_INTERVAL).await;
     }

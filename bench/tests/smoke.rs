@@ -1,10 +1,10 @@
-//! Runs all default measurements of the bench briefly. The figures are not checked.
+//! Runs all default measurements of the bench briefly, without checking the figures.
 
 use std::process::{Command, Output};
 
 fn bench(arguments: &[&str]) -> Output {
     let mut bench = Command::new(env!("CARGO_BIN_EXE_bulkhead-bench"));
-    bench.arg("--smoke").args(arguments).output().expect("the bench runs")
+    bench.arg("--smoke").args(arguments).output().expect("failed to run the bench")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -12,12 +12,13 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn reports_all_figures_as_json_and_svg() {
+fn bench_reports_all_figures_as_json_and_svg() {
     let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("plot.svg");
     let output = bench(&["--json", "--svg", plot.to_str().unwrap()]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let told: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("the output must be one JSON object");
     let figures = told["figures"].as_array().expect("figures");
     let is_told = |name: &str| figures.iter().any(|figure| figure["name"] == name);
     for name in
@@ -32,7 +33,7 @@ fn reports_all_figures_as_json_and_svg() {
 }
 
 #[test]
-fn prints_each_figure_on_a_separate_line() {
+fn bench_prints_one_line_per_figure() {
     let output = bench(&["--only", "policy: cancel"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let lines: Vec<_> = text(&output.stdout).lines().map(str::to_owned).collect();

@@ -50,7 +50,10 @@ async fn request_with(
     let socket = args.admin();
     let response = tokio::time::timeout(RESPONSE_TIMEOUT, send(&socket, method, path, body)).await;
     let response = response.unwrap_or_else(|_| {
-        Err(unreachable(&socket, &format!("no response within {} s", RESPONSE_TIMEOUT.as_secs())))
+        Err(unreachable(
+            &socket,
+            &format!("the supervisor did not respond within {} s", RESPONSE_TIMEOUT.as_secs()),
+        ))
     })?;
     if response.status().is_success() {
         return Ok(response);
@@ -90,9 +93,14 @@ async fn send(
         Err(error) => Err(error),
     };
     let stream = connected.map_err(|error| match error.kind() {
-        std::io::ErrorKind::PermissionDenied => {
-            Failure::new(exit::FORBIDDEN, format!("no permission for the admin socket {}", socket.display()))
-        }
+        std::io::ErrorKind::PermissionDenied => Failure::new(
+            exit::FORBIDDEN,
+            format!(
+                "this user has no permission to use the admin socket {}: run the command as the supervisor's \
+                 user or as root",
+                socket.display()
+            ),
+        ),
         _ => unreachable(socket, &error),
     })?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
@@ -112,12 +120,13 @@ async fn send(
 
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
-    let body =
-        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}")))?;
+    let body = body.map_err(|error| {
+        Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
+    })?;
     Ok(body.to_bytes().to_vec())
 }
 
-/// Requests a document.
+/// Requests a JSON document from the supervisor.
 pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
     document(&read(request(args, Method::GET, path).await?).await?)
 }
@@ -180,7 +189,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     Ok(exit::OK)
 }
 
-/// Prints a document with all fields, including unknown ones.
+/// Requests a JSON document and prints all fields, including unknown ones.
 pub(crate) async fn print_json(args: &Args, path: &str) -> Result<u8, Failure> {
     output::json(&get::<Value>(args, path).await?)?;
     Ok(exit::OK)
@@ -220,7 +229,7 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// Formats a value from outside this program: one line, escaped.
+/// Formats a value from outside this program as a single, escaped line.
 pub(crate) fn shown(value: &impl Display) -> String {
     escape(&value.to_string()).replace('\n', " ")
 }
@@ -234,14 +243,14 @@ pub(crate) fn millis(value: Option<f64>) -> String {
     value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
-/// Returns the rejections by reason, in one line.
+/// Formats the number of rejections for each reason, in one line.
 pub(crate) fn rejected_line(one: &Snapshot) -> Option<String> {
     let by: Vec<_> =
         one.rejected.iter().map(|(reason, count)| format!("{} {count}", shown(reason))).collect();
     (!by.is_empty()).then(|| format!("rejected  {}", by.join("  ")))
 }
 
-/// Returns facts without a column in the table of bulkheads, one per line.
+/// Returns facts about a bulkhead for which the table of bulkheads has no column, one per line.
 fn facts(one: &Snapshot) -> Vec<String> {
     let mut facts = vec![format!("start     {}", shown(&one.start_mode))];
     facts.extend(rejected_line(one));
@@ -265,7 +274,7 @@ fn terminal_columns() -> Option<usize> {
     size.ok().map(|(columns, _)| usize::from(columns)).filter(|columns| *columns > 0)
 }
 
-/// Returns the state of a bulkhead's breaker, or a dash without a breaker.
+/// Returns the state of a bulkhead's circuit breaker, or a dash if the bulkhead has none.
 pub(crate) fn breaker(bulkhead: &Snapshot) -> String {
     let is_absent = !bulkhead.has_breaker && bulkhead.breaker == BreakerState::Closed;
     if is_absent { "-".to_owned() } else { shown(&bulkhead.breaker) }
@@ -332,7 +341,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     [
         known(&worker.pid),
         if worker.spare && worker.state == "ready" { "spare".to_owned() } else { shown(&worker.state) },
-        // Without spaces, so that programs can split the columns.
+        // Spaces are removed, so that programs can split the columns.
         humantime::format_duration(uptime).to_string().replace(' ', ""),
         worker.in_flight.to_string(),
         worker.served.to_string(),
@@ -342,7 +351,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     ]
 }
 
-/// Returns the user id of confined workers that share the supervisor's user.
+/// Returns the supervisor's user id if confined workers run as the same user.
 fn shared_user(workers: &[Worker]) -> Option<u32> {
     let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
     confined.find(|confinement| confinement.identity == "shared" && confinement.profile != "none")?.uid
@@ -406,7 +415,9 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
         }
         let Ok(line_document) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
         if let Some(count) = line_document.dropped {
-            output::to_stderr(&format!("{count} lines were missed"));
+            output::to_stderr(&format!(
+                "{count} lines of output were skipped, because the output was not read fast enough"
+            ));
             return Ok(());
         }
         let (stream, line) = (shown(&line_document.stream), shown(&line_document.line));
@@ -415,14 +426,14 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     .await
 }
 
-/// Passes each line of a body on as it arrives, until the body ends or the user presses ^C.
+/// Passes each line of a response to `handle` as it arrives, until the response ends or the user presses ^C.
 async fn lines(
     response: Response<Incoming>,
     mut handle: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
-    // A single future for all iterations, because a signal between two futures would be missed.
+    // All iterations use a single future, because a signal between two futures would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let frame = tokio::select! {
@@ -431,7 +442,9 @@ async fn lines(
             frame = body.frame() => frame,
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
-        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the response ended early: {error}"));
+        let fail = |error| {
+            Failure::new(exit::UNREACHABLE, format!("failed to read the supervisor's response: {error}"))
+        };
         let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
@@ -456,7 +469,10 @@ pub(crate) async fn steer(args: &Args, name: &str, action: &str) -> Result<u8, F
             "restart" => "workers are being replaced one after the other",
             "drain" => "new and queued jobs are rejected; running jobs can finish",
             "resume" => "jobs are accepted again",
-            _ => "breaker, restart history and quarantine are cleared, and failed workers start again",
+            _ => {
+                "the breaker, the restart history and the quarantine are reset, and failed workers start \
+                 again"
+            }
         };
         output::line(&format!("{}: {done}", escape(name)))?;
     }
@@ -489,7 +505,7 @@ pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> 
     if args.json {
         output::json(String::from_utf8_lossy(&response).trim_end())?;
     } else {
-        output::line(&format!("{}: in force: {body}", escape(&resize.name)))?;
+        output::line(&format!("{}: the change is in force: {body}", escape(&resize.name)))?;
     }
     Ok(exit::OK)
 }
@@ -499,7 +515,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hides_zero_columns_on_narrow_terminals() {
+    fn narrow_terminal_hides_columns_of_zeros() {
         let healthy =
             Snapshot { name: "thumbnail".into(), done: 7, failed: 0, crashed: 3, ..Snapshot::default() };
         let of = |columns| bulkhead_table(std::slice::from_ref(&healthy), columns);
@@ -509,6 +525,10 @@ mod tests {
         assert!(narrow.lines().all(|line| line.len() <= 70), "{narrow}");
         assert!(narrow.contains("NAME") && narrow.contains("CRASHED") && narrow.contains("DONE"), "{narrow}");
         assert!(!narrow.contains("LATE"), "{narrow}");
-        assert_eq!(of(None).lines().nth(1).unwrap().split_whitespace().nth(12), Some("-"), "no breaker");
+        assert_eq!(
+            of(None).lines().nth(1).unwrap().split_whitespace().nth(12),
+            Some("-"),
+            "there is no breaker"
+        );
     }
 }

@@ -9,13 +9,15 @@ use crate::admin::{get, known, percent_encoded, shown, table};
 use crate::args::Args;
 use crate::output::{self, Failure, escape, exit};
 
-/// Keys that can be changed while the bulkhead runs, with their options of `resize`.
+/// Configuration keys that can be changed while a bulkhead is running, with the matching options of `bulkhead
+/// resize`.
 const LIVE_KEYS: [(&str, &str); 3] =
     [("processes", "--processes"), ("max_in_flight", "--max-in-flight"), ("max_queue", "--max-queue")];
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
     if args.json {
-        // A bulkhead requested by name is printed without a list, as in `status`.
+        // If a bulkhead is requested by name, its advice is printed without a surrounding list, as in
+        // `status`.
         let shown_text: Value = match name {
             Some(name) => fetch_one(args, name).await?,
             None => serde_json::json!({ "bulkheads": fetch_all::<Value>(args).await? }),
@@ -117,7 +119,8 @@ fn plain(setting: &Setting) -> String {
     }
 }
 
-/// Returns the command that applies the changes immediately, and the lines that make the changes permanent.
+/// Returns the command that applies the changes immediately, and the configuration lines that make the
+/// changes permanent.
 fn instructions(advice: &Advice, items: &[Proposal]) -> Vec<String> {
     let name = shown(&advice.bulkhead);
     let option = |item: &Proposal| {
@@ -132,7 +135,7 @@ fn instructions(advice: &Advice, items: &[Proposal]) -> Vec<String> {
         })
         .collect();
     let command = (!options.is_empty()).then(|| format!("bulkhead resize {name}{options}"));
-    // A name with a dot must be quoted.
+    // In TOML, a name with a dot must be quoted.
     let table =
         if name.contains('.') { format!("[bulkhead.{name:?}]") } else { format!("[bulkhead.{name}]") };
     let file = (!lines.is_empty()).then(|| format!("{table}\n{}", lines.join("\n")));
@@ -145,7 +148,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn prints_command_and_configuration_lines() {
+    fn advice_ends_with_command_and_configuration_lines() {
         let advice = json!({
             "bulkhead": "pdf.text", "watched_ms": 3_600_000, "jobs": 5000, "enough": true,
             "seen": {"busy_ms": 60_000, "limit": 4, "concurrency": {"p50": 1, "p99": 4, "max": 4}},
@@ -164,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn describes_empty_advice() {
+    fn empty_advice_states_its_reason() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
         let describe = |advice: &Value| describe(&serde_json::from_value(advice.clone()).unwrap());

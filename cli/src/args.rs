@@ -30,18 +30,18 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Submit one or more jobs and print the results
     Submit(Submit),
-    /// Show all bulkheads, or one with its workers and recent events
+    /// Show all bulkheads, or one bulkhead with workers and recent events
     Status {
         /// Name of the bulkhead
         name: Option<String>,
-        /// Show only this tenant, if tenants have separate workers
+        /// Show only this tenant of a bulkhead in which tenants have separate workers
         #[arg(long, requires = "name")]
         tenant: Option<String>,
     },
-    /// Show live rates and events of all bulkheads, full screen
+    /// Show live rates and events of all bulkheads in full-screen mode
     ///
-    /// Keys: ? for help, q to quit. Without a terminal, use --once or --json, which watch for one interval,
-    /// print the result and exit.
+    /// Press ? for help, or q to quit. Without a terminal, use --once or --json, which sample for one
+    /// interval, print the result and exit.
     Top(Top),
     /// Show events
     Events {
@@ -72,24 +72,25 @@ pub(crate) enum Command {
         /// Name of the bulkhead
         name: String,
     },
-    /// Close the breaker of a bulkhead, clear the quarantine, and start failed workers now
+    /// Close the circuit breaker of a bulkhead, clear the quarantine, and start failed workers immediately
     Reset {
         /// Name of the bulkhead
         name: String,
     },
     /// Change the limits of a bulkhead immediately, without dropping jobs
     Resize(Resize),
-    /// Recommend limits for all bulkheads or one, from recent load, with reasons
+    /// Recommend limits for all bulkheads or one, based on recent load, and print the reasons
     ///
-    /// Uses the last one to two hours: jobs in flight, queued and rejected, run times, and resource usage of
-    /// workers. Prints the command to run and the lines to add to the configuration file.
+    /// The recommendations are based on the last one to two hours: on the numbers of jobs in flight, queued
+    /// and rejected, on run times, and on the resource usage of workers. The output includes the command to
+    /// run and the lines to add to the configuration file.
     Advise {
         /// Name of the bulkhead
         name: Option<String>,
     },
     /// Reload the supervisor's configuration, and print the changes
     ///
-    /// A file with errors changes nothing: the errors are printed, and the exit status is 2.
+    /// If the file has errors, nothing changes, the errors are printed, and the exit status is 2.
     Reload {
         /// Only print what would change
         #[arg(long)]
@@ -105,11 +106,11 @@ pub(crate) enum Command {
     Replay {
         /// Id of the crash report
         id: String,
-        /// Run only this job of the report, counted from 0
+        /// Run only the job with this index in the report, counted from 0
         #[arg(long, value_name = "N")]
         job: Option<u32>,
     },
-    /// Load a bulkhead, and print throughput and latency
+    /// Put load on a bulkhead, and print throughput and latency
     Bench(Bench),
     /// Run durable jobs on several hosts: runs bulkhead-fleet with these arguments
     #[command(disable_help_flag = true)]
@@ -137,7 +138,7 @@ pub(crate) struct Top {
     #[arg(long, default_value = "1s", value_name = "DURATION", value_parser = interval)]
     pub(crate) interval: Duration,
 
-    /// Print the result of one interval and exit, like --json
+    /// Sample for one interval, print the result and exit, as --json does
     #[arg(long)]
     pub(crate) once: bool,
 }
@@ -155,11 +156,11 @@ pub(crate) struct Crashes {
     #[arg(long, value_name = "N", conflicts_with = "id")]
     pub(crate) limit: Option<usize>,
 
-    /// Write the payload of the culprit, or of --job, to FILE; - for standard output
+    /// Write the payload of the job that caused the crash, or of --job, to FILE; use - for standard output
     #[arg(long, value_name = "FILE", requires = "id")]
     pub(crate) output: Option<PathBuf>,
 
-    /// Job of the report, counted from 0
+    /// Index of the job in the report, counted from 0
     #[arg(long, value_name = "N", requires = "output")]
     pub(crate) job: Option<usize>,
 }
@@ -171,11 +172,11 @@ pub(crate) struct Resize {
     /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// Change only this tenant, instead of the bulkhead's limits
+    /// Change the limits of this tenant instead of those of the bulkhead
     #[arg(long, conflicts_with = "breaker", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) tenant: Option<String>,
 
-    /// Maximum jobs in flight per worker process
+    /// Maximum number of jobs in flight per worker process
     #[arg(long, value_name = "N", group = "numbers")]
     pub(crate) max_in_flight: Option<u32>,
 
@@ -191,11 +192,11 @@ pub(crate) struct Resize {
     #[arg(long, value_name = "PER_SECOND", group = "numbers")]
     pub(crate) rate: Option<f64>,
 
-    /// Maximum burst after a pause, in jobs [default: --rate, rounded up]
+    /// Maximum number of jobs in a burst [default: --rate, rounded up]
     #[arg(long, value_name = "N", requires = "rate")]
     pub(crate) burst: Option<u32>,
 
-    /// forced_open, or auto for normal operation
+    /// Mode of the circuit breaker: forced_open, or auto for normal operation
     #[arg(long, value_name = "MODE", group = "numbers", value_parser = ["forced_open", "auto"])]
     pub(crate) breaker: Option<String>,
 }
@@ -206,23 +207,23 @@ pub(crate) struct Request {
     /// Name of the bulkhead
     pub(crate) name: String,
 
-    /// Operation for the handler
+    /// Operation that the handler performs
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
-    /// File with the payload; - for standard input
+    /// File that contains the payload; use - for standard input
     #[arg(long, value_name = "FILE")]
     pub(crate) payload_file: Option<PathBuf>,
 
-    /// Time limit of the job, such as 500ms [default: set by the bulkhead]
+    /// Time limit for the job, such as 500ms [default: set by the bulkhead]
     #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) deadline: Option<Duration>,
 
-    /// Maximum run time of each attempt, without queueing [default: set by the bulkhead]
+    /// Maximum run time of each attempt, not counting time in the queue [default: set by the bulkhead]
     #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) run_limit: Option<Duration>,
 
-    /// critical, normal or best-effort
+    /// Priority of the job: critical, normal or best-effort
     #[arg(long, default_value = "normal")]
     pub(crate) priority: Priority,
 
@@ -230,7 +231,7 @@ pub(crate) struct Request {
     #[arg(long, default_value = "")]
     pub(crate) tenant: String,
 
-    /// Cost of the job against a rate limit
+    /// Cost of the job for rate limiting
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub(crate) cost: u32,
 
@@ -244,8 +245,8 @@ pub(crate) struct Submit {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Send an empty payload and do not read standard input, for use in loops over standard input [default:
-    /// read the payload from standard input, except from a terminal]
+    /// Send an empty payload and do not read standard input, for use in loops that read standard input
+    /// [default: read the payload from standard input, unless it is a terminal]
     #[arg(short = 'n', long, conflicts_with = "payload_file")]
     pub(crate) no_input: bool,
 
@@ -272,7 +273,7 @@ pub(crate) struct Bench {
     #[arg(long, default_value_t = 16, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) concurrency: u32,
 
-    /// Duration of the load
+    /// Time for which jobs are submitted
     #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) duration: Duration,
 
@@ -292,7 +293,8 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Allowed intervals of `top`. Shorter intervals load the supervisor, and longer ones are not live.
+/// Allowed sampling intervals of `top`. Shorter intervals would put too much load on the supervisor, and with
+/// longer intervals the display would not be live.
 const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(60);
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -301,12 +303,14 @@ fn interval(text: &str) -> Result<Duration, String> {
 }
 
 impl Args {
-    /// Returns the path of the jobs socket: the given path, or the default of a supervisor run by this user.
+    /// Returns the path of the jobs socket from the command line, or the default path for a supervisor that
+    /// this user runs.
     pub(crate) fn socket(&self) -> PathBuf {
         self.socket.clone().unwrap_or_else(default_socket)
     }
 
-    /// Returns the path of the admin socket: the given path, or `admin.sock` next to the jobs socket.
+    /// Returns the path of the admin socket from the command line, or the path of `admin.sock` next to the
+    /// jobs socket.
     pub(crate) fn admin(&self) -> PathBuf {
         self.admin.clone().unwrap_or_else(|| self.socket().with_file_name("admin.sock"))
     }
@@ -324,7 +328,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn command_line_is_consistent() {
+    fn command_line_definition_passes_clap_checks() {
         <Args as clap::CommandFactory>::command().debug_assert();
     }
 }

@@ -1,4 +1,4 @@
-//! `bulkhead bench`: loads a bulkhead for a while, and prints throughput and latency.
+//! `bulkhead bench`: puts load on a bulkhead for a given time, and prints throughput and latency.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -58,7 +58,8 @@ async fn submit_loop(template: Job, deadline: Instant, state: Arc<Mutex<BenchSta
         state.stats.add(&result, took);
         if let Err(error) = result {
             state.last_failure = Some(error.exit_code());
-            // A permanent rejection, for example because of an unknown name, would only be repeated.
+            // After a permanent rejection, for example because of an unknown bulkhead name, all further jobs
+            // would be rejected as well.
             if matches!(error, JobError::Rejected(_))
                 && !error.is_retryable()
                 && error.retry_after().is_none()

@@ -63,7 +63,7 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
 
 /// Formats a duration without spaces, so that programs can split the columns.
 fn duration(ms: u64) -> String {
-    // Milliseconds matter only for short lifetimes.
+    // Milliseconds are shown only for durations below one second.
     let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
@@ -100,7 +100,7 @@ fn describe(report: &CrashReport) -> String {
         add("tenant", name_or_dash(Some(tenant)));
     }
     let is_program = report.victim == Victim::Program;
-    let whose = if is_program { "the program; the worker continues" } else { "the worker" };
+    let whose = if is_program { "the program died; the worker continues" } else { "the worker died" };
     add("cause", format!("{} ({whose})", shown(&report.cause.message)));
     let CrashReport { pid, slot, generation, served, in_flight, .. } = report;
     add("worker", format!("pid {pid}, slot {slot}, generation {generation}, {}", shown(&report.stage)));
@@ -142,7 +142,8 @@ fn describe_job(job: &CrashJob) -> String {
     if job.is_answered {
         add(
             "note",
-            "the client was answered before the crash; nothing else is known about the job".to_owned(),
+            "the outcome was sent to the client before the crash; nothing else is known about the job"
+                .to_owned(),
         );
         return lines;
     }
@@ -160,7 +161,7 @@ fn describe_job(job: &CrashJob) -> String {
     }
     let bytes = job.payload_bytes;
     let Some(payload) = &job.payload else {
-        add("payload", format!("{bytes} bytes, not kept"));
+        add("payload", format!("{bytes} bytes, not stored in the report"));
         return lines;
     };
     match payload.len() {
@@ -176,7 +177,7 @@ fn preview(payload: &[u8]) -> String {
     let start = &payload[..payload.len().min(PREVIEW_BYTES)];
     let whole = match std::str::from_utf8(start) {
         Ok(text) => Some(text),
-        // The limit has cut off the last character.
+        // The preview ends in the middle of a character, which is left out.
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&start[..error.valid_up_to()]).ok(),
         Err(_) => None,
     };
@@ -213,10 +214,16 @@ fn save(args: &Args, report: &CrashReport, job: Option<usize>, file: &Path) -> R
             return Err(Failure::new(exit::USAGE, message));
         }
         (_, count) => {
-            return Err(Failure::new(exit::INVALID, format!("this report has {count} jobs")));
+            return Err(Failure::new(
+                exit::INVALID,
+                format!(
+                    "the report does not contain the selected job: it contains {count} jobs, counted from 0"
+                ),
+            ));
         }
     };
-    let missing = || Failure::new(exit::INVALID, format!("the payload of job {index} was not kept"));
+    let missing =
+        || Failure::new(exit::INVALID, format!("the report does not contain the payload of job {index}"));
     let payload = jobs[index].payload.as_ref().ok_or_else(missing)?;
     if file == Path::new("-") {
         output::raw(payload)?;
@@ -252,8 +259,8 @@ fn describe_replay(result: &Replay) -> String {
     let mut lines = String::new();
     let mut add = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
     let verdict = match &result.verdict {
-        Word::Known(ReplayVerdict::Same) => "same: the job crashes the same way",
-        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but not the same way",
+        Word::Known(ReplayVerdict::Same) => "same: the job crashes in the same way",
+        Word::Known(ReplayVerdict::Different) => "different: the job crashes, but in a different way",
         Word::Known(ReplayVerdict::NoCrash) => "no crash: the job does not crash in a fresh worker",
         Word::Known(ReplayVerdict::NotRun) => "not run: no worker was available for the job",
         Word::Other(word) => &escape(word),
@@ -296,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_control_characters_of_reports() {
+    fn crash_report_output_contains_no_control_characters() {
         let hostile = "\u{1b}[31m\u{9b}x\u{7f}\r\n\u{7}";
         let job = json!({
             "job": hostile, "operation": hostile, "tenant": hostile, "trace_id": hostile, "digest": hostile,
@@ -312,7 +319,7 @@ mod tests {
         for (field, value) in [("id", hostile), ("at", hostile)] {
             let mut odd = report.clone();
             odd[field] = json!(value);
-            assert!(serde_json::from_value::<CrashReport>(odd).is_err(), "{field} is no text of their own");
+            assert!(serde_json::from_value::<CrashReport>(odd).is_err(), "{field} accepts any text");
         }
         let report: CrashReport = serde_json::from_value(report).unwrap();
         let replay = json!({"job": 0, "outcome": hostile, "message": hostile, "reason": hostile, "cause": null,
@@ -327,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn previews_payload_as_text_or_hex() {
+    fn payload_preview_shows_text_or_hex() {
         assert_eq!(preview(b"two\nlines"), "two\nlines");
         assert_eq!(preview(b""), "");
         assert!(preview(b"\x00GIF").starts_with("00 47 49 46 "));
@@ -339,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_are_short() {
+    fn crash_causes_have_short_forms() {
         let cases = [
             (json!({"cause": "signal", "signal": "SIGSEGV"}), "SIGSEGV"),
             (json!({"cause": "exit", "exit_code": 3}), "exit:3"),

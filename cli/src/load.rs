@@ -27,7 +27,7 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
     }
 }
 
-/// Counts and latencies of many jobs, in constant memory.
+/// Number of jobs by outcome, and latencies of jobs, in constant memory.
 #[derive(Debug, Default)]
 pub(crate) struct JobStats {
     /// Number of jobs by outcome and reason.
@@ -48,14 +48,15 @@ impl JobStats {
         self.outcomes.values().sum()
     }
 
-    /// Returns the latency quantile in milliseconds.
+    /// Returns a quantile of the latency in milliseconds. Returns `None` if no job was `ok`.
     pub(crate) fn quantile_ms(&self, share: f64) -> Option<f64> {
         let quantile = Duration::from_nanos(self.latencies.quantile(share));
         (self.latencies.total() > 0).then_some(quantile.as_secs_f64() * 1e3)
     }
 }
 
-/// Returns `ok`, or outcome and reason, such as `rejected/queue_full`.
+/// Returns the name of the outcome and, if there is one, of the reason, such as `ok` or
+/// `rejected/queue_full`.
 pub(crate) fn name(result: &Result<Reply, JobError>) -> String {
     match result.as_ref().map_err(JobError::outcome) {
         Ok(_) => "ok".to_owned(),
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn computes_quantiles() {
+    fn latency_quantiles_are_within_two_percent() {
         let mut stats = JobStats::default();
         assert_eq!(stats.quantile_ms(0.5), None);
         for millis in 1..=100 {
@@ -89,6 +90,6 @@ mod tests {
             let actual = stats.quantile_ms(share).unwrap();
             assert!((millis..millis * 1.016).contains(&actual), "{share}: {actual}");
         }
-        assert_eq!(stats.quantile_ms(1.0), Some(100.0), "the longest is exact");
+        assert_eq!(stats.quantile_ms(1.0), Some(100.0), "the maximum is exact");
     }
 }

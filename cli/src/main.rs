@@ -1,5 +1,5 @@
-//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over its admin
-//! socket. Every kind of failure has an exit code. Only results and tables go to standard output.
+//! The `bulkhead` command: submits jobs over the jobs socket, and operates a supervisor over the admin
+//! socket. Each kind of failure has a specific exit code. Only results and tables go to standard output.
 
 mod admin;
 mod advise;
@@ -37,9 +37,9 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            // `submit` prints a line for each job, including this one.
+            // `submit` has already printed a line for each job, including the failed one.
             if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
-                // On an error, the message still goes to standard error.
+                // Errors are ignored, because the message is also written to standard error.
                 let _ = output::json(failure.json());
             }
             failure.report()
@@ -47,7 +47,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints the error or the help text that clap returned.
+/// Prints the error or help text that clap has returned.
 fn print_clap_message(error: &clap::Error) -> ExitCode {
     if error.use_stderr() {
         error.exit();
@@ -59,7 +59,7 @@ fn print_clap_message(error: &clap::Error) -> ExitCode {
 }
 
 fn run_with_runtime(args: &Args) -> Result<u8, Failure> {
-    let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
+    let fail = |error| Failure::new(exit::FAILED, format!("failed to start the async runtime: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     let result = runtime.block_on(run(args));
     runtime.shutdown_background();

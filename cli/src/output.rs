@@ -11,7 +11,7 @@ use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, Re
 use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
-/// Exit codes other than those of outcomes.
+/// Exit codes of the command, in addition to those for the outcomes of jobs.
 pub(crate) mod exit {
     pub(crate) const OK: u8 = 0;
     pub(crate) const FAILED: u8 = 1;
@@ -19,20 +19,21 @@ pub(crate) mod exit {
     pub(crate) const INVALID: u8 = 65;
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
-    /// The output could not be written: `EX_IOERR` of sysexits.h.
+    /// The output could not be written. The code is that of `EX_IOERR` in sysexits.h.
     pub(crate) const OUTPUT_FAILED: u8 = 74;
     pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
     pub(crate) const CANCELLED: u8 = 130;
 }
 
-/// The reason for an early end of the command.
+/// The reason why the command ends early.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if the reader of the command's output has gone, which is not reported.
+    /// Error message. `None` if the reader of standard output has closed the pipe, which is not reported as
+    /// an error.
     message: Option<String>,
-    /// Set if the supervisor rejected the job.
+    /// Reason for the rejection, if the supervisor rejected the job.
     reason: Option<RejectReason>,
 }
 
@@ -46,7 +47,7 @@ impl Failure {
         self.code
     }
 
-    /// Returns the message; empty if there is nothing to report.
+    /// Returns the error message, which is empty if there is nothing to report.
     pub(crate) fn message(&self) -> &str {
         self.message.as_deref().unwrap_or_default()
     }
@@ -67,7 +68,7 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// Formats the failure for programs, with the fields of a job's outcome that apply.
+    /// Formats the failure as JSON, with those fields of a job's outcome that apply to the failure.
     pub(crate) fn json(&self) -> Value {
         let (outcome, retryable) = self.outcome();
         let reason = self.reason.map(RejectReason::name);
@@ -97,8 +98,8 @@ impl Failure {
         })
     }
 
-    /// Replaces the exit status if the reader has gone, because then the results so far determine the status,
-    /// not the lost output.
+    /// Replaces the exit status with `code` if the reader of standard output has closed the pipe. The status
+    /// then depends on the results so far, not on the lost output.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -124,10 +125,10 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Writes bytes to standard output. If the reader has gone, returns a failure without a message. Any other
-/// error is a failure with exit status `OUTPUT_FAILED`, because a lost result is not a success.
+/// Writes bytes to standard output. If the reader has closed the pipe, returns a failure without a message.
+/// Any other error is a failure with exit status `OUTPUT_FAILED`, because a lost result is not a success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    // Writing nothing cannot lose anything.
+    // An empty output cannot be lost, even if standard output is closed.
     if bytes.is_empty() {
         return Ok(());
     }
@@ -156,7 +157,7 @@ pub(crate) fn json(json: impl Display) -> Result<(), Failure> {
     line(&text::escape_json(&json.to_string()))
 }
 
-/// Escapes a text into one line, so that a worker cannot imitate output of this command.
+/// Escapes a text so that it is a single line, which prevents a worker from imitating output of this command.
 fn one_line(text: &str) -> String {
     escape(text).replace('\n', "\\n")
 }
@@ -166,7 +167,7 @@ pub(crate) fn has_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Describes the end of a job in one line.
+/// Describes the outcome of a job in one line.
 pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
@@ -184,7 +185,7 @@ fn timing(outcome: &Outcome) -> String {
         millis(outcome.queued),
         millis(outcome.ran)
     );
-    // An exit status of 0 is the usual case and adds nothing.
+    // An exit status of 0 is not shown, because it is the usual case.
     if let Some(status) = outcome.status.filter(|status| *status != 0) {
         text.push_str(&format!(", exit status {status}"));
     }
@@ -201,7 +202,7 @@ fn millis(duration: std::time::Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// Formats the end of a job as a flat JSON object.
+/// Formats the outcome of a job as a flat JSON object.
 pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> Value {
     let outcome = match result {
         Ok(reply) => Some(reply.outcome()),
@@ -236,7 +237,8 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     json!(document)
 }
 
-/// Returns the name of the signal from the crash message, or else the number.
+/// Returns the name of the signal in the crash message. If the message contains no name, returns the number
+/// of the signal.
 fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
         Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
@@ -248,7 +250,8 @@ fn signal(verdict: &Verdict) -> Option<String> {
     }
 }
 
-/// Formats a job that this command has cancelled, if the supervisor did not report the outcome.
+/// Formats the outcome of a job that this command has cancelled and whose outcome the supervisor did not
+/// report.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!(JobOutcome {
         attempts: 1,
@@ -264,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn worker_text_stays_in_one_line() {
+    fn line_breaks_in_worker_text_are_escaped() {
         assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

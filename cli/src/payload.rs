@@ -1,4 +1,4 @@
-//! Source of a job's payload: a file, standard input, or none.
+//! Reads the payload of a job from a file or from standard input.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
@@ -11,11 +11,11 @@ use bulkhead_client::{PAYLOAD_BYTES_CEILING, RejectReason};
 use crate::args::Submit;
 use crate::output::{self, Failure, exit};
 
-/// Time before a notice that the payload has not ended.
+/// Time after which a notice says that the command is still reading the payload.
 const NOTICE_DELAY: Duration = Duration::from_secs(2);
 
-/// Returns the payload for `submit`: the contents of a file or of standard input. A terminal on standard
-/// input is not read, because people do not type payloads.
+/// Returns the payload for `submit`: the contents of a file or of standard input. If standard input is a
+/// terminal, the payload is empty, because people do not type payloads.
 pub(crate) fn for_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     match &submit.request.payload_file {
         Some(file) => read(file),
@@ -24,7 +24,8 @@ pub(crate) fn for_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     }
 }
 
-/// Reads a payload; `-` is standard input. Stops at the largest size that any bulkhead can accept.
+/// Reads a payload from a file, or from standard input if `file` is `-`. Returns an error if the payload is
+/// larger than any bulkhead accepts.
 pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     let is_input = file == Path::new("-");
     let name = if is_input { "standard input".to_owned() } else { file.display().to_string() };
@@ -38,18 +39,19 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
         Failure::new(exit::USAGE, format!("failed to read the payload from {name}: {error}"))
     })?;
     if bytes.len() as u64 == max {
-        let message = format!("the payload from {name} is larger than any bulkhead accepts");
+        let message =
+            format!("the payload from {name} has at least {max} bytes, more than any bulkhead accepts");
         return Err(Failure::rejected(RejectReason::TooLarge, message));
     }
     Ok(bytes)
 }
 
-/// Reads, and prints a notice after [`NOTICE_DELAY`]. Without the notice, a pipe that is never closed would
-/// look like a supervisor that does not respond.
+/// Calls `read`, and prints a notice if the call takes longer than [`NOTICE_DELAY`]. Without the notice, a
+/// pipe that is never closed would look like a supervisor that does not respond.
 fn read_with_notice<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };
-    let notice = format!("bulkhead: waiting for the end of {name}, the source of the payload{hint}");
+    let notice = format!("bulkhead: reading the payload from {name} until end of input{hint}");
     // If the thread cannot be started, only the notice is missing.
     let _ = std::thread::Builder::new().spawn(move || {
         if waiting.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {

@@ -10,7 +10,7 @@ use crate::output::{self, Failure, escape, exit};
 pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     let path = format!("/v1/reload?dry_run={dry_run}");
     let response = request(args, Method::POST, &path).await.map_err(|failure| match failure.code() {
-        // The configuration file has errors.
+        // The supervisor returns this code if the configuration file has errors.
         exit::INVALID => failure.with_code(exit::USAGE),
         _ => failure,
     })?;
@@ -36,13 +36,15 @@ fn lines(changes: &Changes) -> Vec<String> {
         lines.push(format!("[supervisor]: {supervisor}"));
     }
     if changes.access {
-        lines.push("[[access]]: checked again for each connected client".to_owned());
+        lines.push("[[access]]: changed; the new rules also apply to connected clients".to_owned());
     }
     if lines.is_empty() {
         lines.push("no changes".to_owned());
     }
     if !ignored.is_empty() {
-        lines.push(format!("[supervisor]: not applied: {ignored}; restart the supervisor to apply"));
+        lines.push(format!(
+            "[supervisor]: not applied: {ignored}; restart the supervisor to apply these changes"
+        ));
     }
     lines
 }
@@ -52,7 +54,8 @@ fn bulkhead(change: &BulkheadChange) -> String {
     match dropped.is_empty() {
         true => changed(change),
         false => format!(
-            "{}; live values dropped because of a conflict with the configuration file: {dropped}",
+            "{}; values set at runtime were dropped because they conflict with the configuration file: \
+             {dropped}",
             changed(change)
         ),
     }

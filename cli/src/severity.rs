@@ -1,9 +1,9 @@
-//! Order of bulkheads by urgency, from the state of the workers and the quality of service.
+//! Sorts bulkheads by severity, which depends on the state of the workers and the quality of service.
 
 use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// Returns the severity of a bulkhead; larger is worse. Compares the worse of state and service first, then
-/// their sum. Unknown words count as healthy.
+/// Returns the severity of a bulkhead; a larger value is worse. The first number is the worse of the state
+/// and the service, and the second number is the sum of both. Unknown states count as healthy.
 pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
     let state = match &bulkhead.state {
         Word::Known(BulkheadState::Failed) => 3,
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sorts_worst_first() {
+    fn bulkheads_sort_from_worst_to_best() {
         let snapshots = [
             ("idle", "ready", "ok"),
             ("new", "starting", "ok"),

@@ -16,7 +16,7 @@ use crate::load::{self, JobStats};
 use crate::output::{self, Failure, exit};
 use crate::payload;
 
-/// Maximum time to wait for the outcomes of jobs cancelled by ^C.
+/// Maximum time to wait for the outcomes of jobs that ^C has cancelled.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs the command. Returns the exit code of the first job that was not `ok`, otherwise 0.
@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let start = Instant::now();
     let mut loops = pin!(run.loops(&client, &payload));
     let result = tokio::select! {
-        // Polled first, so that ^C cancels every job that has been sent.
+        // The signal is polled first, so that ^C cancels every job that has been sent.
         biased;
         _ = tokio::signal::ctrl_c() => None,
         result = &mut loops => Some(result),
@@ -66,7 +66,7 @@ async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Fail
     Ok((payload, Client::connect(args.socket()).await?))
 }
 
-/// State shared by all concurrent loops.
+/// State that all concurrent submit loops share.
 struct SubmitRun<'a> {
     args: &'a Args,
     submit: &'a Submit,
@@ -98,7 +98,7 @@ impl<'a> SubmitRun<'a> {
         join_all((0..loops).map(|_| self.submit_loop(client, payload))).await
     }
 
-    /// Submits one job after the other until none is left.
+    /// Submits jobs one after the other until all jobs have been submitted.
     async fn submit_loop(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
         while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
@@ -117,8 +117,8 @@ impl<'a> SubmitRun<'a> {
         Ok(())
     }
 
-    /// Waits for the outcome of a job. After ^C, cancels the job and waits for the supervisor to report
-    /// whether it ran.
+    /// Starts a job and waits for the outcome. After ^C, cancels the job and waits for the supervisor to
+    /// report whether the job ran.
     async fn outcome(&self, job: Job) -> Result<Reply, JobError> {
         let mut handle = job.start().await?;
         let mut interrupted = self.interrupted.subscribe();
@@ -138,7 +138,7 @@ impl<'a> SubmitRun<'a> {
         }
         let payload = match result {
             Ok(reply) => reply.payload(),
-            // The output of a failed program, or data from the handler.
+            // An error payload is the output of a failed program, or data from the handler.
             Err(error) if !error.payload().is_empty() => error.payload(),
             Err(_) => return Ok(()),
         };
@@ -150,7 +150,7 @@ impl<'a> SubmitRun<'a> {
         }
     }
 
-    /// Prints a line for each job that was begun, even if the supervisor did not report its outcome.
+    /// Prints a line of JSON for each submitted job whose outcome the supervisor did not report.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());
@@ -161,7 +161,7 @@ impl<'a> SubmitRun<'a> {
     }
 }
 
-/// Checks before the job runs whether the result can be written. Creates nothing.
+/// Checks before any job runs whether the result can be written to `path`. Does not create the file.
 fn check_output(path: &Path) -> Result<(), Failure> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let checked = match std::fs::metadata(path) {
@@ -216,6 +216,6 @@ fn summarise(stats: &JobStats, took: Duration) {
         .filter_map(|(name, share)| Some(format!("{name} {:.3} ms", stats.quantile_ms(*share)?)))
         .collect();
     if !text.is_empty() {
-        output::to_stderr(&format!("latency of ok: {}", text.join(", ")));
+        output::to_stderr(&format!("latency of successful jobs: {}", text.join(", ")));
     }
 }

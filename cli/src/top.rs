@@ -25,10 +25,11 @@ use app::{App, Step};
 use sample::{Sample, Sampler};
 use terminal::{Screen, SignalAction, Signals};
 
-/// Maximum time for one sample.
+/// Maximum time for taking a sample.
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Interval for updating the displayed duration of a supervisor's silence.
+/// Interval at which the screen is redrawn without a new sample, to update the time since the supervisor last
+/// responded.
 const TICK: Duration = Duration::from_secs(1);
 
 type SampleResult = Result<Sample, Failure>;
@@ -51,7 +52,7 @@ pub(crate) async fn run(args: &Args, top: &Top) -> Result<u8, Failure> {
 async fn sample(sampler: &mut Sampler<'_>) -> SampleResult {
     let admin = sampler.admin();
     tokio::time::timeout(SAMPLE_TIMEOUT, sampler.sample()).await.unwrap_or_else(|_| {
-        let silence = format!("no response within {} s", SAMPLE_TIMEOUT.as_secs());
+        let silence = format!("the supervisor did not respond within {} s", SAMPLE_TIMEOUT.as_secs());
         Err(crate::admin::unreachable(&admin, &silence))
     })
 }
@@ -84,7 +85,7 @@ async fn run_live(sampler: Sampler<'_>, mut app: App, interval: Duration) -> Res
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // Capacity 1, so that sampling stops while the screen is not drawn.
+    // The channel has a capacity of 1, so that sampling stops while the screen is not drawn.
     let (sender, mut samples) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut sampling = pin!(sample_periodically(sampler, interval, sender, is_paused));

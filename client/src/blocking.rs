@@ -1,5 +1,6 @@
-//! The client without async, with the same jobs and errors, for use from any number of threads. These
-//! functions panic when called within an async runtime; use [`crate::Client`] there.
+//! Blocking client, with the same jobs and errors as the async client. Any number of threads can use a client
+//! at the same time. The functions panic if they are called within an async runtime; use [`crate::Client`]
+//! there.
 //!
 //! ```no_run
 //! let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
@@ -44,10 +45,11 @@ impl Drop for Server {
     }
 }
 
-/// A connection to a supervisor, and the thread that serves it. Clones share both.
+/// A connection to a supervisor, and the thread that serves the connection. Clones share the connection and
+/// the thread.
 #[derive(Clone, Debug)]
 pub struct Client {
-    // Dropped before the thread that serves it.
+    // The first field, so that the client is dropped before the thread that serves its connection.
     client: crate::Client,
     server: Arc<Server>,
 }
@@ -65,8 +67,8 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
-    /// Creates a client of a supervisor in this process; see [`crate::Client::in_process`]. Fails if the
-    /// thread cannot be started.
+    /// Creates a client of a supervisor in the same process; see [`crate::Client::in_process`]. Returns an
+    /// error if the thread that serves the connection cannot be started.
     pub fn in_process(connector: crate::Connector) -> io::Result<Self> {
         let server = Server::start()?;
         let client = server.wait(async { crate::Client::in_process(connector) });
@@ -87,7 +89,7 @@ pub struct Job {
     server: Arc<Server>,
 }
 
-/// Forwards methods of the builder to [`crate::Job`].
+/// Defines methods of the builder that forward to [`crate::Job`].
 macro_rules! forward {
     ($($(#[$about:meta])* $name:ident($($argument:ident: $type:ty),*);)*) => {
         impl Job {$(
@@ -106,10 +108,10 @@ forward! {
     /// Leaves a large result in its memory file; see [`crate::Job::map_result`].
     map_result();
 
-    /// Sets the operation, at most 256 bytes; see [`crate::Job::operation`].
+    /// Sets the operation that the handler performs, at most 256 bytes; see [`crate::Job::operation`].
     operation(name: impl Into<String>);
 
-    /// Sets the tenant, at most 256 bytes.
+    /// Sets the tenant that the job belongs to, at most 256 bytes.
     tenant(name: impl Into<String>);
 
     /// Sets the time limit of the job; see [`crate::Job::deadline`].
@@ -118,10 +120,10 @@ forward! {
     /// Sets the maximum run time of each attempt; see [`crate::Job::run_limit`].
     run_limit(limit: Duration);
 
-    /// Sets the priority.
+    /// Sets the priority of the job.
     priority(priority: Priority);
 
-    /// Sets the cost of the job against a rate limit. The default is 1.
+    /// Sets the cost of the job for rate limiting. The default is 1.
     cost(cost: u32);
 
     /// Declares whether the job can safely run twice.
@@ -132,7 +134,7 @@ forward! {
 }
 
 impl Job {
-    /// Takes the payload from a file; see [`crate::Job::payload_file`].
+    /// Uses the contents of a file as the payload; see [`crate::Job::payload_file`].
     pub fn payload_file(self, file: std::fs::File) -> io::Result<Self> {
         Ok(Self { job: self.job.payload_file(file)?, server: self.server })
     }
@@ -148,7 +150,7 @@ impl Job {
     /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
     /// the handle cancels the job.
     ///
-    /// Returns errors that are known without an answer from the supervisor.
+    /// Returns only errors that the client detects before the supervisor replies.
     ///
     /// ```no_run
     /// # let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
@@ -166,7 +168,7 @@ impl Job {
     }
 }
 
-/// A submitted job; see [`crate::JobHandle`].
+/// Handle of a submitted job; see [`crate::JobHandle`].
 #[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
@@ -193,7 +195,7 @@ impl JobHandle {
 
     /// Waits for the outcome.
     ///
-    /// Returns the errors of [`Job::send`].
+    /// Returns the same errors as [`Job::send`].
     pub fn wait(self) -> Result<Reply, JobError> {
         self.server.wait(self.handle)
     }

@@ -1,4 +1,4 @@
-//! [`Client`], and the task that serves its connection and reconnects.
+//! The [`Client`], and the task that serves the client's connection and reconnects after a loss.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,27 +28,28 @@ use crate::transport::Transport;
 /// Maximum time for the supervisor to accept the connection and send the welcome.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time that jobs wait for a reconnection, from the loss of the connection.
+/// Maximum time that jobs wait for a reconnection, measured from the loss of the connection.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Pause before the second attempt to reconnect. Doubles up to [`RECONNECT_PAUSE_MAX`]. A connection that lasts at
-/// least [`RECONNECT_PAUSE_MAX`] resets the pause.
+/// Pause before the second attempt to reconnect. The pause doubles after each attempt, up to
+/// [`RECONNECT_PAUSE_MAX`]. It is reset by a connection that lasts at least [`RECONNECT_PAUSE_MAX`].
 const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(10);
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Maximum size of a frame that this client accepts, in bytes after the header. The client announces this
-/// limit to the supervisor, and closes the connection on a larger frame. No bulkhead can be configured to
-/// send more.
+/// Maximum size of a frame that this client accepts, in bytes, not counting the header. The client announces
+/// this limit to the supervisor, and closes the connection if a frame is larger. No bulkhead can be
+/// configured to send larger frames.
 const FRAME_BYTES_MAX: u32 = PAYLOAD_BYTES_CEILING as u32 + (FRAME_OVERHEAD_BYTES_MAX - HEADER_BYTES) as u32;
 
 /// Maximum number of reads before yielding to other tasks of the runtime.
 const READS_PER_POLL_MAX: usize = 16;
 
-/// Time to keep reading after a failed write, because the supervisor may have sent a reason before it closed
-/// the connection.
+/// Time for which the client keeps reading after a failed write. The supervisor may have sent a reason before
+/// it closed the connection.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The reason why a connection failed. Messages fit after "failed to".
+/// The reason why the client could not connect. Each message completes a sentence that begins with "failed
+/// to".
 #[derive(thiserror::Error)]
 pub enum ConnectError {
     /// The socket could not be opened.
@@ -62,7 +63,7 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// The supervisor refused this client.
-    #[error("be served at {}: {message}", path.display())]
+    #[error("connect to {}: the supervisor refused the connection: {message}", path.display())]
     Refused {
         /// Path of the socket.
         path: PathBuf,
@@ -72,7 +73,7 @@ pub enum ConnectError {
         reason: u8,
     },
     /// The peer does not speak the protocol.
-    #[error("talk to {}: {message}", path.display())]
+    #[error("complete the handshake with the supervisor at {}: {message}", path.display())]
     Protocol {
         /// Path of the socket.
         path: PathBuf,
@@ -83,18 +84,18 @@ pub enum ConnectError {
 
 bulkhead_shared::debug_by_display!(ConnectError);
 
-/// A connection to a supervisor. Clones share the connection. Must be used within the tokio runtime in which
-/// it was created.
+/// A connection to a supervisor. Clones share the connection. A client must be used within the tokio runtime
+/// in which it was created.
 ///
-/// The connection ends when the last clone, the last [`Job`](crate::Job) and the last [`JobHandle`] are
-/// dropped. So jobs outlive their client.
+/// The connection closes when all clones, all [`Job`](crate::Job)s and all [`JobHandle`]s have been dropped.
+/// Jobs can therefore outlive the client that created them.
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
 }
 
-/// A function that makes connections to a supervisor in this process. An error of kind `NotConnected` means
-/// that the supervisor has ended permanently.
+/// A function that opens connections to a supervisor in the same process. An error of kind `NotConnected`
+/// means that the supervisor has ended permanently.
 pub type Connector = Arc<dyn Fn() -> io::Result<in_process::Endpoint> + Send + Sync>;
 
 /// Location of the supervisor.
@@ -120,7 +121,7 @@ impl Target {
         }
     }
 
-    /// Returns the location in words that fit after "the supervisor".
+    /// Describes the location in words that can follow "the supervisor" in a message.
     fn describe(&self) -> String {
         match self {
             Self::Path(path) => format!("at {}", path.display()),
@@ -129,7 +130,7 @@ impl Target {
     }
 }
 
-/// Replaces the path of an in-process supervisor in messages.
+/// Text that messages about an in-process supervisor contain in place of a socket path.
 const IN_PROCESS: &str = "in this process";
 
 #[derive(Debug)]
@@ -144,7 +145,8 @@ struct Shared {
 pub(crate) enum SubmitAttempt {
     Sent(JobHandle),
     Rejected(JobError),
-    /// The job has to wait, for space or for a connection other than this one.
+    /// The job has to wait for space or for a connection. If a connection is given, it is broken and must not
+    /// be used again.
     Waits(Option<Arc<Requests>>),
 }
 
@@ -160,7 +162,7 @@ struct Loss {
     since: Instant,
     /// Number of failed attempts to reconnect.
     attempts: u64,
-    /// Reason for the missing connection, for people.
+    /// Human-readable reason why there is no connection.
     reason: String,
     /// True if the client will not reconnect.
     is_final: bool,
@@ -173,11 +175,12 @@ impl Loss {
 }
 
 impl Client {
-    /// Connects to the jobs socket of a supervisor. Error messages say what to do.
+    /// Connects to the jobs socket of a supervisor. Error messages suggest a fix.
     ///
-    /// After a loss of the connection the client reconnects automatically, with pauses of up to a second.
-    /// Jobs sent in the meantime wait until five seconds after the loss, or until their deadline. After these
-    /// five seconds, each job triggers another attempt and waits for it.
+    /// If the connection is lost, the client reconnects automatically, with pauses of up to a second between
+    /// attempts. Jobs that are sent before the client has reconnected wait until their deadline, but at most
+    /// until five seconds after the loss. Five seconds after the loss or later, each new job triggers another
+    /// attempt to reconnect and waits for the result.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let target = Target::Path(path.as_ref().to_owned());
         let requests = open(&target).await?;
@@ -186,8 +189,8 @@ impl Client {
         Ok(client)
     }
 
-    /// Creates a client of a supervisor in this process. The supervisor takes the other end of each
-    /// connection that `connector` makes: see `Supervisor::client` of `bulkhead-supervisor`. The client
+    /// Creates a client of a supervisor in the same process. The supervisor serves the other endpoint of each
+    /// connection that `connector` opens; see `Supervisor::client` of `bulkhead-supervisor`. The client
     /// connects in the background, and jobs wait for the connection. In all other respects the client behaves
     /// as with [`Client::connect`]. Must be called within a tokio runtime.
     pub fn in_process(connector: Connector) -> Self {
@@ -196,13 +199,13 @@ impl Client {
         client
     }
 
-    /// Creates a client of a supervisor in this process, and a future that serves its connection. The future
-    /// must be polled within a tokio runtime.
+    /// Creates a client of a supervisor in the same process, and a future that serves the client's
+    /// connection. The future must be polled within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         Self::of(Target::InProcess(connector), None)
     }
 
-    /// Creates the client and the future that serves its connection.
+    /// Creates a client and the future that serves the client's connection.
     fn of(target: Target, requests: Option<Arc<Requests>>) -> (Self, impl Future<Output = ()> + Send) {
         let down = || Connection::Down(Loss::now("the client is not connected yet"));
         let (sender, current) = watch::channel(requests.clone().map_or_else(down, Connection::Up));
@@ -211,7 +214,8 @@ impl Client {
         (Self { shared: Arc::new(Shared { target, current, needed }) }, driver.run())
     }
 
-    /// Sends a job, and waits for a connection or space if needed. Reports progress to `progress`.
+    /// Sends a job, after waiting for a connection or for space if necessary. Progress reports of the job are
+    /// sent to `progress`.
     pub(crate) async fn submit(
         &self,
         job: &mut JobRequest,
@@ -224,7 +228,7 @@ impl Client {
         }
     }
 
-    /// Sends a job if that is possible immediately. The outcome wakes `waker`.
+    /// Sends a job if that is possible without waiting. `waker` is called when the outcome arrives.
     pub(crate) fn try_submit(
         &self,
         job: &mut JobRequest,
@@ -240,8 +244,8 @@ impl Client {
         }
     }
 
-    /// Sends a job as soon as there is a connection, other than `broken`, with space for it. The waiting time
-    /// is subtracted from the job's deadline.
+    /// Sends a job as soon as there is a connection other than `broken`, with space for the job. Subtracts
+    /// the waiting time from the job's deadline.
     pub(crate) async fn submit_when_connected(
         &self,
         job: &mut JobRequest,
@@ -269,7 +273,7 @@ impl Client {
                     Err(SubmitError::Closed) => break,
                 }
                 match job.options.deadline {
-                    // The loop checks the deadline above.
+                    // The next iteration of the loop checks the deadline.
                     Some(left) => drop(tokio::time::timeout(left, space.as_mut()).await),
                     None => space.as_mut().await,
                 }
@@ -309,7 +313,7 @@ impl Client {
         let found = current.borrow();
         match &*found {
             Connection::Up(requests) if is_replacement(&found) => Ok(requests.clone()),
-            Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
+            Connection::Up(_) => Err(self.unreachable("the connection was lost a moment ago")),
             Connection::Down(loss) if loss.is_final => Err(JobError::Disconnected {
                 executed: Executed::No,
                 message: format!("{}; the job was not sent", loss.reason),
@@ -322,7 +326,7 @@ impl Client {
         let place = self.shared.target.describe();
         let message = format!(
             "the supervisor {place} is not reachable ({reason}); the job was not sent: check that the \
-             supervisor runs, then send the job again"
+             supervisor is running, then send the job again"
         );
         JobError::Disconnected { executed: Executed::No, message }
     }
@@ -337,7 +341,7 @@ impl Shared {
     }
 }
 
-/// Connects and performs the handshake.
+/// Opens a connection to the supervisor and performs the handshake.
 async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     let path = &target.path();
     let connected = match target {
@@ -346,18 +350,22 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     };
     let transport = connected.map_err(|source| {
         let hint = match source.kind() {
-            _ if matches!(target, Target::InProcess(_)) => "the supervisor accepts no client",
-            io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
-            io::ErrorKind::ConnectionRefused => "nothing listens there; is the supervisor running?",
-            io::ErrorKind::PermissionDenied => "this user has no access; see `socket_mode` in workers.toml",
-            io::ErrorKind::WouldBlock => "too many clients wait to be accepted; try again later",
-            _ => "the socket cannot be opened; check that the path is right",
+            _ if matches!(target, Target::InProcess(_)) => "the supervisor did not accept the client",
+            io::ErrorKind::NotFound => "the socket does not exist; is the supervisor running?",
+            io::ErrorKind::ConnectionRefused => {
+                "no process is listening on the socket; is the supervisor running?"
+            }
+            io::ErrorKind::PermissionDenied => {
+                "this user has no access to the socket; see `socket_mode` in workers.toml"
+            }
+            io::ErrorKind::WouldBlock => "too many clients are waiting to be accepted; try again later",
+            _ => "the socket cannot be opened; check that the path is correct",
         };
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
     let protocol = |message: String| ConnectError::Protocol { path: path.to_owned(), message };
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake(&transport)).await {
-        Err(_) => Err(protocol(format!("no welcome within {HANDSHAKE_TIMEOUT:?}"))),
+        Err(_) => Err(protocol(format!("the supervisor sent no welcome frame within {HANDSHAKE_TIMEOUT:?}"))),
         Ok(Err(HandshakeError::Protocol(message))) => Err(protocol(message)),
         Ok(Err(HandshakeError::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
@@ -366,8 +374,7 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     }
 }
 
-/// Connects. A Unix socket with a full backlog fails immediately with `WouldBlock`, so the connection is
-/// retried.
+/// Connects to a Unix socket. Retries on `WouldBlock`, which means that the backlog of the socket is full.
 async fn connect(path: &Path) -> io::Result<UnixStream> {
     let until = Instant::now() + HANDSHAKE_TIMEOUT;
     let mut pause = RECONNECT_PAUSE_MIN;
@@ -393,7 +400,8 @@ impl From<String> for HandshakeError {
     }
 }
 
-/// Returns the maximum frame size of the supervisor, in bytes, and its capabilities.
+/// Performs the handshake. Returns the maximum size in bytes of a frame that the supervisor accepts, and the
+/// capabilities of the supervisor.
 async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> {
     let text = |error: &dyn std::fmt::Display| HandshakeError::Protocol(error.to_string());
     let hello = Hello {
@@ -407,8 +415,8 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
     };
     let mut outbox = Outbox::default();
     outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).map_err(|error| text(&error))?;
-    // Errors are ignored, because a supervisor that refuses may have closed the connection already. Its
-    // reason can still be read.
+    // Ignores errors, because a supervisor that refuses the client may have closed the connection already.
+    // The reason for the refusal can still be read.
     let _ = transport.flush(&mut outbox, &mut BufferPool::default());
     let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(4096));
     loop {
@@ -452,16 +460,22 @@ async fn handshake(transport: &Transport) -> Result<(u32, u64), HandshakeError> 
                 let (reason, message) = (refused.reason, refused.message.to_owned());
                 return Err(HandshakeError::Refused { reason, message });
             }
-            Some((kind, _)) => return Err(format!("a frame of kind {kind} instead of a welcome").into()),
+            Some((kind, _)) => {
+                return Err(
+                    format!("the supervisor sent a frame of kind {kind} instead of a welcome frame").into()
+                );
+            }
             None if received == Received::Closed => {
-                return Err("the connection was closed before a welcome".to_owned().into());
+                return Err("the supervisor closed the connection before it sent a welcome frame"
+                    .to_owned()
+                    .into());
             }
             None => {}
         }
     }
 }
 
-/// Serves the connection and its replacements while a caller needs one.
+/// Serves the connection of a client, and reconnects after a loss, as long as the client or a job exists.
 struct Driver {
     target: Target,
     /// `None` before the first connection.
@@ -495,14 +509,14 @@ impl Driver {
         }
     }
 
-    /// Waits until no clone can send another job and no caller waits for an outcome.
+    /// Waits until no further job can be sent and no job is pending.
     async fn wait_until_unused(&self, requests: &Requests) {
         self.current.closed().await;
         requests.idle().await;
     }
 
-    /// Ends the connection. The connection becomes unavailable before the waiters get an error, so that a
-    /// caller that retries does not use the same connection again.
+    /// Closes the connection. Marks the connection as lost before the pending jobs get an error, so that a
+    /// caller that retries at once does not use the broken connection.
     fn disconnect(&self, message: &str) {
         self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {
@@ -510,7 +524,7 @@ impl Driver {
         }
     }
 
-    /// Returns `None` if the supervisor has ended permanently.
+    /// Tries to reconnect until an attempt succeeds. Returns `None` if the supervisor has ended permanently.
     async fn reconnect(&self, pause: &mut Duration) -> Option<Arc<Requests>> {
         loop {
             tokio::select! {
@@ -549,9 +563,9 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Fails the waiters, because the runtime can end before they do.
+    /// Fails the pending jobs, because the runtime can end before the tasks that wait for them.
     fn drop(&mut self) {
-        // The waiters already have their error if the supervisor has ended.
+        // If the supervisor has ended permanently, the pending jobs already have an error.
         if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
             return;
         }
@@ -559,7 +573,7 @@ impl Drop for Driver {
     }
 }
 
-/// Reads and writes until the connection ends. Returns the reason.
+/// Reads and writes frames until the connection ends. Returns the reason why it ended.
 async fn serve(requests: &Arc<Requests>) -> String {
     tokio::select! {
         message = read(requests) => message,
@@ -598,11 +612,11 @@ async fn read(requests: &Arc<Requests>) -> String {
 async fn write(requests: &Requests) -> String {
     loop {
         requests.flush_due.notified().await;
-        // Lets other ready tasks add their frames to this write.
+        // Lets other tasks that are ready to run add frames to this write.
         tokio::task::yield_now().await;
         loop {
-            // Runs within `try_io`, because only that clears tokio's readiness correctly if the socket has
-            // become writable in the meantime.
+            // Flushes within `try_io`, because only `try_io` clears tokio's readiness correctly if the socket
+            // has become writable in the meantime.
             let written = requests.transport.try_io(Interest::WRITABLE, || match requests.flush() {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::WouldBlock.into()),
@@ -616,8 +630,8 @@ async fn write(requests: &Requests) -> String {
                     }
                 }
                 Err(error) => {
-                    // The reader usually finds a better reason, such as a message sent before the connection
-                    // closed.
+                    // `read` usually returns a better reason, such as a message that the supervisor sent
+                    // before closing the connection.
                     tokio::time::sleep(CLOSE_REASON_TIMEOUT).await;
                     return error.to_string();
                 }
@@ -657,7 +671,7 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
             }
         }
         match received {
-            // Makes tokio wait for the next arrival.
+            // Makes tokio wait until more bytes arrive.
             Received::Drained => Err(io::ErrorKind::WouldBlock.into()),
             other => Ok(other),
         }
@@ -672,8 +686,8 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     }
 }
 
-/// Handles the announcement of a large frame. Returns a buffer if the payload is wanted; otherwise the
-/// payload is discarded as it arrives.
+/// Handles the announcement of a large frame. Returns a buffer if the payload must be stored. Without a
+/// buffer, the payload is discarded as it arrives.
 fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;

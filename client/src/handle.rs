@@ -8,13 +8,13 @@ use tokio::sync::mpsc;
 use crate::reply::{JobError, Progress, Reply};
 use crate::requests::PendingOutcome;
 
-/// A submitted job: a future that resolves to the outcome. The handle remains valid when its
-/// [`Client`](crate::Client) is dropped.
+/// Handle of a submitted job, which is also a future that resolves to the outcome. The handle remains valid
+/// after the [`Client`](crate::Client) is dropped.
 #[must_use = "dropping the handle cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,
-    /// Cancels the job when dropped before the outcome has arrived.
+    /// The pending outcome. Dropping it before the outcome has arrived cancels the job.
     outcome: PendingOutcome,
 }
 
@@ -24,7 +24,7 @@ impl JobHandle {
     }
 
     /// Waits for the next progress report. Returns `None` when the job has ended. Up to 16 unread reports are
-    /// kept; later reports are dropped.
+    /// kept; further reports are dropped.
     pub async fn progress(&mut self) -> Option<Progress> {
         self.progress.as_mut()?.recv().await
     }
@@ -36,8 +36,8 @@ impl JobHandle {
     }
 
     /// Asks the supervisor to cancel the job unless it has begun. The outcome still arrives: `cancelled` with
-    /// `executed: no`, or the outcome of the running job. A supervisor without this capability lets the job
-    /// continue.
+    /// `executed: no`, or the outcome of the running job. If the supervisor does not support such requests,
+    /// the job continues.
     pub fn cancel_unless_begun(&self) {
         self.outcome.cancel(true);
     }

@@ -15,10 +15,10 @@ use crate::handle::JobHandle;
 use crate::job_request::{JobRequest, Source};
 use crate::reply::{JobError, Reply};
 
-/// Maximum number of unread progress reports per job; later reports are dropped.
+/// Maximum number of unread progress reports per job. Further reports are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
 
-/// Builder for a job. Nothing is sent before [`Job::send`] or [`Job::start`].
+/// Builder for a job. Nothing is sent until [`Job::send`] or [`Job::start`] is called.
 #[must_use = "a job does nothing until the job is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -33,7 +33,7 @@ impl Client {
     }
 }
 
-/// Reads a file that does not report its size, from the beginning.
+/// Reads a whole file without relying on the reported size.
 fn read_whole(file: &File) -> io::Result<Vec<u8>> {
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {
@@ -47,14 +47,14 @@ fn read_whole(file: &File) -> io::Result<Vec<u8>> {
 }
 
 impl Job {
-    /// Takes the payload from a file, in place of the payload given to [`Client::job`]. The size is fixed by
-    /// this call. The file is read when the job is sent, on the sending thread, directly into shared memory
-    /// if the client has a memory file.
+    /// Uses the contents of a file as the payload, replacing the payload given to [`Client::job`]. This call
+    /// fixes the size of the payload. The file is read when the job is sent, on the thread that sends the
+    /// job. If the client has a memory file, the payload is read directly into shared memory.
     ///
-    /// Only regular files are accepted. Pipes, sockets and devices have no known size and give an error of
-    /// kind `InvalidInput`. Files without a size, such as those in `/proc`, are read immediately. Errors are
-    /// those of `fstat(2)` and `pread(2)`. If the file cannot be read when the job is sent, the job is
-    /// rejected as `invalid`.
+    /// Only regular files are accepted. Pipes, sockets and devices have no known size and cause an error of
+    /// kind `InvalidInput`. Files that report a size of 0, such as those in `/proc`, are read immediately.
+    /// Returns the errors of `fstat(2)` and `pread(2)`. If the file cannot be read when the job is sent, the
+    /// job is rejected as `invalid`.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) -> Result<(), Box<dyn std::error::Error>> {
@@ -90,32 +90,32 @@ impl Job {
         self
     }
 
-    /// Leaves a large result in its memory file, as [`Reply::mapped`](crate::Reply::mapped), instead of
-    /// copying it. A worker that misbehaves can modify the file while it is read. Results outside of memory
-    /// files are copied as usual.
+    /// Leaves a large result in the memory file instead of copying the result.
+    /// [`Reply::mapped`](crate::Reply::mapped) returns such a result. A misbehaving worker can modify the
+    /// file while the client reads it. Results that are not in a memory file are copied as usual.
     pub fn map_result(mut self) -> Self {
         self.request.maps_result = true;
         self
     }
 
-    /// Sets the operation, at most 256 bytes. The handler uses it to choose what to do.
+    /// Sets the operation that the handler performs, at most 256 bytes.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
         self.request.options.operation = name.into();
         self
     }
 
-    /// Sets the tenant, at most 256 bytes.
+    /// Sets the tenant that the job belongs to, at most 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
         self.request.options.tenant = name.into();
         self
     }
 
     /// Sets the time limit of the job, from [`Job::send`] to the outcome, including time in the queue. The
-    /// default is the bulkhead's `deadline`. Larger values than the bulkhead's `deadline_max` are clamped;
-    /// see [`Outcome::deadline`](crate::Outcome::deadline).
+    /// default is the bulkhead's `deadline`. Values above the bulkhead's `deadline_max` are clamped; see
+    /// [`Outcome::deadline`](crate::Outcome::deadline).
     ///
-    /// The supervisor measures the time from receipt of the job. The client subtracts the time spent waiting
-    /// for a connection, or for space in the send queue.
+    /// The supervisor measures the time from receipt of the job. The client subtracts the time that the job
+    /// has waited for a connection or for space in the send queue.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.request.options.deadline = Some(limit);
         self
@@ -124,7 +124,8 @@ impl Job {
     /// Sets the maximum run time of each attempt, from dispatch to a worker; time in the queue does not
     /// count. The lower of this limit and the bulkhead's `run_limit` applies; see
     /// [`Outcome::run_limit`](crate::Outcome::run_limit). When the limit is exceeded, the outcome is
-    /// `deadline_exceeded`/`running`. A limit set by the client never ends a worker that other jobs share.
+    /// `deadline_exceeded`/`running`. A limit set by a client never causes the supervisor to kill a worker
+    /// that other jobs share.
     ///
     /// If the supervisor is too old to support run limits, the job is rejected as `invalid`.
     ///
@@ -142,13 +143,13 @@ impl Job {
         self
     }
 
-    /// Sets the priority.
+    /// Sets the priority of the job.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.request.options.priority = priority;
         self
     }
 
-    /// Sets the cost of the job against a rate limit. The default is 1.
+    /// Sets the cost of the job for rate limiting. The default is 1.
     pub fn cost(mut self, cost: u32) -> Self {
         self.request.options.cost = cost;
         self
@@ -183,7 +184,8 @@ impl Job {
     pub async fn send(mut self) -> Result<Reply, JobError> {
         self.request.check()?;
         let mut handle: Option<JobHandle> = None;
-        // In one future, so that the outcome finds the task's waker without another poll.
+        // A single future sends the job and waits for the outcome, so that the task's waker is registered
+        // when the job is sent.
         let result = std::future::poll_fn(|cx| match &mut handle {
             Some(handle) => handle.poll_outcome(cx).map(Ok),
             None => match self.client.try_submit(&mut self.request, &mut None, Some(cx.waker())) {
@@ -207,7 +209,7 @@ impl Job {
     /// Sends the job and returns a handle for progress and outcome, without waiting for the outcome. Dropping
     /// the handle cancels the job.
     ///
-    /// Returns errors that are known without an answer from the supervisor.
+    /// Returns only errors that the client detects before the supervisor replies.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) -> Result<(), bulkhead_client::JobError> {

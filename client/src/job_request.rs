@@ -1,4 +1,4 @@
-//! A job request, as the client sends it to the supervisor.
+//! Job requests: jobs that the client has prepared and not yet sent to the supervisor.
 
 use std::fmt;
 use std::fs::File;
@@ -20,7 +20,7 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// Source of a payload.
 #[derive(Clone)]
 pub(crate) enum Source {
-    /// The first bytes of a file.
+    /// The given number of bytes from the beginning of a file.
     File(Arc<File>, usize),
     /// A function that writes the given number of bytes.
     Function(Fill, usize),
@@ -57,9 +57,9 @@ impl fmt::Debug for Source {
 pub(crate) struct JobRequest {
     pub(crate) bulkhead: String,
     pub(crate) payload: Vec<u8>,
-    /// Source of the payload, if the payload is not in `payload` yet.
+    /// Source of the payload; `None` if `payload` contains the payload.
     pub(crate) source: Option<Source>,
-    /// True if the result can stay in its memory file.
+    /// True if a large result stays in the memory file instead of being copied.
     pub(crate) maps_result: bool,
     pub(crate) options: JobOptions<String>,
     pub(crate) traceparent: Option<String>,
@@ -81,7 +81,7 @@ impl JobRequest {
         self.source.as_ref().map_or(self.payload.len(), Source::bytes)
     }
 
-    /// Writes the payload to `target`, which has the payload's size.
+    /// Writes the payload to `target`, which must have the size of the payload.
     pub(crate) fn fill(&self, target: &mut [u8]) -> Result<(), JobError> {
         match &self.source {
             None => {
@@ -105,7 +105,7 @@ impl JobRequest {
         Ok(())
     }
 
-    /// Rejects requests that the supervisor would reject.
+    /// Returns an error if a name or the traceparent is too long.
     pub(crate) fn check(&self) -> Result<(), JobError> {
         let name_too_long = |what: &str, bytes_max: usize| {
             let message = format!("the {what}'s name is longer than {bytes_max} bytes");

@@ -1,4 +1,4 @@
-//! Memory files lent to this client, for large payloads and results: see [`bulkhead_shared::memory_files`].
+//! Leases of memory files for large payloads and results; see [`bulkhead_shared::memory_files`].
 
 use std::collections::HashMap;
 use std::io;
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::memory_files::{FILES_PER_LEASE, LeaseRef, Mapping, is_whole};
 
-/// Maximum number of concurrent requests for leases.
+/// Maximum number of pending requests for leases.
 const LEASE_REQUESTS_MAX: usize = 4;
 
-/// Maximum idle time of a lease that can be used without checking for a recall. The supervisor revokes a
-/// lease five seconds after the recall, which this program may not have read yet.
+/// Maximum idle time of a lease that the client uses without checking for unread recalls. The supervisor
+/// revokes a lease five seconds after the recall.
 const FRESH_TIME: Duration = Duration::from_secs(4);
 
-/// Pause after a refused request before the client asks again.
+/// Time after a refused request before the client requests another lease.
 const LEASE_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// A lease, used by one job at a time.
@@ -35,7 +35,7 @@ impl Lease {
         self.used_at.elapsed() < FRESH_TIME
     }
 
-    /// Returns true if the result was still valid when it was read before this call.
+    /// Returns true if the supervisor has not revoked the lease. Must be called after the result was read.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
     }
@@ -45,7 +45,7 @@ impl Lease {
     }
 }
 
-/// Owner of leases.
+/// Owner to which leases are returned.
 pub(crate) trait LeaseOwner: Send + Sync {
     /// Takes back a lease that is no longer needed.
     fn release_lease(&self, lease: Lease);
@@ -59,15 +59,16 @@ pub(crate) struct Leases {
     requested: HashMap<u64, (String, String)>,
     last_request: u64,
     refused_at: Option<Instant>,
-    /// Leases in use. True if the supervisor has recalled the lease.
+    /// Leases in use, by lease number. The value is true if the supervisor has recalled the lease.
     in_use: HashMap<u64, bool>,
-    /// Descriptors received before the frame that describes them.
+    /// Received descriptors. The frame that describes them is processed later.
     pub(crate) received_files: Vec<OwnedFd>,
 }
 
 impl Leases {
-    /// Takes a lease for a payload of `bytes` bytes. If all leases are too small, returns one of them, to be
-    /// exchanged for a larger one. `has_read_all` returns true if everything that the supervisor has sent was read.
+    /// Takes a free lease for a payload of `bytes` bytes. If all free leases are too small, returns one of
+    /// them as `TooSmall`, so that the caller can exchange it for a larger one. `has_read_all` returns true
+    /// if all bytes that have arrived from the supervisor were read.
     pub(crate) fn take(
         &mut self,
         (bulkhead, tenant): (&str, &str),
@@ -90,8 +91,8 @@ impl Leases {
         LeaseSearch::None
     }
 
-    /// Registers a request for a lease. Returns the request number, or `None` if it is too early or too many
-    /// requests are pending.
+    /// Registers a request for a lease and returns the request number. Returns `None` if the last request was
+    /// refused too recently, or if too many requests are pending.
     pub(crate) fn request(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
         let is_early = self.refused_at.is_some_and(|at| at.elapsed() < LEASE_RETRY_PAUSE);
         if is_early || self.requested.len() >= LEASE_REQUESTS_MAX {
@@ -107,8 +108,8 @@ impl Leases {
         !self.requested.is_empty()
     }
 
-    /// Handles a received lease. Returns `None` if it was not requested, and otherwise whether it can be
-    /// used.
+    /// Handles a lease from the supervisor. Returns true if the lease can be used, false if its files cannot
+    /// be mapped, and `None` if the lease was not requested.
     pub(crate) fn receive(&mut self, request: u64, lease_ref: LeaseRef) -> Option<bool> {
         let received_files = std::mem::take(&mut self.received_files);
         let (bulkhead, tenant) = self.requested.remove(&request)?;
@@ -124,25 +125,26 @@ impl Leases {
         Some(is_usable)
     }
 
-    /// Handles a recall. Returns the number of the lease if it must be returned immediately.
+    /// Handles the recall of a lease. Returns the lease number if the lease is free and must be returned
+    /// immediately.
     pub(crate) fn recall(&mut self, number: u64) -> Option<u64> {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
-        // A recall can cross the return of the lease. Unknown numbers are ignored.
+        // Ignores unknown numbers, because the client may have returned the lease before the recall arrived.
         if let Some(is_recalled) = self.in_use.get_mut(&number) {
             *is_recalled = true;
         }
         None
     }
 
-    /// Handles the refusal of a request.
+    /// Handles the refusal of a request for a lease.
     pub(crate) fn refused(&mut self, request: u64) {
         self.requested.remove(&request);
         self.refused_at = Some(Instant::now());
     }
 
-    /// Takes back a lease after a job. Returns the number of the lease if it must be returned to the
+    /// Takes back a lease after a job. Returns the lease number if the lease must be returned to the
     /// supervisor.
     pub(crate) fn release(&mut self, lease: Lease) -> Option<u64> {
         let number = lease.number;
@@ -153,24 +155,24 @@ impl Leases {
         None
     }
 
-    /// Removes a lease that was in use and is being returned.
+    /// Removes a lease in use from the records, because it is being returned to the supervisor.
     pub(crate) fn forget(&mut self, number: u64) {
         self.in_use.remove(&number);
     }
 }
 
-/// Result of looking for a lease.
+/// Result of a search for a free lease.
 pub(crate) enum LeaseSearch {
     Found(Lease),
     TooSmall(Lease),
-    /// The lease may have been revoked, and unread frames may say so.
+    /// A free lease may have been revoked, because an unread frame could contain its recall.
     MayBeRevoked,
     None,
 }
 
 fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
     let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
-        .map_err(|_| io::Error::other("the files did not arrive"))?;
+        .map_err(|_| io::Error::other("the memory files of the lease did not arrive"))?;
     let mapped = Mapping::new(&result, lease_ref.bytes, false)?;
     Ok((Mapping::new(&payload, lease_ref.bytes, true)?, mapped, result))
 }
@@ -179,9 +181,9 @@ fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping
 mod tests {
     use super::*;
 
-    /// A recall can cross the return of a lease, for example after each cancelled job.
+    /// A recall can arrive after the client has returned the lease, for example after each cancelled job.
     #[test]
-    fn recalls_of_returned_leases_leave_no_record() {
+    fn recall_of_returned_lease_leaves_no_record() {
         let mut leases = Leases::default();
         for number in 0..1000 {
             leases.in_use.insert(number, false);

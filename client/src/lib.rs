@@ -1,4 +1,4 @@
-//! Submits jobs to a `bulkhead-supervisor`.
+//! Client library: submits jobs to a `bulkhead-supervisor`.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -18,9 +18,9 @@
 //! # }
 //! ```
 //!
-//! A client is one connection, shared by any number of concurrent jobs. Clones share the connection too.
+//! A client has a single connection, which any number of concurrent jobs and all clones of the client share.
 //! Dropping the future or handle of a job cancels the job. When the connection is lost, unfinished jobs end
-//! as [`JobError::Disconnected`], and the client reconnects automatically. [`blocking`] has the same
+//! as [`JobError::Disconnected`], and the client reconnects automatically. [`blocking`] provides the same
 //! functions without async.
 
 pub mod blocking;

@@ -1,13 +1,13 @@
-//! Results that stay in their memory file.
+//! Results that stay in a memory file.
 
 use std::fmt;
 use std::sync::Weak;
 
 use crate::leases::{Lease, LeaseOwner};
 
-/// A result in the memory file where the worker wrote it. **A misbehaving worker can change it at any time.**
-/// A parser must not rely on reading the same bytes twice. The memory file is not used for other jobs while
-/// this value exists.
+/// A result that is still in the memory file to which the worker wrote it. **A misbehaving worker can change
+/// the result at any time.** A parser must not rely on reading the same bytes twice. The memory file is not
+/// used for other jobs while this value exists.
 pub struct MappedResult {
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) bytes: usize,
@@ -25,32 +25,37 @@ impl MappedResult {
         self.bytes == 0
     }
 
-    /// Copies bytes of the result, from offset `at` until `into` is full. Panics if the result ends before
-    /// that.
+    /// Copies bytes of the result, starting at offset `at`, until `into` is full. Panics if the result is too
+    /// short.
     ///
-    /// Returns an error if the supervisor has revoked the file. The supervisor can do so from five seconds
-    /// after the end of the job, or when the connection is lost. `into` may then contain zeros.
+    /// Returns an error if the supervisor has revoked the file. The supervisor can revoke the file five
+    /// seconds after the end of the job or later, or when the connection is lost. After an error, `into` can
+    /// contain zeros.
     pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
-        assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of the result");
+        assert!(
+            at <= self.bytes && into.len() <= self.bytes - at,
+            "the requested range is beyond the end of the result"
+        );
         if let Some(lease) = &self.lease {
             lease.result.read(at, into);
         }
         if self.is_whole() {
             Ok(())
         } else {
-            Err(std::io::Error::other("the result was revoked before this program read the result"))
+            Err(std::io::Error::other("the supervisor revoked the result before this program read it"))
         }
     }
 
-    /// Returns true if the file has not been revoked, so that everything read before this call was valid,
-    /// also through [`MappedResult::as_ptr`]. The supervisor can revoke the file from five seconds after the
-    /// end of the job, or when the connection is lost. A revoked file contains zeros.
+    /// Returns true if the supervisor has not revoked the file. In this case, all bytes read before this call
+    /// were valid, including those read through [`MappedResult::as_ptr`]. The supervisor can revoke the file
+    /// five seconds after the end of the job or later, or when the connection is lost. A revoked file
+    /// contains zeros.
     pub fn is_whole(&self) -> bool {
         self.lease.as_ref().is_none_or(|lease| lease.is_whole())
     }
 
-    /// Returns a pointer to the first byte, for reading without a copy. Check [`MappedResult::is_whole`]
-    /// after reading.
+    /// Returns a pointer to the first byte, for code that reads the result without copying. After reading,
+    /// call [`MappedResult::is_whole`] to check that the bytes were valid.
     pub fn as_ptr(&self) -> *const u8 {
         self.lease.as_ref().map_or(std::ptr::null(), |lease| lease.result.as_ptr())
     }

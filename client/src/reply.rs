@@ -19,7 +19,7 @@ pub struct Progress {
     pub text: String,
 }
 
-/// A result, with the outcome `ok`.
+/// The result and outcome of a job that ended `ok`.
 #[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
@@ -53,18 +53,20 @@ impl PartialEq for Reply {
 impl Eq for Reply {}
 
 impl Reply {
-    /// Returns the result. Empty if the result is [mapped](Self::mapped).
+    /// Returns the result of the job, or an empty slice if the result is [mapped](Self::mapped).
     pub fn payload(&self) -> &[u8] {
         &self.payload
     }
 
-    /// Returns the result as an owned buffer.
+    /// Returns the result of the job as an owned buffer, which is empty if the result is
+    /// [mapped](Self::mapped).
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
     }
 
-    /// Returns the result in its memory file, if [`Job::map_result`](crate::Job::map_result) requested that
-    /// and the worker used a memory file. [`Reply::payload`] is then empty.
+    /// Returns a result that is still in the memory file. Returns `None` unless
+    /// [`Job::map_result`](crate::Job::map_result) was called and the worker wrote the result to a memory
+    /// file. If the result is mapped, [`Reply::payload`] is empty.
     pub fn mapped(&self) -> Option<&MappedResult> {
         self.mapped.as_deref()
     }
@@ -90,25 +92,25 @@ impl std::ops::Deref for Failure {
     }
 }
 
-/// The error of a job without a result. All variants except `Disconnected` carry the complete [`Outcome`].
+/// The reason why a job has no result. All variants except `Disconnected` carry the complete [`Outcome`].
 #[derive(Clone, PartialEq, Eq)]
 pub enum JobError {
     /// The handler reported an error.
     Failed(Box<Failure>),
     /// The job was rejected and did not run.
     Rejected(Box<Outcome>),
-    /// The deadline passed.
+    /// The deadline passed before the job ended.
     DeadlineExceeded(Box<Outcome>),
-    /// The worker died while it had the job.
+    /// The worker died after the job had been dispatched to it.
     Crashed(Box<Outcome>),
     /// The job was cancelled.
     Cancelled(Box<Outcome>),
-    /// There is no connection to the supervisor, or the connection was lost, or this client could not read
-    /// the outcome or result.
+    /// There is no connection to the supervisor, the connection was lost, or this client could not read the
+    /// outcome or the result.
     Disconnected {
-        /// Certainty about whether the job ran.
+        /// Whether the handler began the job.
         executed: Executed,
-        /// Description for people.
+        /// Human-readable description of the problem.
         message: String,
     },
 }
@@ -126,8 +128,8 @@ impl JobError {
 
     /// Returns the error for a result that was revoked before the client read it. The job itself succeeded.
     pub(crate) fn result_revoked() -> Self {
-        let message = "the job is done, but the result was revoked before this program read the result: this \
-                       program was stopped for many seconds; send the job again only if a second run is safe";
+        let message = "the job succeeded, but the supervisor revoked the result because this program did not \
+                       read it for several seconds; send the job again only if a second run is safe";
         Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
     }
 
@@ -155,7 +157,7 @@ impl JobError {
         }
     }
 
-    /// Returns the outcome, if the job has one.
+    /// Returns the outcome of the job. Returns `None` if the client did not receive an outcome.
     pub fn outcome(&self) -> Option<&Outcome> {
         match self {
             Self::Failed(failure) => Some(failure),
@@ -167,8 +169,8 @@ impl JobError {
         }
     }
 
-    /// Returns the payload of a failed job: data from the handler, or the standard output of a program. At
-    /// most the first 64 KiB arrive. Empty for all other errors.
+    /// Returns the error payload of a failed job: data from the handler, or the first 64 KiB of a program's
+    /// standard output. Empty for all other errors.
     pub fn payload(&self) -> &[u8] {
         if let Self::Failed(failure) = self { &failure.payload } else { &[] }
     }
@@ -181,7 +183,7 @@ impl JobError {
         }
     }
 
-    /// Returns true if the same job may succeed when sent again.
+    /// Returns true if sending the job again is safe and can succeed.
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Disconnected { executed, .. } => *executed == Executed::No,
@@ -189,7 +191,7 @@ impl JobError {
         }
     }
 
-    /// Returns the minimum time to wait before a retry, if the supervisor gave one.
+    /// Returns the minimum time to wait before a retry, if the supervisor has specified one.
     pub fn retry_after(&self) -> Option<Duration> {
         self.outcome().and_then(|outcome| outcome.retry_after)
     }
@@ -201,7 +203,7 @@ impl JobError {
 }
 
 impl fmt::Display for JobError {
-    /// Writes one line for people, with the problem and the suggested action.
+    /// Writes a human-readable line that describes the problem and suggests an action.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),
@@ -219,11 +221,15 @@ impl fmt::Display for JobError {
                     let limit_ms = limit.as_millis();
                     return write!(
                         f,
-                        "{outcome}: the job ran for {limit_ms} ms, the run limit; allow more time, or send \
-                         less"
+                        "{outcome}: the job reached the run limit of {limit_ms} ms; raise the run limit, or \
+                         give the job less work"
                     );
                 }
-                write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
+                write!(
+                    f,
+                    "{outcome}: the job did not finish within {limit_ms} ms; raise the deadline, or send \
+                     fewer jobs at once"
+                )
             }
             Self::Crashed(outcome) => {
                 let advice = match outcome.retryable {

@@ -1,4 +1,4 @@
-//! The pending jobs of one connection: waiters for outcomes, and a bounded queue of frames to write.
+//! Pending jobs of one connection: the waiters for outcomes, and a bounded queue of frames to write.
 
 mod frames;
 
@@ -25,16 +25,17 @@ use crate::waiters::{JobResult, Waiter, Waiters};
 
 pub(crate) use frames::Frames;
 
-/// Size of the send queue, in bytes, at which further jobs have to wait. A job that starts below the limit is
-/// queued completely, so the queue can exceed the limit by one payload.
+/// Size of the send queue, in bytes, from which further jobs have to wait. A job that is submitted below this
+/// size is queued completely, so the queue can exceed the size by one payload.
 const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Upper bound on the bytes of a job's frame without the payload. The lengths of names are checked before.
+/// Upper bound on the size of a SUBMIT frame without the payload, in bytes. Names that would make the frame
+/// larger are rejected earlier.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 
-/// Approximate number of batches in which pending jobs are written, so that supervisor and workers can work
-/// on some jobs while others are being sent. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames. With
-/// a single write, each side would wait for the other.
+/// Approximate number of batches in which the frames of all pending jobs are written. With several batches,
+/// the supervisor and the workers can process some jobs while the client sends others. With a single write,
+/// each side would wait for the other. A batch has between [`BATCH_MIN`] and [`BATCH_MAX`] frames.
 const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
@@ -43,7 +44,7 @@ const BATCH_MAX: usize = 64;
 pub(crate) enum SubmitError {
     /// The request is invalid.
     Rejected(JobError),
-    /// The job has to wait for space.
+    /// The send queue is full, so that the job has to wait.
     Full,
     /// The connection is unusable.
     Closed,
@@ -53,11 +54,12 @@ pub(crate) enum SubmitError {
 enum Phase {
     #[default]
     Open,
-    /// No clone can submit jobs any more. The driver is notified at the end of the last job.
+    /// All clones of the client were dropped, so no further job can be submitted. The driver is notified when
+    /// the last job ends.
     Ending,
     /// A write has failed. The driver will determine the reason.
     Broken,
-    /// Every waiter has its outcome.
+    /// The connection is closed. Pending jobs end with an error.
     Closed,
 }
 
@@ -70,11 +72,11 @@ struct State {
     pushed_bytes: u64,
     pool: BufferPool,
     leases: Leases,
-    /// True if the driver has been notified of bytes to write.
+    /// True if the driver was notified that the outbox contains bytes to write.
     is_flush_due: bool,
-    /// Number of submitters that wait for space in the outbox.
+    /// Number of submitters that are waiting for space in the outbox.
     queued_submitters: usize,
-    /// Number of frames since the last write.
+    /// Number of frames queued since the last write.
     unflushed: usize,
 }
 
@@ -82,16 +84,18 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) transport: Transport,
-    /// Process that connected. A forked process shares the socket and must not end the connection.
+    /// Id of the process that opened the connection. A forked process shares the socket and must not close
+    /// the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
-    /// Wakes the first submitter that waits for space in the outbox; at the end of the connection, wakes all.
+    /// Wakes the first submitter that is waiting for space in the outbox. When the connection closes, all
+    /// such submitters are woken.
     pub(crate) space: Notify,
     idle: Notify,
     frame_bytes_max: u32,
-    /// True if descriptors may arrive.
+    /// True if the supervisor can send descriptors, because a requested lease has not arrived yet.
     expects_files: AtomicBool,
-    /// Capabilities of the supervisor: a sum of [`capability`].
+    /// Capabilities of the supervisor: a sum of [`capability`] values.
     capabilities: u64,
 }
 
@@ -120,10 +124,11 @@ impl Requests {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    // Jobs out.
+    // Submission.
 
-    /// Sends a job, unless others already wait for space. On success, takes the payload from the job and the
-    /// sender for progress reports from `progress`. The outcome wakes `waker`.
+    /// Sends a job, unless other submitters are waiting for space. On success, takes the payload out of
+    /// `job`, and the sender for progress reports out of `progress`. `waker` is called when the outcome
+    /// arrives.
     pub(crate) fn submit(
         self: &Arc<Self>,
         job: &mut JobRequest,
@@ -133,7 +138,7 @@ impl Requests {
         self.submit_after(0, job, progress, waker.cloned())
     }
 
-    /// Joins the queue of submitters that wait for space.
+    /// Adds the caller to the queue of submitters that are waiting for space.
     pub(crate) fn queue(self: &Arc<Self>) -> QueuePosition<'_> {
         let mut state = self.lock();
         let is_first = state.queued_submitters == 0;
@@ -142,8 +147,8 @@ impl Requests {
         QueuePosition { requests: self, is_first }
     }
 
-    /// Sends a job if at most `queued_max` submitters wait for space. The first job on an idle connection is
-    /// written immediately. Later jobs are written in batches, or by the driver.
+    /// Sends a job if at most `queued_max` submitters are waiting for space. The first job on an idle
+    /// connection is written immediately. Further jobs are written in batches, or by the driver.
     fn submit_after(
         self: &Arc<Self>,
         queued_max: usize,
@@ -153,12 +158,13 @@ impl Requests {
     ) -> Result<PendingOutcome, SubmitError> {
         let payload_bytes = job.payload_bytes();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
-            let message = format!("the supervisor does not accept {payload_bytes} bytes of payload");
+            let message =
+                format!("the payload of {payload_bytes} bytes is larger than the supervisor accepts");
             return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
         }
         if job.options.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
-            let message =
-                "the supervisor is too old: send the job without a run limit, or update the supervisor";
+            let message = "the supervisor is too old for run limits: send the job without a run limit, or \
+                           update the supervisor";
             return Err(SubmitError::Rejected(job.rejection(RejectReason::Invalid, message.into())));
         }
         let mut state = self.lock();
@@ -201,7 +207,7 @@ impl Requests {
             let left = state.waiters.remove(number);
             drop(state);
             drop(left);
-            let message = "the job does not fit in a frame".into();
+            let message = "the job does not fit in a frame: send a smaller payload".into();
             return Err(SubmitError::Rejected(job.rejection(RejectReason::TooLarge, message)));
         }
         self.schedule_flush(&mut state);
@@ -209,7 +215,8 @@ impl Requests {
         Ok(PendingOutcome { requests: Some(self.clone()), number })
     }
 
-    /// Returns a free lease that fits the job. Otherwise asks the supervisor for a lease for later jobs.
+    /// Returns a free lease that fits the job. If there is none, requests a lease for later jobs from the
+    /// supervisor and returns `None`.
     fn take_lease(&self, state: &mut State, job: &JobRequest, bytes: usize) -> Option<Box<Lease>> {
         let has_read_all = || self.transport.has_no_unread_bytes();
         match state.leases.take((&job.bulkhead, &job.options.tenant), bytes, has_read_all) {
@@ -219,7 +226,7 @@ impl Requests {
             LeaseSearch::None => {}
         }
         let number = state.leases.request(&job.bulkhead, &job.options.tenant)?;
-        // Must be set before the lease can arrive.
+        // Must be set before the supervisor can send the lease.
         self.expects_files.store(true, Ordering::SeqCst);
         let wanted =
             LeaseRequest { bulkhead: &job.bulkhead, tenant: &job.options.tenant, bytes: bytes as u64 };
@@ -227,7 +234,8 @@ impl Requests {
         None
     }
 
-    /// Makes a lease available to other jobs, or hands it back if the supervisor has recalled it.
+    /// Makes a lease available to other jobs. If the supervisor has recalled the lease, returns it to the
+    /// supervisor instead.
     pub(crate) fn reuse_lease(&self, lease: Lease) {
         let mut state = self.lock();
         if state.phase == Phase::Closed {
@@ -239,7 +247,7 @@ impl Requests {
         }
     }
 
-    /// Hands a lease back to the supervisor.
+    /// Returns a lease to the supervisor.
     fn return_lease(&self, lease: Lease) {
         let mut state = self.lock();
         if state.phase != Phase::Closed {
@@ -249,7 +257,7 @@ impl Requests {
         }
     }
 
-    /// Reads without blocking, with descriptors if they may arrive.
+    /// Reads from the connection without blocking. Also receives descriptors if a requested lease can arrive.
     pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
             return self.transport.receive(buffer, None);
@@ -274,7 +282,7 @@ impl Requests {
         }
     }
 
-    /// Writes what the socket takes. Returns true if nothing is left.
+    /// Writes as many queued bytes as the connection accepts. Returns true if all bytes were written.
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         state.unflushed = 0;
         let State { outbox, pool, .. } = state;
@@ -288,14 +296,14 @@ impl Requests {
         result
     }
 
-    /// Writes the send queue. Returns true if nothing is left. Called by the driver.
+    /// Writes queued bytes for the driver. Returns true if all bytes were written.
     pub(crate) fn flush(&self) -> io::Result<bool> {
         let mut state = self.lock();
         state.is_flush_due = false;
         self.try_flush(&mut state)
     }
 
-    /// Cancels a job whose caller no longer waits.
+    /// Cancels a job whose handle was dropped.
     fn abandon(&self, number: u64) {
         let mut state = self.lock();
         let Some(mut left) = state.waiters.remove(number) else { return };
@@ -303,7 +311,7 @@ impl Requests {
         if let Some(waiter) = left.waiter.take().filter(|_| state.phase != Phase::Closed) {
             state.push_empty(kind::CANCEL, number);
             if let Some(lease) = waiter.lease {
-                // The lease must be returned after the cancellation.
+                // The cancellation must be sent before the lease is returned.
                 state.leases.forget(lease.number);
                 state.push_empty(kind::LEASE_RETURNED, lease.number);
             }
@@ -313,27 +321,27 @@ impl Requests {
         drop(left);
     }
 
-    /// Asks for the cancellation of a job whose caller still waits for the outcome.
+    /// Asks the supervisor to cancel a job. The caller continues to wait for the outcome.
     fn cancel(&self, number: u64, unless_begun: bool) {
         let extension: &[u8] = &[];
         let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
         let is_known = !unless_begun || self.capabilities & capability::CANCEL_UNLESS_BEGUN != 0;
         if is_known && state.phase != Phase::Closed && state.waiters.get(number).is_some() {
-            // Such a short message always fits.
+            // A cancellation always fits in a frame.
             let _ = state.push(kind::CANCEL, number, &Empty, only.as_slice(), Payload::NONE);
             self.flush_now(&mut state);
         }
     }
 
-    /// Writes immediately as much as the socket takes. A program that cancels a job often ends soon
-    /// afterwards, together with its driver.
+    /// Writes queued bytes immediately instead of leaving them to the driver. A program that cancels a job
+    /// often exits soon afterwards, which ends the driver as well.
     fn flush_now(&self, state: &mut State) {
         let _ = self.try_flush(state);
         self.schedule_flush(state);
     }
 
-    // The end.
+    // Outcomes, and the end of the connection.
 
     /// Notifies the driver if the last job has ended.
     fn notify_if_idle(&self, state: &State) {
@@ -342,17 +350,17 @@ impl Requests {
         }
     }
 
-    /// Polls the outcome of a request.
+    /// Polls for the outcome of a request.
     #[inline]
     fn poll(&self, number: u64, cx: &Context<'_>) -> Poll<JobResult> {
-        // Dropped after the lock is released.
+        // The replaced waker is dropped after the lock is released.
         let mut replaced = None;
         self.lock().waiters.poll(number, cx, &mut replaced).map(|result| {
             result.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "the outcome was already taken")))
         })
     }
 
-    /// Waits until no caller waits for an outcome. Must be called only when no further job can be submitted.
+    /// Waits until no job is pending. Must be called only when no further job can be submitted.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -368,20 +376,20 @@ impl Requests {
         }
     }
 
-    /// Closes the connection. Every waiter gets an error.
+    /// Closes the connection. Every pending job ends with an error.
     pub(crate) fn close(&self, reason: &str) {
         let mut state = self.lock();
         state.phase = Phase::Closed;
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         drop(state);
-        // Closes the connection explicitly so that the supervisor notices now, even if other references to the
-        // socket exist.
+        // Closes the connection explicitly, so that the supervisor notices immediately even if other
+        // references to the socket exist.
         if self.owner == std::process::id() {
             self.transport.close();
         }
         self.space.notify_waiters();
         let (_left, wakers) = self.lock().waiters.finish_all(|waiter| {
-            // The supervisor begins a job only after it has the complete frame.
+            // The supervisor begins a job only after the complete frame has arrived.
             let is_unsent = waiter.is_some_and(|waiter| waiter.frame_end > sent_bytes);
             let executed = if is_unsent { Executed::No } else { Executed::Unknown };
             Err(JobError::lost(executed, reason))
@@ -390,17 +398,19 @@ impl Requests {
     }
 }
 
-/// A position in the queue for space in the outbox. Dropping it lets the next submitter try.
+/// Position of a submitter in the queue for space in the outbox. Dropping the position wakes the next
+/// submitter if there is space.
 pub(crate) struct QueuePosition<'r> {
     requests: &'r Arc<Requests>,
-    /// True if the queue was empty when this place was taken. Of several concurrent submitters one must see
-    /// this, or each would wait for the others.
+    /// True if the queue was empty when this submitter joined. Exactly one of several concurrent submitters
+    /// gets true; otherwise each would wait for the others.
     is_first: bool,
 }
 
 impl QueuePosition<'_> {
-    /// Tries to send a job. The first attempt succeeds only if the queue was empty before. The caller repeats
-    /// the call when it is this place's turn; then the queue no longer matters.
+    /// Tries to send a job. The first call fails if other submitters were already queued when this one
+    /// joined. The caller calls this again when `Requests::space` wakes it; later calls ignore the length of
+    /// the queue.
     pub(crate) fn submit(
         &mut self,
         job: &mut JobRequest,
@@ -436,9 +446,9 @@ impl State {
         if self.queued_submitters > queued_max || !self.has_space() { Err(SubmitError::Full) } else { Ok(()) }
     }
 
-    /// Appends a frame without content: only kind and number.
+    /// Queues a frame that has only a kind and a number.
     fn push_empty(&mut self, kind: u8, number: u64) {
-        // An empty message always fits.
+        // An empty message always fits in a frame.
         let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
     }
 
@@ -446,7 +456,7 @@ impl State {
         self.outbox.waiting_bytes() < OUTBOX_BYTES_MAX
     }
 
-    /// Appends a frame and counts its bytes.
+    /// Queues a frame and adds its size to `pushed_bytes`.
     fn push<'m>(
         &mut self,
         kind: u8,
@@ -489,7 +499,7 @@ impl State {
     }
 }
 
-/// The right to an outcome. Dropping it before the outcome has arrived cancels the job.
+/// The pending outcome of a job. Dropping it before the outcome has arrived cancels the job.
 #[derive(Debug)]
 pub(crate) struct PendingOutcome {
     requests: Option<Arc<Requests>>,
@@ -503,7 +513,7 @@ impl PendingOutcome {
         }
     }
 
-    /// Polls the outcome.
+    /// Polls for the outcome.
     #[inline]
     pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<JobResult> {
         let Some(requests) = &self.requests else {
@@ -537,7 +547,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates requests over an in-memory connection.
+    /// Creates requests over an in-process connection.
     fn in_memory() -> (Arc<Requests>, Endpoint) {
         let (here, there) = in_process::pair();
         (Arc::new(Requests::new(Transport::InProcess(here), 1 << 20, 0)), there)
@@ -548,7 +558,7 @@ mod tests {
         Header { length, kind, flags: 0, metadata_length: length as u16, number }
     }
 
-    /// A task that drops its job when it is woken.
+    /// A task that drops a job when it is woken.
     struct DropsJob(Mutex<Option<PendingOutcome>>);
 
     impl Wake for DropsJob {
@@ -577,7 +587,7 @@ mod tests {
         assert!(receiver.try_recv().is_ok());
     }
 
-    /// Models several threads that submit when a connection becomes available.
+    /// Models several threads that submit jobs as soon as a connection is available.
     #[test]
     fn simultaneous_jobs_are_submitted_in_queue_order() {
         let (requests, _there) = in_memory();
@@ -603,9 +613,10 @@ mod tests {
         assert_eq!((pending.len(), requests.lock().queued_submitters), (3, 0));
     }
 
-    /// Such an outcome ends the connection, which also ends the job.
+    /// An outcome that names an unknown lease is a protocol violation. The client closes the connection, and
+    /// the job ends as `Disconnected`.
     #[test]
-    fn result_in_a_missing_file_leaves_no_caller_waiting() {
+    fn result_with_unknown_lease_fails_its_job() {
         let (requests, _there) = in_memory();
         let mut job = JobRequest::new("resize".into(), b"picture".to_vec());
         let Ok(mut pending) = requests.submit(&mut job, &mut None, None) else {
@@ -626,7 +637,7 @@ mod tests {
 
     /// A forked process shares the parent's socket, and must not close the connection.
     #[tokio::test]
-    async fn only_the_process_that_connected_ends_the_connection() {
+    async fn forked_child_leaves_parents_connection_open() {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
         here.set_nonblocking(true).unwrap();
         there.set_nonblocking(true).unwrap();

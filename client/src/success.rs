@@ -1,4 +1,5 @@
-//! Compact record of a successful outcome. Most callers never read it, so the [`Outcome`] is built on demand.
+//! Compact record of a successful outcome. Most callers never read the outcome, so the [`Outcome`] is built
+//! only on demand.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -20,7 +21,8 @@ pub(crate) struct SuccessRecord {
 }
 
 impl SuccessRecord {
-    /// Returns `None` if the message contains more than a plain success.
+    /// Creates a record from the message about an outcome. Returns `None` unless the message is a plain
+    /// success, without a retry time or an exit status.
     pub(crate) fn from_message(
         message: &OutcomeMessage<'_>,
         bulkhead: &mut String,
@@ -74,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn record_yields_the_outcome_of_the_message() {
+    fn success_record_yields_outcome_of_its_message() {
         let message = OutcomeMessage {
             attempts: 2,
             queued_us: 1_500,

@@ -1,4 +1,4 @@
-//! Transport of a connection: a socket, or memory of this process.
+//! Transport of a connection to the supervisor: a socket or an in-process connection.
 
 use std::future::poll_fn;
 use std::io;
@@ -11,7 +11,7 @@ use rustix::net::RecvFlags;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// Connection to the supervisor.
+/// Transport of a connection to the supervisor.
 #[derive(Debug)]
 pub(crate) enum Transport {
     Socket(UnixStream),
@@ -23,7 +23,8 @@ impl Transport {
         match self {
             Self::Socket(socket) => socket.readable().await,
             Self::InProcess(end) => {
-                // Consumes the task's budget, as a socket does, so that other tasks of the runtime can run.
+                // Consumes the task's cooperative budget, as tokio's sockets do, so that other tasks of the
+                // runtime can run.
                 tokio::task::coop::consume_budget().await;
                 poll_fn(|context| end.poll_readable(context)).await;
                 Ok(())
@@ -41,7 +42,8 @@ impl Transport {
         }
     }
 
-    /// Runs `act`. If it returns `WouldBlock`, clears tokio's readiness, so that the next wait really waits.
+    /// Runs `act`. If `act` returns `WouldBlock`, clears the readiness that tokio has recorded, so that the
+    /// next wait lasts until the socket is ready again.
     pub(crate) fn try_io<T>(&self, interest: Interest, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self {
             Self::Socket(socket) => socket.try_io(interest, act),
@@ -49,8 +51,8 @@ impl Transport {
         }
     }
 
-    /// Reads without blocking. Received descriptors replace the contents of `files`. Without `files`,
-    /// descriptors are discarded.
+    /// Reads from the connection without blocking. Received descriptors replace the contents of `files`. If
+    /// `files` is `None`, received descriptors are discarded.
     pub(crate) fn receive(
         &self,
         buffer: &mut [u8],
@@ -66,7 +68,7 @@ impl Transport {
         }
     }
 
-    /// Returns true if no received bytes are unread.
+    /// Returns true if all bytes that have arrived were read.
     pub(crate) fn has_no_unread_bytes(&self) -> bool {
         match self {
             Self::Socket(socket) => rustix::io::ioctl_fionread(socket).is_ok_and(|unread| unread == 0),
@@ -74,7 +76,7 @@ impl Transport {
         }
     }
 
-    /// Writes as much as possible. Returns true if nothing is left.
+    /// Writes as many queued bytes as possible without blocking. Returns true if all bytes were written.
     pub(crate) fn flush(&self, outbox: &mut Outbox, pool: &mut BufferPool) -> io::Result<bool> {
         match self {
             Self::Socket(socket) => outbox.flush(socket, pool),

@@ -1,8 +1,9 @@
-//! A slot for each pending job. The request's number contains the slot's index, so no search is needed. The
-//! slot keeps the outcome until the handle takes it.
+//! Slots for pending jobs. The number of a request contains the index of a slot, so that finding the slot
+//! needs no search. A slot keeps the outcome until the handle of the job takes it.
 //!
-//! Values taken from a slot must be dropped by the caller after releasing the lock. A waker can hold the last
-//! reference to a task that owns handles, and a mapped result returns its lease to the connection.
+//! The caller must release the lock before dropping values taken from a slot, because dropping them can take
+//! the lock: a waker can hold the last reference to a task that owns job handles, and a mapped result returns
+//! the lease to the connection.
 
 use std::task::{Context, Poll, Waker};
 
@@ -13,14 +14,15 @@ use crate::reply::{JobError, Progress, Reply};
 
 pub(crate) type JobResult = Result<Reply, JobError>;
 
-/// State of a submitted job.
+/// State of a job whose outcome has not arrived.
 pub(crate) struct Waiter {
-    /// Requested bulkhead. Reused for an outcome that names the same bulkhead, to avoid a copy.
+    /// Name of the requested bulkhead. The string is reused in the outcome if the outcome names the same
+    /// bulkhead.
     pub(crate) bulkhead: String,
     pub(crate) progress: Option<mpsc::Sender<Progress>>,
-    /// Position after the job's frame, as a total number of bytes appended to the outbox.
+    /// Total number of bytes appended to the outbox up to the end of the job's frame.
     pub(crate) frame_end: u64,
-    /// Lease with the payload, and possibly the result.
+    /// Lease whose memory files contain the payload, and possibly the result.
     pub(crate) lease: Option<Box<Lease>>,
     pub(crate) maps_result: bool,
 }
@@ -34,21 +36,21 @@ enum SlotState {
 }
 
 struct Slot {
-    /// Number of requests that have used this slot; the upper half of a request's number.
+    /// Number of requests that have used this slot. This is the upper half of a request's number.
     generation: u32,
     state: SlotState,
     /// Waker of the waiting task.
     waker: Option<Waker>,
 }
 
-/// State left by a dropped handle.
+/// Contents of a slot whose handle was dropped.
 pub(crate) struct Removed {
     /// The waiter, if the outcome had not arrived.
     pub(crate) waiter: Option<Waiter>,
     _rest: (SlotState, Option<Waker>),
 }
 
-/// The slots of one connection.
+/// Slots for the pending jobs of one connection.
 #[derive(Default)]
 pub(crate) struct Waiters {
     slots: Vec<Slot>,
@@ -104,8 +106,8 @@ impl Waiters {
         }
     }
 
-    /// Stores an outcome. Returns the waker of the waiting task, if any. If the handle is gone, returns the
-    /// outcome as an error.
+    /// Stores the outcome of a request. Returns the waker of the waiting task, if there is one. If the handle
+    /// was dropped, returns the outcome as an error.
     #[inline]
     pub(crate) fn finish(&mut self, number: u64, result: JobResult) -> Result<Option<Waker>, Box<JobResult>> {
         match self.slot(number) {
@@ -120,7 +122,7 @@ impl Waiters {
     }
 
     /// Returns the outcome of a request, or `Ready(None)` if there is no such request. If the outcome has not
-    /// arrived, registers the task's waker and moves the previous one to `replaced`.
+    /// arrived, registers the task's waker and moves the previous waker to `replaced`.
     #[inline]
     pub(crate) fn poll(
         &mut self,
@@ -159,8 +161,9 @@ impl Waiters {
         })
     }
 
-    /// Gives every waiting job an outcome. `result` gets `None` for a job whose outcome was being processed
-    /// when the connection failed. Returns the unused waiters and the wakers.
+    /// Sets the outcome of every pending job to the return value of `result`. The argument of `result` is
+    /// `None` for a job whose outcome was being processed when the connection failed. Returns the removed
+    /// waiters and the wakers to call.
     pub(crate) fn finish_all(
         &mut self,
         result: impl Fn(Option<&Waiter>) -> JobResult,
@@ -209,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn outcome_goes_once_to_the_last_waiting_task() {
+    fn only_last_waiting_task_receives_the_outcome() {
         let mut waiters = Waiters::default();
         let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
         let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
@@ -221,7 +224,7 @@ mod tests {
         assert!(waiters.poll(number, &cx, &mut replaced).is_pending());
         assert!(replaced.as_ref().unwrap().will_wake(&tasks[0]));
 
-        assert!(waiters.finish(number, lost()).is_err(), "the outcome was not taken");
+        assert!(waiters.finish(number, lost()).is_err(), "`finish` requires a preceding `take`");
         assert!(waiters.take(number).is_some());
         assert!(waiters.take(number).is_none() && waiters.get(number).is_none());
         assert_eq!(waiters.waiting(), 1);
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn reused_slot_belongs_to_another_request() {
+    fn reused_slot_rejects_number_of_earlier_request() {
         let mut waiters = Waiters::default();
         let first = waiters.insert(waiter(), None);
         assert!(waiters.remove(first).unwrap().waiter.is_some());
@@ -243,8 +246,8 @@ mod tests {
         assert!(
             waiters.get(first).is_none() && waiters.take(first).is_none() && waiters.remove(first).is_none()
         );
-        // The handle is dropped while its outcome is being processed. The outcome is then discarded, even if
-        // another request uses the slot.
+        // If the handle is dropped while the outcome is being processed, the outcome is discarded, even if
+        // another request uses the slot by then.
         assert!(waiters.take(second).is_some());
         assert!(waiters.remove(second).unwrap().waiter.is_none());
         assert!(waiters.finish(second, lost()).is_err());
@@ -255,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn finish_all_keeps_earlier_results() {
+    fn finish_all_keeps_results_received_earlier() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
         let numbers: Vec<u64> = (0..4).map(|_| waiters.insert(waiter(), Some(task.clone()))).collect();

@@ -1,18 +1,19 @@
 /*
- * thumbnail.c - makes thumbnails with stb_image, as a library for bulkhead.
+ * thumbnail.c - a library for bulkhead that makes thumbnails with stb_image.
  *
- * The payload is a picture in any format that stb_image reads (PNG, JPEG, GIF,
+ * The payload is a picture in any format that stb_image can read (PNG, JPEG, GIF,
  * BMP, PNM, ...). The result is a PNG of at most 128 x 128 pixels.
  *
- * A service that trusts its decoder would use this code unchanged: nothing here
- * guards against the memory bugs of stb_image 2.06. The bulkhead contains them.
+ * A service that trusts its decoder could use this code unchanged. It does not
+ * guard against the memory bugs of stb_image 2.06, because the bulkhead contains
+ * their effects.
  */
 #include <bulkhead.h>
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The file defines STB_IMAGE_IMPLEMENTATION itself, see vendor/README.md. */
+/* stb_image.h defines STB_IMAGE_IMPLEMENTATION itself (see vendor/README.md). */
 #define STBI_NO_STDIO
 #include "vendor/stb_image.h"
 
@@ -20,8 +21,8 @@ BULKHEAD_LIBRARY
 
 enum { SIDE_MAX = 128, CHANNELS = 3 };
 
-/* Scales `from` down to `width` x `height`: each pixel is the average of the
- * pixels it covers. */
+/* Scales `from` down to `width` x `height`. Each new pixel is the average of the
+ * pixels that it covers. */
 static void box_scale(const uint8_t *from, int from_width, int from_height,
                       uint8_t *to, int width, int height)
 {
@@ -50,7 +51,7 @@ static uint8_t *put32(uint8_t *at, uint32_t value)
     return at;
 }
 
-/* Hands one PNG chunk to the host: length, type, data, checksum. */
+/* Passes one PNG chunk to the host: its length, type, data and checksum. */
 static void png_chunk(const bulkhead_job *job, const bulkhead_host *host,
                       const char *type, const uint8_t *data, uint32_t len)
 {
@@ -68,8 +69,8 @@ static void png_chunk(const bulkhead_job *job, const bulkhead_host *host,
     host->result(job, tail, sizeof tail);
 }
 
-/* Writes the pixels as a PNG with uncompressed data. A thumbnail fits in a
- * single stored block (at most 65,535 bytes). */
+/* Writes the pixels as a PNG with uncompressed data. The data of a thumbnail
+ * fits into a single stored block (at most 65,535 bytes). */
 static void write_png(const bulkhead_job *job, const bulkhead_host *host,
                       const uint8_t *pixels, int width, int height)
 {
@@ -84,7 +85,7 @@ static void write_png(const bulkhead_job *job, const bulkhead_host *host,
     uint8_t *at = data;
     memcpy(at, zlib_header, sizeof zlib_header);
     at += sizeof zlib_header;
-    *at++ = 1; /* the last block, stored */
+    *at++ = 1; /* last block, not compressed */
     *at++ = (uint8_t)stored;
     *at++ = (uint8_t)(stored >> 8);
     *at++ = (uint8_t)~stored;

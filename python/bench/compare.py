@@ -40,7 +40,7 @@ def work(number: int) -> int:
 
 
 def latency_us(pool: Rival) -> float:
-    """Returns the median time of a job with one job in flight."""
+    """Returns the median time of a job in microseconds, with one job in flight."""
     times = []
     for number in range(ONE_IN_FLIGHT_JOBS):
         began = time.perf_counter()
@@ -79,7 +79,7 @@ ARRAYS: list[tuple[str, Callable[[Any], Any], int, int]] = [
 
 
 def array_ms(pool: Rival, call: Callable[[Any], Any], size: int, count: int) -> float:
-    """Returns the median time of a call with an array. Each call has a new array."""
+    """Returns the median time of a call with an array, in milliseconds. Each call gets a new array."""
     import numpy
 
     times = []
@@ -117,7 +117,7 @@ def fresh_pools() -> dict[str, Any]:
 
 
 def start_and_exit_ms(make: Callable[[], Rival]) -> tuple[float, float]:
-    """Returns the time from creating a pool to its first result, and the time to leave the pool."""
+    """Returns the time from creating a pool to its first result, and the time to shut the pool down."""
     began = time.perf_counter()
     pool = make()
     pool.submit(work, 1).result(60)
@@ -153,7 +153,7 @@ def _paths() -> str:
 
 
 def client_latency_us(client: Any) -> float:
-    """Returns the median time of ``Client.call`` with 64 bytes."""
+    """Returns the median time of ``Client.call`` with 64 bytes, in microseconds."""
     payload = b"x" * 64
     times = []
     for _ in range(ONE_IN_FLIGHT_JOBS):
@@ -238,7 +238,7 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
         for number in range(rounds + 1 if importlib.util.find_spec("numpy") else 0):
             for row, call, size, count in ARRAYS:
                 for name, pool in pools.items():
-                    # Round 0 is not counted, because memory files are created in it.
+                    # Round 0 is a warm-up, in which memory files are created. Its figures are not used.
                     value = array_ms(pool, call, size, count)
                     if number:
                         note(row, name, value)
@@ -319,7 +319,10 @@ def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, boo
 
 
 def compile_package() -> None:
-    """Compiles the package to byte code, as pip does when it installs one. The rivals are installed."""
+    """Compiles the package to byte code, as pip does for an installed package.
+
+    The compared pools are already compiled, because pip installed them.
+    """
     spec = importlib.util.find_spec("bulkhead")
     assert spec
     assert spec.submodule_search_locations

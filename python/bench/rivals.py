@@ -158,7 +158,7 @@ _MODULES = {"loky": "loky", "pebble": "pebble", "billiard": "billiard", "Bulkhea
 
 
 def installed() -> tuple[list[str], list[str]]:
-    """Returns the names of the pools that are installed, and of the pools that are not."""
+    """Returns two lists of names: the pools that are installed, and the pools that are not installed."""
     there, missing = [], []
     for name in RIVALS:
         module = _MODULES.get(name)

@@ -100,7 +100,7 @@ def write_and_wait(path: str) -> None:
 
 
 def cancelled(name: str, folder: str) -> str:
-    """Returns the number of calls that run although the pool is shut down as soon as the first call has begun."""
+    """Returns the number of calls that run although the pool is shut down as soon as the first call is running."""
     pool = RIVALS[name]()
     assert pool.submit(honest, 1).result(30) == 2
     calls = [pool.submit(write_and_wait, f"{folder}/{number}") for number in range(CALLS)]
@@ -116,7 +116,7 @@ def cancelled(name: str, folder: str) -> str:
 
 
 def masked(name: str, folder: str) -> str:
-    """Returns the mode of a file that a call creates."""
+    """Returns the permissions of a file that a call creates."""
     os.umask(0o027)
     RIVALS[name]().submit(write_file, f"{folder}/new").result(30)
     return f"{os.stat(f'{folder}/new').st_mode & 0o777:04o}"
@@ -181,7 +181,10 @@ SURROUNDINGS: dict[str, Callable[[str, str], str]] = {
 
 
 def outcome_of(future: Any, limit: float) -> tuple[str, float]:
-    """Returns the outcome of a future within ``limit`` seconds (a value, an error's name, or nothing) and the time."""
+    """Waits for a future.
+
+    Returns "a value", the name of its error, or "nothing" after ``limit`` seconds; and the time.
+    """
     began = time.monotonic()
     try:
         future.result(limit)
@@ -265,7 +268,7 @@ def apart(name: str, case: str) -> str:
     )
     assert child.stdout is not None
     try:
-        # The first line is the answer. The process itself may never end.
+        # The first line of the output is the result. The process itself may never exit.
         limit = BUILD_SECONDS_MAX if SURROUNDINGS.get(case) is frozen else CASE_SECONDS_MAX
         timer = threading.Timer(limit, lambda: os.killpg(child.pid, signal.SIGKILL))
         timer.start()

@@ -1,4 +1,4 @@
-"""Celery tasks that run code that may crash in a bulkhead, so that the processes of the Celery worker survive.
+"""Celery tasks that run unreliable code in a bulkhead, so that a crash does not end the processes of the Celery worker.
 
 celery -A celery_tasks worker
 """
@@ -21,7 +21,7 @@ client = bulkhead.Client()
 
 @app.task(bind=True, max_retries=5)
 def thumbnail(self, picture: str) -> int:
-    """Returns the thumbnail. Rejected jobs are tried again after the time that the supervisor gave."""
+    """Returns the thumbnail. Rejected jobs are retried after the delay that the supervisor requests."""
     with open(picture, "rb") as file:
         content = file.read()
     try:

@@ -33,7 +33,7 @@ async def thumbnail(request: Request, tenant: str = "") -> Response:
 
 @app.exception_handler(bulkhead.JobError)
 async def tell(request: Request, error: bulkhead.JobError) -> Response:
-    """429 and 503 with Retry-After, 504 for a timeout, 422 for an invalid picture, 502 for a crash of the worker."""
+    """Responds with 429 or 503 and Retry-After, 504 for a timeout, 422 for an invalid picture, or 502 for a crash."""
     headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
     said = {"outcome": error.outcome.outcome, "reason": error.outcome.reason, "detail": str(error)}
     return JSONResponse(said, error.http_status, headers)

@@ -67,7 +67,7 @@ def platform_tag(programs: list[Path]) -> str:
     needs = [needs_of(path) for path in programs]
     machines = {each.machine for each in needs}
     if len(machines) != 1:
-        raise ValueError(f"the programs are for several machines: {sorted(machines)}")
+        raise ValueError(f"the programs are for different machines: {sorted(machines)}")
     (machine,) = machines
     interpreters = [each.interpreter for each in needs if each.interpreter]
     is_musl = ["ld-musl" in each for each in interpreters]

@@ -31,7 +31,7 @@ def find_programs() -> Path:
     named = os.environ.get("BULKHEAD_PROGRAMS")
     folders = [Path(named)] if named else [_target_folder() / profile for profile in ("dist", "release")]
     if not named and shutil.which("cargo") and not any(map(_has_programs, folders)):
-        print("building the programs; this takes some minutes", file=sys.stderr, flush=True)
+        print("building the programs; this takes a few minutes", file=sys.stderr, flush=True)
         packages = [word for package in PACKAGES for word in ("--package", package)]
         programs = [word for program in PROGRAMS for word in ("--bin", program)]
         subprocess.run(["cargo", "build", "--profile", "dist", *packages, *programs], cwd=ROOT, check=True)
@@ -50,7 +50,7 @@ def _has_programs(folder: Path) -> bool:
 
 
 def _target_folder() -> Path:
-    """Returns cargo's target folder, from its configuration or else from ``$CARGO_TARGET_DIR``."""
+    """Returns cargo's target folder, from cargo's configuration or otherwise from ``$CARGO_TARGET_DIR``."""
     try:
         told = subprocess.run(
             ["cargo", "metadata", "--format-version", "1", "--no-deps"], cwd=ROOT, stdout=subprocess.PIPE, check=True

@@ -49,7 +49,7 @@ def kept() -> list[tuple[float, float, float]]:
 
 
 def forge(head: bytes) -> None:
-    """Makes this worker write a forged head before its results."""
+    """Makes this worker write a forged head in front of its results."""
     from bulkhead import _files
 
     def write(payload: Any, target: Any) -> int:

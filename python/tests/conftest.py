@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-# A shell that runs tests in the background ignores SIGINT, and child processes would inherit that.
+# A shell that runs tests in the background ignores SIGINT, and child processes would inherit this disposition.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For interpreters that tests start.

@@ -106,13 +106,16 @@ def cling(payload: bytes, ctx: Context) -> Any:
 
 @bulkhead.handler("spin")
 def spin(payload: bytes, ctx: Context) -> None:
+    """Never ends. Creates the file that the payload names, so that a test knows that the job has begun."""
+    if payload:
+        open(bytes(payload), "w").close()
     while True:
         pass
 
 
 @bulkhead.handler("once")
 def once(payload: bytes, ctx: Context) -> bytes:
-    """Records that it ran. Sleeps for some jobs and dies for others."""
+    """Records that the job ran. Depending on the job, sleeps or kills the worker."""
     word, _, rest = bytes(payload).partition(b" ")
     _note(rest.decode())
     if word == b"slow":
@@ -286,7 +289,7 @@ def fork(payload: bytes, ctx: Context) -> str:
 
 @bulkhead.handler("reach")
 def reach(payload: bytes, ctx: Context) -> str:
-    """Reports the ways in which this process can reach others, their temporary folders, or the template's rights."""
+    """Reports what this process can access: other processes, their temporary folders, or rights of the template."""
     import ctypes
     import json
     import tempfile
@@ -384,12 +387,13 @@ def _note(text: str) -> None:
 
 @bulkhead.handler("careless")
 def careless(payload: bytes, ctx: Context) -> str:
-    """Imitates mistakes of C libraries that affect the worker itself."""
+    """Imitates a mistake of a C library that affects the worker itself."""
     import ctypes
     import socket
 
     if payload == b"fork":
-        # Called with the GIL held, because otherwise the child could wait for ever for another thread's GIL.
+        # The call is made with the GIL held. Otherwise another thread could hold the GIL, and the child would wait
+        # forever.
         child = ctypes.PyDLL(None).fork()
         if child == 0:
             ctx.progress(0.5, "in the child")

@@ -68,7 +68,7 @@ def note_and_wait(folder: str, number: int) -> int:
 
 
 def hold_the_lock(count: int) -> int:
-    """Makes one call that lets no other thread of this interpreter run."""
+    """Makes one call that holds the GIL, so that no other thread of this interpreter runs."""
     return sum(range(count))
 
 
@@ -107,7 +107,7 @@ def leak() -> None:
 
 
 def note_once(path: str) -> str:
-    """Dies at the first call with ``path``, and returns at the second call."""
+    """Kills the worker at the first call with ``path``, and returns at the second call."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -133,7 +133,7 @@ def raise_unpicklable() -> None:
 
 
 def raise_without_traceback() -> None:
-    """``traceback`` fails for this exception, because its text is a number."""
+    """Raises an exception that ``traceback`` cannot format, because its text is a number."""
     raise SyntaxError("bad", ("file", 1, 1, 7))  # type: ignore[arg-type]
 
 
@@ -309,7 +309,7 @@ def plain_data(value: Any) -> Any:
 
 
 def answer_next(answer: bytes) -> None:
-    """Makes the worker's next call return this raw answer, like a compromised worker."""
+    """Makes the worker send this raw reply to its next call, as a compromised worker could."""
     import gc
 
     from bulkhead import _pool_worker

@@ -13,7 +13,7 @@ import jobs
 from bulkhead import BulkheadExecutor
 from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
 
-#: Memory limit of a storm's workers. Small, so that a leak ends soon.
+#: Memory limit of the workers. The limit is small, so that leaking calls end soon.
 MEMORY = "256MiB"
 #: Bad calls: function, timeout, expected exception.
 BAD = [
@@ -48,7 +48,7 @@ def main(count: int) -> None:
     print(supervisor.pid, supervisor.folder, flush=True)
     for future, _ in begun:
         future.exception()
-    print("it was not killed in the midst", flush=True)
+    print("the program was not killed during the storm", flush=True)
     time.sleep(600)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from pools import LONG, wait_for
-from running import WORKER, Supervisor, running
+from running import WORKER, Supervisor, running, sandboxed
 
 import bulkhead
 from bulkhead import AsyncClient, _wire
@@ -94,29 +94,34 @@ def test_each_outcome_raises_its_exception(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_cancelling_a_task_cancels_its_job(supervisor: Supervisor) -> None:
+def test_cancelling_a_task_cancels_its_job(tmp_path: Path) -> None:
     async def test() -> None:
+        with running(plain=sandboxed("none")) as supervisor:
+            await cancel_tasks(supervisor)
+
+    async def cancel_tasks(supervisor: Supervisor) -> None:
         async with connected(supervisor) as client:
             before = (await client.call("plain")).outcome.worker_pid
-            task = asyncio.ensure_future(client.call("plain", operation="spin"))
-            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            begun = tmp_path / "begun"
+            task = asyncio.ensure_future(client.call("plain", bytes(begun), operation="spin"))
+            await until("the job has begun", begun.exists)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert (await client.call("plain")).outcome.worker_pid != before
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(client.call("plain", operation="spin"), 0.1)
-            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             if sys.version_info >= (3, 11):
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await client.call("plain", operation="spin")
-                await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+                await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             job = client.submit("plain", operation="spin")
-            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
             assert job.cancel()
             assert not job.cancel()
-            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
             assert (await client.call("plain", b"goes on")).payload == b"goes on"
 
     run(test)
@@ -132,7 +137,7 @@ def test_job_cancelled_before_sending_is_not_sent(supervisor: Supervisor) -> Non
     run(test)
 
 
-def test_listeners_get_progress(supervisor: Supervisor) -> None:
+def test_listener_receives_progress_reports(supervisor: Supervisor) -> None:
     async def test() -> None:
         async with connected(supervisor) as client:
             heard: list[tuple[float, str]] = []
@@ -145,7 +150,7 @@ def test_listeners_get_progress(supervisor: Supervisor) -> None:
     run(test)
 
 
-def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
+def test_one_client_serves_several_loops_in_turn(supervisor: Supervisor) -> None:
     client = AsyncClient(supervisor.socket)
 
     async def test() -> bytes:
@@ -161,7 +166,7 @@ def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
     run(closed)
 
 
-def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervisor) -> None:
+def test_client_serves_loops_of_several_threads(supervisor: Supervisor) -> None:
     """Django, for example, has an event loop for each request."""
     client = AsyncClient(supervisor.socket)
     begun, is_over = threading.Barrier(4), threading.Event()
@@ -184,7 +189,7 @@ def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervis
         thread.start()
     for thread in threads[1:]:
         thread.join(LONG)
-    # Short-lived loops while another loop waits.
+    # Short-lived event loops are used while another event loop waits.
     for _ in range(3):
         assert asyncio.run(call_once(client)) == b"x"
     is_over.set()
@@ -233,7 +238,7 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
                         answers = [await client.call("two", b"%d" % n) for n in range(20)]
                         return [answer.payload for answer in answers] == [b"%d" % n for n in range(20)]
 
-                    # After the fork, this thread is still marked as running the parent's loop.
+                    # In the forked child, asyncio still considers the parent's loop to be running in this thread.
                     asyncio._set_running_loop(None)
                     loop = asyncio.new_event_loop()
                     status = 0 if loop.run_until_complete(in_child()) else 2
@@ -247,13 +252,13 @@ def test_forked_child_uses_another_connection_and_loop(supervisor: Supervisor) -
     run(test)
 
 
-def test_lost_supervisors_fail_jobs(tmp_path: os.PathLike[str]) -> None:
+def test_supervisor_death_fails_its_jobs(tmp_path: os.PathLike[str]) -> None:
     async def test() -> None:
         with running(plain=WORKER) as own:
             async with AsyncClient(own.socket) as client:
                 job = client.submit("plain", b"60", operation="sleep")
                 queued = asyncio.ensure_future(client.call("plain"))
-                await until("both are there", lambda: own.snapshot("plain")["queued"] == 1)
+                await until("both jobs have arrived", lambda: own.snapshot("plain")["queued"] == 1)
                 own.kill()
                 for lost in (job, queued):
                     with pytest.raises(bulkhead.Disconnected) as caught:
@@ -274,16 +279,16 @@ def test_closing_a_client_cancels_its_jobs(supervisor: Supervisor) -> None:
     async def test() -> None:
         client = AsyncClient(supervisor.socket)
         job = client.submit("plain", operation="spin")
-        await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        await until("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         await client.aclose()
         with pytest.raises(bulkhead.Disconnected, match="this program closed"):
             await job
-        await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+        await until("the job has ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
 
     run(test)
 
 
-def test_received_outcomes_count_after_a_reset(tmp_path: Path) -> None:
+def test_received_outcomes_survive_a_connection_reset(tmp_path: Path) -> None:
     def welcome(listening: socket.socket) -> socket.socket:
         peer = listening.accept()[0]
         peer.recv(65_536)
@@ -302,7 +307,7 @@ def test_received_outcomes_count_after_a_reset(tmp_path: Path) -> None:
                 while first._job_connection is None:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                # Exactly as much as one read takes, so that the client reads again. The sent data stays unread.
+                # The data has the size of one read, so the client reads again. The peer closes with unread data.
                 metadata = bytes(_wire._OUTCOME.size) + bytes(24) + bytes(8)
                 link.sendall(_wire.frame(_wire.OUTCOME, 1, metadata, bytes(_wire.READ_BYTES - 16 - len(metadata))))
             assert len((await first).payload) > 60_000

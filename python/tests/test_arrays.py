@@ -1,4 +1,4 @@
-"""Tests of large arrays: use of memory files, arrays kept by function or caller, and forged answers."""
+"""Tests of large arrays: use of memory files, arrays that function or caller keep, and forged replies."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_array_kept_by_function_keeps_its_values(pool: BulkheadExecutor, written
     assert (first, last, total) == (-1.0 if written else 5.0, 5.0, (count - written) * 5.0 - written)
 
 
-def test_arrays_kept_on_a_kernel_without_populate_keep_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_arrays_keep_values_on_older_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux before 5.14 has no MADV_POPULATE_WRITE."""
     monkeypatch.setattr(_files, "_POPULATE_WRITE", 12345)
     descriptor = os.memfd_create("payload")
@@ -113,11 +113,11 @@ def test_worker_death_fails_only_its_call(pool: BulkheadExecutor) -> None:
         assert (pool.submit(arrays.plus_one, filled(arrays.MAPPED, 1)).result(LONG) == 2).all()
 
 
-def test_cancelled_call_keeps_memory_files_of_the_pool(pool: BulkheadExecutor) -> None:
+def test_memory_files_remain_usable_after_a_cancelled_call(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         warm(pool)
         future = pool.submit(arrays.sleep_with, filled(arrays.MAPPED, 1))
-        wait_for("a call that runs", future.running)
+        wait_for("the call runs", future.running)
         assert future.cancel()
     warm(pool)
 
@@ -137,7 +137,7 @@ def test_object_and_strided_arrays_are_pickled(pool: BulkheadExecutor) -> None:
     assert not pool.submit(jobs.echo, frozen).result(LONG).flags.writeable
 
 
-# Forged answers.
+# Forged replies.
 
 
 def is_lent(pool: BulkheadExecutor) -> bool:
@@ -184,7 +184,7 @@ def test_returned_array_is_independent_of_the_file() -> None:
     with BulkheadExecutor(1, sandbox="default") as pool:
         wait_for("a lease", lambda: is_lent(pool))
         for _ in range(10):
-            # The caller gets some state of the memory, or refuses the result.
+            # The caller gets an array with any of the written values, or refuses the result.
             try:
                 result = pool.submit(arrays.scribble, filled(arrays.MAPPED, 1)).result(LONG)
             except (ResultRefused, BrokenProcessPool):
@@ -195,7 +195,7 @@ def test_returned_array_is_independent_of_the_file() -> None:
             assert result.tobytes() == before
 
 
-def test_old_lease_is_not_used_after_the_connection_closed() -> None:
+def test_lease_is_not_used_after_the_connection_closed() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 0)
     assert not channel.has_unread()
@@ -227,12 +227,12 @@ def test_signal_exception_ends_the_wait_for_a_lease() -> None:
         warm(pool)
 
 
-def test_ended_pool_holds_no_memory_files() -> None:
+def test_closed_pool_holds_no_memory_files() -> None:
     def files() -> list[str]:
         with open("/proc/self/maps") as maps:
             return [line for line in maps if "memfd" in line]
 
-    # Files of other tests may still exist and disappear meanwhile.
+    # Files of other tests can still exist and be closed during this test.
     gc.collect()
     before = files()
     with BulkheadExecutor(1) as pool:

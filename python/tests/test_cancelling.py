@@ -82,17 +82,18 @@ BOTH = _wire.CLIENT_RUN_LIMIT | _wire.CLIENT_CANCEL_UNLESS_BEGUN
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_shutdown_cancels_unbegun_calls(connected: Callable[[int], Supervisor], waits: bool) -> None:
+def test_shutdown_cancels_calls_that_have_not_begun(connected: Callable[[int], Supervisor], waits: bool) -> None:
     supervisor = connected(BOTH)
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(40)]
-    wait_for("they are there", lambda: len(supervisor.submitted) == 17)
+    wait_for("the calls have arrived", lambda: len(supervisor.submitted) == 17)
     thread = threading.Thread(target=pool.shutdown, args=(waits,), kwargs={"cancel_futures": True})
     thread.start()
     wait(futures[1:], LONG)
     assert all(future.cancelled() for future in futures[1:])
     assert not futures[0].done()
-    # All but the oldest call, which is running: an empty structure and one critical extension.
+    # All calls except for the oldest, which is running, are cancelled with an empty structure and one critical
+    # extension.
     assert supervisor.cancelled == [(n, struct.pack("<QHQ", 1, 0x8007, 0)) for n in supervisor.submitted[1:]]
     supervisor.finish_the_first()
     assert futures[0].result(LONG) == "finished"
@@ -100,11 +101,11 @@ def test_shutdown_cancels_unbegun_calls(connected: Callable[[int], Supervisor], 
     assert not thread.is_alive()
 
 
-def test_older_supervisors_finish_unbegun_calls(connected: Callable[[int], Supervisor]) -> None:
+def test_older_supervisors_finish_all_submitted_calls(connected: Callable[[int], Supervisor]) -> None:
     supervisor = connected(_wire.CLIENT_RUN_LIMIT)
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(40)]
-    wait_for("they are there", lambda: len(supervisor.submitted) == 17)
+    wait_for("the calls have arrived", lambda: len(supervisor.submitted) == 17)
     pool.shutdown(wait=False, cancel_futures=True)
     assert [future.cancelled() for future in futures] == [False] * 17 + [True] * 23
     for number in supervisor.submitted:
@@ -117,23 +118,23 @@ def test_cancelling_a_future_ends_a_running_call(connected: Callable[[int], Supe
     supervisor = connected(BOTH)
     pool = BulkheadExecutor(1)
     future = pool.submit(jobs.double, 1)
-    wait_for("it is there", lambda: supervisor.submitted)
+    wait_for("the call has arrived", lambda: supervisor.submitted)
     assert future.cancel()
-    wait_for("it is told", lambda: supervisor.cancelled)
+    wait_for("the cancellation has arrived", lambda: supervisor.cancelled)
     assert supervisor.cancelled == [(supervisor.submitted[0], _wire.EMPTY)]
 
 
 @pytest.mark.parametrize("calls_before", [1, 5])
-def test_no_call_begins_after_a_cancelling_shutdown(calls_before: int, tmp_path: Path) -> None:
+def test_no_call_begins_after_shutdown_with_cancel_futures(calls_before: int, tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
-        # After quick calls, more of the following calls are sent to the supervisor.
+        # After quick calls, more calls are sent to the supervisor at a time.
         list(pool.map(abs, range(calls_before)))
         channel = pool._pool._channel
         assert channel is not None
         if not channel.capabilities & _wire.CLIENT_CANCEL_UNLESS_BEGUN:
             pytest.skip("NOT RUN: this supervisor cannot restrict cancellation to jobs that have not begun")
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(40)]
-        wait_for("the first one runs", lambda: read(tmp_path / "0"))
+        wait_for("the first call runs", lambda: read(tmp_path / "0"))
         thread = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True})
         thread.start()
         wait_for("the others are cancelled", lambda: sum(future.cancelled() for future in futures) >= 38)
@@ -147,14 +148,14 @@ def test_no_call_begins_after_a_cancelling_shutdown(calls_before: int, tmp_path:
 def test_each_worker_runs_one_call(tmp_path: Path) -> None:
     with BulkheadExecutor(2) as pool:
         futures: list[Future[Any]] = [pool.submit(jobs.note_and_wait, str(tmp_path), n) for n in range(10)]
-        wait_for("two run", lambda: len(list(tmp_path.iterdir())) == 2)
+        wait_for("two calls run", lambda: len(list(tmp_path.iterdir())) == 2)
         assert [future.running() for future in futures] == [True] * 2 + [False] * 8
         (tmp_path / "go").touch()
         wait(futures, LONG)
         assert not any(future.running() for future in futures)
 
 
-def test_resent_job_runs_once() -> None:
+def test_recalled_call_runs_once() -> None:
     """Cancelling a prefetched call recalls its neighbours, which are then sent again with their old numbers."""
     with BulkheadExecutor(1, config={"lookahead": "100ms"}) as pool:
         # Calls are quick, so many of them are prefetched.

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from pools import LONG, is_running, wait_for
-from running import SOURCE, WORKER, Supervisor, running
+from running import SOURCE, WORKER, Supervisor, running, sandboxed
 
 import bulkhead
 from bulkhead import Client, JobError, _wire
@@ -139,7 +139,7 @@ def test_each_outcome_raises_its_exception(client: Client) -> None:
     assert rated.retry_after is not None
     assert rated.retry_after > 1
     with_job = client.submit("tight", b"0.5", operation="sleep")
-    wait_for("a job is turned away", lambda: _is_full(client))
+    wait_for("a job is rejected", lambda: _is_full(client))
     assert with_job.result(LONG).payload == b"slept"
 
 
@@ -210,7 +210,7 @@ def test_threads_share_a_connection(client: Client) -> None:
     assert wrong == []
 
 
-def test_callback_that_sends_large_jobs_does_not_stop_reading(client: Client) -> None:
+def test_callback_can_send_large_jobs(client: Client) -> None:
     payload = bytes(300_000)
     done: list[int] = []
     futures: list[concurrent.futures.Future[object]] = []
@@ -229,7 +229,7 @@ def test_callback_that_sends_large_jobs_does_not_stop_reading(client: Client) ->
     first = [client.submit("two", payload) for _ in range(30)]
     for future in first:
         future.add_done_callback(again)
-    wait_for("all are done", lambda: len(done) == 30 + 120)
+    wait_for("all jobs are done", lambda: len(done) == 30 + 120)
     assert set(done) == {300_000}
 
 
@@ -244,7 +244,7 @@ def test_future_is_a_standard_future(client: Client) -> None:
     assert not failing.cancel()
 
 
-def test_exceptions_of_callbacks_stop_no_other_job(client: Client) -> None:
+def test_failing_callback_stops_no_other_job(client: Client) -> None:
     def leave(*_: object) -> None:
         raise SystemExit(3)
 
@@ -270,32 +270,35 @@ def test_callback_cannot_wait_for_a_job(client: Client) -> None:
             client.submit("plain", b"3").add_done_callback(refused.append)  # type: ignore[arg-type]
 
     client.submit("plain", b"1").add_done_callback(again)
-    wait_for("the callback's own job is done", lambda: len(refused) == 2)
+    wait_for("the job of the callback is done", lambda: len(refused) == 2)
     assert "cannot wait for a job" in str(refused[0])
     assert client.call("plain", b"4").payload == b"4"
 
 
-def test_cancel_ends_a_running_job(client: Client, supervisor: Supervisor) -> None:
-    before = client.call("plain").outcome.worker_pid
-    future = client.submit("plain", operation="spin")
-    wait_for("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
-    assert future.running()
-    seen: list[bool] = []
-    future.add_done_callback(lambda f: seen.append(f.cancelled()))
-    assert future.cancel()
-    assert future.cancel()
-    assert future.cancelled()
-    assert seen == [True]
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result()
-    assert client.call("plain").outcome.worker_pid != before
-    waiting = client.submit("plain", b"0.3", operation="sleep")
-    queued = client.submit("plain", operation="spin")
-    assert queued.cancel()
-    assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
+def test_cancel_ends_a_running_job(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with running(plain=sandboxed("none")) as supervisor, Client(supervisor.socket) as client:
+        before = client.call("plain").outcome.worker_pid
+        future = client.submit("plain", bytes(begun), operation="spin")
+        wait_for("the job has begun", begun.exists)
+        assert supervisor.snapshot("plain")["in_flight"] == 1
+        assert future.running()
+        seen: list[bool] = []
+        future.add_done_callback(lambda f: seen.append(f.cancelled()))
+        assert future.cancel()
+        assert future.cancel()
+        assert future.cancelled()
+        assert seen == [True]
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result()
+        assert client.call("plain").outcome.worker_pid != before
+        waiting = client.submit("plain", b"0.3", operation="sleep")
+        queued = client.submit("plain", operation="spin")
+        assert queued.cancel()
+        assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
 
 
-def test_listeners_get_progress(client: Client) -> None:
+def test_listener_receives_progress_reports(client: Client) -> None:
     heard: list[tuple[float, str]] = []
     future = client.submit("plain", operation="progress")
     future.on_progress(lambda fraction, words: heard.append((round(fraction, 3), words)))
@@ -304,7 +307,7 @@ def test_listeners_get_progress(client: Client) -> None:
     future.on_progress(lambda *told: late.append(told))
     assert heard[-1] == (1.0, "the last word")
     assert len(late) == 1
-    # The handler's last report came after its answer.
+    # The handler sends its last report after the result, so no listener gets it.
     client.call("plain", b"0.5", operation="sleep")
     assert "too late" not in str(heard)
 
@@ -321,7 +324,7 @@ def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervis
     connection = client._connection
 
     def interrupt() -> None:
-        wait_for("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        wait_for("the job runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -329,13 +332,13 @@ def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervis
     with pytest.raises(KeyboardInterrupt):
         client.call("plain", operation="until-cancelled")
     thread.join()
-    wait_for("it was cancelled", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+    wait_for("the job is cancelled", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
     assert client.call("plain", b"goes on").payload == b"goes on"
     assert client._connection is connection
 
 
-def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
-    """Imitates Celery's soft time limits. The main thread is interrupted anywhere; other threads must not notice."""
+def test_exceptions_of_signal_handlers_lose_no_job(client: Client) -> None:
+    """Imitates Celery's soft time limits, whose exceptions in the main thread must not affect other threads."""
     ended = threading.Event()
     wrong: list[object] = []
 
@@ -424,7 +427,7 @@ def test_timeout_of_a_signal_handler_fails_only_its_job(client: Client) -> None:
     connection._send = send
     assert other.result(LONG).payload == b"slept"
     connection._reader = Interruption(reader, TimeoutError("a soft limit"))  # type: ignore[assignment]
-    # The thread for futures has nothing to read for.
+    # The thread that reads for futures sleeps, because no future is pending.
     with pytest.raises(TimeoutError, match="a soft limit"):
         client.call("two", b"z")
     connection._reader = reader
@@ -489,7 +492,7 @@ def test_signal_handler_cannot_wait_during_a_call(client: Client, is_first: bool
         connection = client._connection
 
         def press() -> None:
-            wait_for("the call is under way", lambda: client._connection and client._connection._calls)
+            wait_for("the call has begun", lambda: client._connection and client._connection._calls)
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -527,7 +530,7 @@ def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: py
         def __len__(self) -> int:
             length = super().__len__()
             self.looks += not length and connection._writing._is_owned()  # type: ignore
-            # The first check is before anything is sent.
+            # The code checks for the first time before anything is sent.
             if moment == "__len__" and self.looks == 2:
                 self.looks += 1
                 signal.raise_signal(signal.SIGUSR1)
@@ -535,7 +538,7 @@ def test_signal_handler_can_submit_during_a_send(client: Client, monkeypatch: py
 
     monkeypatch.setattr(connection, "_outgoing", Queue())
     try:
-        # Long enough to notice if the job is sent twice.
+        # The pause is long enough to notice a job that is sent twice.
         future = client.submit("two", b"0.3", operation="sleep")
         assert future.result(LONG).payload == b"slept"
         assert found[0].result(LONG).payload == b"nested"
@@ -557,7 +560,7 @@ def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
             with listening.accept()[0] as peer:
                 peer.recv(65_536)
                 os.kill(os.getpid(), signal.SIGUSR1)
-                wait_for("it is closed", lambda: client._is_closed)
+                wait_for("the client is closed", lambda: client._is_closed)
                 peer.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0) + bytes(8)))
 
         before = signal.signal(signal.SIGUSR1, lambda *_: client.close())
@@ -572,7 +575,7 @@ def test_signal_handler_can_close_a_connecting_client(tmp_path: Path) -> None:
     assert client._connection is None
 
 
-def test_ctrl_c_still_settles_another_threads_future(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_lose_futures_of_other_threads(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.call("two", b"x").payload == b"x"
     found: list[Any] = []
     told: list[Any] = []
@@ -603,7 +606,7 @@ def test_ctrl_c_still_settles_another_threads_future(client: Client, monkeypatch
 
 
 def test_forked_child_uses_another_connection(client: Client, supervisor: Supervisor) -> None:
-    running_job = client.submit("two", b"0.5", operation="sleep")
+    running_job = client.submit("two", operation="until-cancelled")
     children = []
     for number in range(4):
         child = os.fork()
@@ -623,10 +626,11 @@ def test_forked_child_uses_another_connection(client: Client, supervisor: Superv
     mine = [client.call("two", b"%d" % n).payload for n in range(50)]
     assert mine == [b"%d" % n for n in range(50)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
-    assert running_job.result(LONG).payload == b"slept"
+    assert not running_job.done()
+    assert running_job.cancel()
 
 
-def test_prefork_servers_use_one_client_of_the_module(supervisor: Supervisor) -> None:
+def test_prefork_children_can_use_the_inherited_client(supervisor: Supervisor) -> None:
     """gunicorn, for example, imports and uses the client before the fork, and uses it in threads of the children."""
     program = f"""
 import os, threading, bulkhead
@@ -680,17 +684,17 @@ def test_client_reconnects_after_a_restart() -> None:
         errors: list[JobError] = []
         thread = threading.Thread(target=lambda: errors.append(error_of(client, "plain")))
         thread.start()
-        wait_for("all are there", lambda: own.snapshot("plain")["queued"] == 2)
+        wait_for("all jobs have arrived", lambda: own.snapshot("plain")["queued"] == 2)
         own.kill()
         thread.join(LONG)
         for error in (future.exception(LONG), queued.exception(LONG), errors[0]):
             assert isinstance(error, bulkhead.Disconnected)
             assert (error.executed, error.retryable, error.outcome.http_status) == ("unknown", False, 502)
-        wait_for("its workers are gone", lambda: not any(map(is_running, workers)))
+        wait_for("the workers are gone", lambda: not any(map(is_running, workers)))
         assert error_of(client, "plain").executed == "no"
         own.start()
         assert client.call("plain", b"again").payload == b"again"
-        # An idle client does not even notice a restart.
+        # An idle client reconnects without an error.
         own.stop()
         own.start()
         assert client.call("plain", b"once more").payload == b"once more"
@@ -704,7 +708,7 @@ def test_workers_cannot_be_clients(client: Client, supervisor: Supervisor) -> No
     assert said.startswith("Disconnected: a socket could not be created"), said
 
 
-def test_dropped_client_leaves_no_resources(supervisor: Supervisor) -> None:
+def test_dropped_client_leaks_no_resources(supervisor: Supervisor) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -715,7 +719,7 @@ def test_dropped_client_leaves_no_resources(supervisor: Supervisor) -> None:
         with Client(supervisor.socket) as client:
             client.call("two")
             client.submit("two").result(LONG)
-    # The same for a client that was not closed, once its last future is done.
+    # A client that is dropped without closing ends after its last future is done.
     for _ in range(20):
         client = Client(supervisor.socket)
         left = client.submit("two", b"later")
@@ -726,14 +730,14 @@ def test_dropped_client_leaves_no_resources(supervisor: Supervisor) -> None:
         client.submit("two").result(LONG)
     del client, idle
     gc.collect()
-    wait_for("its threads are gone", lambda: not [t for t in threading.enumerate() if t.name == "bulkhead-client"])
+    wait_for("client threads are gone", lambda: not [t for t in threading.enumerate() if t.name == "bulkhead-client"])
     assert descriptors() <= before
 
 
 # Importing.
 
 
-def test_import_is_cheap() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     program = """
 import sys, time
 before, began = set(sys.modules), time.process_time()

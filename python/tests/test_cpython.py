@@ -1,8 +1,8 @@
 """Runs CPython's own tests of ProcessPoolExecutor with BulkheadExecutor in its place.
 
 The tests are never copied. They come from an installed interpreter (3.12 or later) with its ``test`` package. A virtual
-environment of this interpreter gets a ``.pth`` file that puts BulkheadExecutor into ``concurrent.futures`` first of
-all. Without such an interpreter, the test prints a notice and is skipped.
+environment of this interpreter gets a ``.pth`` file that replaces ProcessPoolExecutor in ``concurrent.futures`` at
+startup. Without such an interpreter, the test prints a notice and is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNNER = Path(__file__).with_name("cpython_runner.py")
 #: Time limit for all tests of one part, in seconds.
 PART_SECONDS_MAX = 240
 
-#: Tests that pass, by module, class (only classes with spawn) and method.
+#: Tests that must pass, by module, class (only classes that use spawn) and method.
 PASS: dict[str, dict[str, list[str]]] = {
     "test_wait": {
         "ProcessPoolSpawnWaitTest": [
@@ -103,27 +103,27 @@ LATER = {"test_max_tasks_per_child_pending_tasks_gh115634", "test_swallows_false
 
 #: Tests that are not run, with the reasons. Tests in neither list are printed, so that new tests are noticed.
 SKIP: dict[str, str] = {
-    "test_idle_process_reuse_one": "asks for _processes",
-    "test_idle_process_reuse_multiple": "asks for _processes",
-    "test_killed_child": "asks for _processes, and that a death breaks the pool",
-    "test_max_tasks_per_child": "asks for _processes",
-    "test_saturation": "asks for _processes",
-    "test_context_manager_shutdown": "asks for _processes",
-    "test_processes_terminate": "asks for _processes",
-    "test_broken_process_pool_traceback": "asks for _processes, and that a death breaks the pool",
-    "test_shutdown_gh_132969_case_1": "asks for _executor_manager_thread",
-    "test_shutdown_gh_132969_case_2": "asks for _executor_manager_thread",
-    "test_shutdown_no_wait": "asks for _executor_manager_thread",
-    "test_del_shutdown": "asks for _executor_manager_thread",
-    "test_shutdown_deadlock_pickle": "asks for _executor_manager_thread",
+    "test_idle_process_reuse_one": "uses _processes",
+    "test_idle_process_reuse_multiple": "uses _processes",
+    "test_killed_child": "uses _processes, and expects that a death breaks the pool",
+    "test_max_tasks_per_child": "uses _processes",
+    "test_saturation": "uses _processes",
+    "test_context_manager_shutdown": "uses _processes",
+    "test_processes_terminate": "uses _processes",
+    "test_broken_process_pool_traceback": "uses _processes, and expects that a death breaks the pool",
+    "test_shutdown_gh_132969_case_1": "uses _executor_manager_thread",
+    "test_shutdown_gh_132969_case_2": "uses _executor_manager_thread",
+    "test_shutdown_no_wait": "uses _executor_manager_thread",
+    "test_del_shutdown": "uses _executor_manager_thread",
+    "test_shutdown_deadlock_pickle": "uses _executor_manager_thread",
     "test_python_finalization_error": "mocks threads",
     "test_max_workers_too_large": "Windows",
     "test_hang_gh83386": "CPython skips it",
-    "test_force_shutdown_workers": "asks for _force_shutdown",
-    "test_force_shutdown_workers_invalid_op": "asks for _force_shutdown",
-    "test_force_shutdown_workers_stops_pool": "asks for _force_shutdown",
-    "test_terminate_workers": "asks for _force_shutdown",
-    "test_kill_workers": "asks for _force_shutdown",
+    "test_force_shutdown_workers": "uses _force_shutdown",
+    "test_force_shutdown_workers_invalid_op": "uses _force_shutdown",
+    "test_force_shutdown_workers_stops_pool": "uses _force_shutdown",
+    "test_terminate_workers": "uses _force_shutdown",
+    "test_kill_workers": "uses _force_shutdown",
 }
 
 IN_PLACE = """
@@ -144,7 +144,7 @@ if "bulkhead._pool_worker" not in " ".join(sys.orig_argv):
 
 
 def find_interpreter() -> str | None:
-    """Returns an interpreter of 3.12 or later that has CPython's own tests, or None."""
+    """Returns an interpreter of Python 3.12 or later that includes CPython's own tests, or None."""
     named = os.environ.get("BULKHEAD_CPYTHON")
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     candidates = [named, sys.executable]
@@ -205,7 +205,7 @@ def run(interpreter: str, names: list[str]) -> dict[tuple[str, str], tuple[str, 
 
 
 @pytest.mark.parametrize("module", PASS)
-def test_cpythons_own(environment: str, module: str) -> None:
+def test_cpython_tests_pass(environment: str, module: str) -> None:
     names = [f"{module}.{name}.{method}" for name, methods in PASS[module].items() for method in methods]
     ended = run(environment, names)
     print(f"{module}: {sum(how == 'passed' for how, _ in ended.values())} of {len(names)} passed in {environment}")
@@ -213,7 +213,7 @@ def test_cpythons_own(environment: str, module: str) -> None:
     assert not not_passed, "\n".join(
         f"{name}.{method}: {how}\n{detail}" for (name, method), (how, detail) in not_passed.items()
     )
-    assert any(how == "passed" for how, _ in ended.values()), f"none of {module} is there"
+    assert any(how == "passed" for how, _ in ended.values()), f"no test of {module} exists"
 
 
 def test_all_tests_of_cpython_are_listed(environment: str) -> None:

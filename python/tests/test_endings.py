@@ -1,4 +1,7 @@
-"""Executors whose supervisor, callbacks or callers end at a bad moment. Every future is settled and nothing left."""
+"""Tests of executors whose supervisor, callback or caller ends at an unfavourable moment.
+
+All futures get a result or exception, and no process remains.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ def naps(pool: BulkheadExecutor, count: int) -> list[Future[None]]:
     return futures
 
 
-def test_waiting_calls_finish_after_shutdown_and_a_death() -> None:
+def test_waiting_calls_finish_despite_supervisor_death() -> None:
     pool = BulkheadExecutor(1)
     futures = naps(pool, 200)
     pool.shutdown(wait=False)
     os.kill(supervisor_of(pool), signal.SIGKILL)
     pool.shutdown(wait=True)
     assert all(future.done() for future in futures)
-    assert futures[-1].exception() is None, "it was not with the supervisor that died"
+    assert futures[-1].exception() is None, "the supervisor that died did not have the call"
     assert tree(os.getpid()) == {os.getpid()}
 
 
@@ -79,7 +82,7 @@ def test_concurrent_calls_start_a_single_supervisor() -> None:
     assert tree(os.getpid()) == {os.getpid()}
 
 
-def test_pool_dropped_during_a_restart_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_dropped_during_a_restart_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = BulkheadExecutor(1)
     futures = naps(pool, 100)
     starting, dropped = threading.Event(), threading.Event()
@@ -162,7 +165,7 @@ def test_callbacks_can_submit_large_calls() -> None:
     assert errors == []
 
 
-def test_parents_future_cancels_no_call_of_a_child() -> None:
+def test_inherited_future_cancels_no_call_of_the_child() -> None:
     with BulkheadExecutor(1) as pool:
         inherited = [pool.submit(jobs.double, number) for number in range(5)]
         pending = pool.submit(time.sleep, LONG)
@@ -235,9 +238,9 @@ def test_timeout_from_a_signal_fails_no_other_call() -> None:
     assert ran.stdout == "all ended\n", ran.stderr
 
 
-def test_end_of_the_supervisor_is_noticed_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_waits_for_the_supervisor_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(_seconds: float) -> None:
-        raise AssertionError("it is polled")
+        raise AssertionError("shutdown polls the supervisor")
 
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
@@ -248,7 +251,7 @@ def test_end_of_the_supervisor_is_noticed_immediately(monkeypatch: pytest.Monkey
     assert not supervisor.is_alive()
 
 
-def test_tmpfiles_keeps_the_folder() -> None:
+def test_lock_protects_the_folder_from_systemd_tmpfiles() -> None:
     """Imitates systemd-tmpfiles, which skips a folder that it cannot lock."""
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.double, 4).result(LONG) == 8
@@ -275,10 +278,10 @@ def test_pool_survives_the_loss_of_its_folder(is_removed: bool, capfd: pytest.Ca
     assert not os.path.exists(folder)
 
 
-def test_killed_nested_pool_leaves_nothing(tmp_path: Path) -> None:
+def test_folder_of_a_killed_nested_pool_is_removed(tmp_path: Path) -> None:
     with BulkheadExecutor(1) as pool:
         future = pool.submit(jobs.nest_and_hang, str(tmp_path / "note"))
-        folder = wait_for("it has a pool", lambda: read(tmp_path / "note"))
+        folder = wait_for("the worker has a pool", lambda: read(tmp_path / "note"))
         assert future.cancel()
 
         def is_gone() -> bool:
@@ -286,7 +289,7 @@ def test_killed_nested_pool_leaves_nothing(tmp_path: Path) -> None:
             pool.submit(jobs.double, 4).result(LONG)
             return not os.path.exists(folder)
 
-        wait_for("its folder is gone", is_gone)
+        wait_for("the folder of the nested pool is gone", is_gone)
 
 
 @pytest.mark.parametrize("end", ["shutdown", "terminate_workers"])

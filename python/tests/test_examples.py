@@ -52,7 +52,7 @@ def supervisor() -> Iterator[Supervisor]:
         yield one
 
 
-def test_thumbnails_of_hostile_pictures(supervisor: Supervisor) -> None:
+def test_thumbnail_worker_survives_hostile_pictures(supervisor: Supervisor) -> None:
     with Client(supervisor.socket) as client:
         for how in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
             result = client.call("thumbnail", picture(how=how)).payload
@@ -106,7 +106,7 @@ def test_web_service_responds_with_the_outcome(supervisor: Supervisor, monkeypat
             assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_tasks_of_celery_share_a_client(supervisor: Supervisor, tmp_path: pathlib.Path) -> None:
+def test_celery_tasks_share_a_client(supervisor: Supervisor, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("celery")
     for name in ("broker", "results"):
         (tmp_path / name).mkdir()
@@ -151,7 +151,7 @@ print(bad.get(timeout={LONG}, propagate=False))
                 worker.wait()
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_tested() -> None:
     tested = {"example.py", "fastapi_app.py", "celery_tasks.py", "thumbnails"}
     assert {path.name for path in EXAMPLES.iterdir()} - {"__pycache__"} == tested
     page = (EXAMPLES.parents[1] / "docs" / "python.md").read_text()
@@ -166,7 +166,7 @@ def block(beginning: str) -> str:
     return textwrap.dedent("\n".join(found[0].splitlines()[1:-1]))
 
 
-def test_documented_worker_serves_all_payloads() -> None:
+def test_documented_worker_example_works() -> None:
     code = block("# thumbs.py").replace("import bulkhead\n", "")
 
     class Page:

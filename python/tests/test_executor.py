@@ -70,10 +70,10 @@ def test_calls_return_values_and_exceptions(pool: BulkheadExecutor) -> None:
         pool.submit(jobs.leave_by_exception).result(LONG)
 
 
-def test_call_that_holds_the_gil_delays_no_other(pool: BulkheadExecutor) -> None:
+def test_call_that_holds_the_gil_delays_no_other_call(pool: BulkheadExecutor) -> None:
     for _ in range(3):
         list(pool.map(jobs.double, range(500)))
-    # Ends after all others or not at all.
+    # This call takes longer than all other calls together.
     slow = pool.submit(jobs.hold_the_lock, 10**12)
     calls = [pool.submit(jobs.double, number) for number in range(60)]
     try:
@@ -83,7 +83,7 @@ def test_call_that_holds_the_gil_delays_no_other(pool: BulkheadExecutor) -> None
         slow.cancel()
 
 
-def test_map(pool: BulkheadExecutor) -> None:
+def test_map_returns_results_in_order(pool: BulkheadExecutor) -> None:
     numbers = list(range(100))
     expected = [number * 2 for number in numbers]
     assert list(pool.map(jobs.double, numbers)) == expected
@@ -122,7 +122,7 @@ def test_map_consumes_iterables_like_the_builtin(pool: BulkheadExecutor, buffers
 def test_large_values_are_sent_in_both_directions(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data
-    # More data than sockets and buffers hold, so neither side may block on the other.
+    # The data is larger than the buffers of the sockets, so a side that blocks while sending would cause a deadlock.
     futures = [pool.submit(jobs.echo, data[: 3 << 20]) for _ in range(40)]
     assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
 
@@ -150,14 +150,14 @@ class Unreadable:
         return jobs.fail, ("while it is unpickled",)
 
 
-def test_a_thousand_unpicklable_calls_do_not_exhaust_the_stack(pool: BulkheadExecutor) -> None:
+def test_many_unpicklable_calls_do_not_exhaust_the_stack(pool: BulkheadExecutor) -> None:
     first = pool.submit(jobs.sleep, 0.2)
     futures = [pool.submit(lambda: 1) for _ in range(3000)]
     assert all(future.exception(LONG) is not None for future in futures)
     assert first.result(LONG) == 0.2
 
 
-def test_no_reference_to_results_is_kept(pool: BulkheadExecutor) -> None:
+def test_pool_keeps_no_reference_to_results(pool: BulkheadExecutor) -> None:
     import weakref
 
     future = pool.submit(jobs.echo, {1, 2})
@@ -170,7 +170,7 @@ def test_no_reference_to_results_is_kept(pool: BulkheadExecutor) -> None:
 # Timeout and cancel.
 
 
-def test_a_timeout_ends_the_call_and_its_tree(pool: BulkheadExecutor, tmp_path: Path) -> None:
+def test_timeout_kills_the_process_tree_of_the_call(pool: BulkheadExecutor, tmp_path: Path) -> None:
     note = str(tmp_path / "note")
     future = pool.with_options(timeout=3).submit(jobs.hang, note)
     with pytest.raises(CallTimeout) as raised:
@@ -180,14 +180,14 @@ def test_a_timeout_ends_the_call_and_its_tree(pool: BulkheadExecutor, tmp_path: 
     assert "3 s" in str(raised.value)
     pids = list(map(int, (read(note) or "").split()))
     assert len(pids) == 2
-    wait_for("the tree is gone", lambda: not any(map(is_running, pids)))
+    wait_for("the process tree is gone", lambda: not any(map(is_running, pids)))
     assert pool.submit(jobs.double, 2).result(LONG) == 4
 
 
-def test_timeout_and_cancel_end_the_process_tree(tmp_path: Path) -> None:
-    """The design's limits for an endless loop with a timeout of 0.2 s: raises within 0.25 s, tree ends within 0.5 s.
+def test_timeout_and_cancel_take_effect_quickly(tmp_path: Path) -> None:
+    """The design requires an exception within 0.25 s and no process after 0.5 s, for a timeout of 0.2 s.
 
-    A busy machine needs longer. No time limit of the supervisor or the worker may influence the result.
+    A busy machine needs longer. The test shows only that no time limit of supervisor or worker delays the result.
     """
     raised, gone, cancelled = [], [], []
     with BulkheadExecutor(1) as pool:
@@ -199,16 +199,16 @@ def test_timeout_and_cancel_end_the_process_tree(tmp_path: Path) -> None:
             began = time.monotonic()
             future = executor.submit(jobs.hang, note)
             if is_cancelled:
-                wait_for("it runs", lambda: read(note))
+                wait_for("the call runs", lambda: read(note))
                 began = time.monotonic()
                 assert future.cancel()
             else:
                 with pytest.raises(CallTimeout):
                     future.result(LONG)
                 raised.append(time.monotonic() - began)
-            text = wait_for("it had run", lambda: read(note) or (None if is_cancelled else "0 0"))
+            text = wait_for("the call has run", lambda: read(note) or (None if is_cancelled else "0 0"))
             pids = [pid for pid in map(int, text.split()) if pid]
-            wait_for("its tree is gone", lambda: not any(map(is_running, pids)))
+            wait_for("the process tree is gone", lambda: not any(map(is_running, pids)))
             (cancelled if is_cancelled else gone).append(time.monotonic() - began)
     print(f"raised after {raised}, gone after {gone}, cancelled after {cancelled}")
     assert min(raised + gone + cancelled) < 10
@@ -220,7 +220,7 @@ def test_future_can_be_cancelled_at_each_stage(tmp_path: Path) -> None:
         running = pool.submit(jobs.hang, note)
         sent = pool.submit(jobs.double, 1)
         waiting = [pool.submit(jobs.double, number) for number in range(500)]
-        pids = list(map(int, wait_for("it runs", lambda: read(note)).split()))
+        pids = list(map(int, wait_for("the call runs", lambda: read(note)).split()))
         assert running.running()
         for future in (sent, waiting[250], running):
             assert future.cancel()
@@ -231,12 +231,12 @@ def test_future_can_be_cancelled_at_each_stage(tmp_path: Path) -> None:
         rest = [future for future in waiting if not future.cancelled()]
         assert [future.result(LONG) for future in rest] == [number * 2 for number in range(500) if number != 250]
         assert not waiting[0].cancel()
-        wait_for("its tree is gone", lambda: not any(map(is_running, pids)))
+        wait_for("the process tree is gone", lambda: not any(map(is_running, pids)))
         done, _ = concurrent.futures.wait([running, sent, waiting[250]], timeout=LONG)
         assert len(done) == 3
 
 
-def test_a_deadline_includes_the_wait() -> None:
+def test_deadline_includes_the_time_in_the_queue() -> None:
     with BulkheadExecutor(1) as pool:
         first = pool.submit(jobs.sleep, 0.5)
         late = pool.with_options(deadline=0.1).submit(jobs.double, 1)
@@ -248,7 +248,7 @@ def test_a_deadline_includes_the_wait() -> None:
 # Options.
 
 
-def test_options_of_the_executor_and_of_calls(tmp_path: Path) -> None:
+def test_options_apply_to_executor_and_calls(tmp_path: Path) -> None:
     initial = ("made here", {"a": 1})
     with BulkheadExecutor(
         1, initializer=jobs.remember, initargs=(initial,), timeout=3, env={"GREETING": "hello"}, memory="512MiB"
@@ -273,7 +273,7 @@ def test_options_of_the_executor_and_of_calls(tmp_path: Path) -> None:
             pool.with_options(priority="urgent")
 
 
-def test_wrong_arguments() -> None:
+def test_constructor_rejects_wrong_arguments() -> None:
     for arguments in ({"max_workers": 0}, {"max_workers": 5000}, {"max_tasks_per_child": 0}, {"timeout": 0}):
         with pytest.raises(ValueError):
             BulkheadExecutor(**arguments)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ def test_first_call_reports_an_invalid_configuration() -> None:
         pool.submit(jobs.pid)
 
 
-def test_keys_of_the_configuration() -> None:
+def test_config_keys_reach_the_supervisor() -> None:
     with BulkheadExecutor(1, config={"rlimits": {"nofile": 77}, "supervisor": {"max_clients": 5}}) as pool:
         assert pool.submit(limit_of_files).result(LONG) == 77
 
@@ -303,7 +303,7 @@ def limit_of_files() -> int:
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_max_tasks_per_child_is_exact(tasks: int) -> None:
+def test_workers_never_exceed_max_tasks_per_child(tasks: int) -> None:
     with BulkheadExecutor(2, max_tasks_per_child=tasks) as pool:
         pids = [future.result(LONG) for future in [pool.submit(jobs.pid) for _ in range(12)]]
     assert max(map(pids.count, pids)) <= tasks
@@ -312,7 +312,9 @@ def test_max_tasks_per_child_is_exact(tasks: int) -> None:
 
 
 @pytest.mark.parametrize("tasks", [None, 1, 3])
-def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_forked_workers_behave_like_spawned_workers(
+    tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Workers forked from a template must behave like independent workers."""
     note = str(tmp_path / "note")
     with BulkheadExecutor(
@@ -336,7 +338,7 @@ def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tm
         with pytest.raises(CallTimeout):
             pool.with_options(timeout=1).submit(jobs.hang, note).result(LONG)
         hung = list(map(int, (read(note) or "").split()))
-        wait_for("its tree is gone", lambda: not any(map(is_running, hung)))
+        wait_for("the process tree is gone", lambda: not any(map(is_running, hung)))
         assert list(pool.map(jobs.double, range(20))) == [number * 2 for number in range(20)]
         supervised = tree(pool._pool.supervisor().pid or 0)
     assert not any(map(is_running, supervised))
@@ -344,7 +346,7 @@ def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tm
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_for_one_call_send_heartbeats(method: str) -> None:
+def test_single_use_workers_send_heartbeats(method: str) -> None:
     health = {"heartbeat": "50ms", "missed": 20}
     context = multiprocessing.get_context(method)
     with BulkheadExecutor(1, mp_context=context, max_tasks_per_child=1, config={"health": health}) as pool:
@@ -354,11 +356,11 @@ def test_workers_for_one_call_send_heartbeats(method: str) -> None:
             found = [worker for worker in pool.status()["workers"] if worker["state"] == "ready"]
             return found[0]["pid"] if found else None
 
-        waiting = wait_for("the next one waits", ready)
+        waiting = wait_for("the next worker is ready", ready)
         time.sleep(2)
         assert ready() == waiting != first
         assert pool.submit(jobs.sleep, 2).result(LONG) == 2
-        os.kill(wait_for("another waits", ready), signal.SIGTERM)
+        os.kill(wait_for("another worker is ready", ready), signal.SIGTERM)
         assert pool.submit(jobs.double, 2).result(LONG) == 4
         status = pool.status()
         assert (status["crashed"], pool.crashes()) == (0, [])
@@ -403,7 +405,7 @@ def test_modules_that_start_threads_are_imported_by_each_worker(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="NOT RUN: cloudpickle is not installed")
-def test_cloudpickle() -> None:
+def test_cloudpickle_sends_lambdas_and_local_classes() -> None:
     word = "closed over"
     with BulkheadExecutor(1, pickler="cloudpickle") as pool:
         assert pool.submit(lambda: word).result(LONG) == word
@@ -414,7 +416,7 @@ def test_cloudpickle() -> None:
 # Failures at the start.
 
 
-def test_failed_initializer_ends_the_pool() -> None:
+def test_failed_initializer_breaks_the_pool() -> None:
     for initializer in (jobs.fail_to_start, jobs.die_at_start):
         with BulkheadExecutor(2, initializer=initializer) as pool:
             future = pool.submit(jobs.pid)
@@ -423,7 +425,7 @@ def test_failed_initializer_ends_the_pool() -> None:
             if initializer is jobs.fail_to_start:
                 assert "no licence" in str(raised.value)
             with pytest.raises(BrokenProcessPool):
-                wait_for("it takes no more", lambda: pool.submit(jobs.pid).exception(LONG) and None)
+                wait_for("the pool accepts no more calls", lambda: pool.submit(jobs.pid).exception(LONG) and None)
 
 
 def test_missing_supervisor_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -449,7 +451,7 @@ def test_output_is_written_before_the_result(capfd: pytest.CaptureFixture[str]) 
     assert told.err == "worried\n"
 
 
-def test_status_and_crashes() -> None:
+def test_pool_reports_status_and_crashes() -> None:
     with BulkheadExecutor(1) as pool:
         with pytest.raises(RuntimeError):
             pool.status()
@@ -468,7 +470,7 @@ def test_status_and_crashes() -> None:
 # Threads, asyncio, nesting.
 
 
-def test_many_threads(pool: BulkheadExecutor) -> None:
+def test_many_threads_share_a_pool(pool: BulkheadExecutor) -> None:
     def submits(base: int) -> None:
         numbers = range(base, base + 200)
         assert list(pool.map(jobs.double, numbers)) == [number * 2 for number in numbers]
@@ -478,7 +480,7 @@ def test_many_threads(pool: BulkheadExecutor) -> None:
             future.result(LONG)
 
 
-def test_asyncio(pool: BulkheadExecutor, tmp_path: Path) -> None:
+def test_asyncio_can_await_and_abandon_calls(pool: BulkheadExecutor, tmp_path: Path) -> None:
     note = str(tmp_path / "note")
 
     async def main() -> None:
@@ -493,7 +495,7 @@ def test_asyncio(pool: BulkheadExecutor, tmp_path: Path) -> None:
 
     asyncio.run(main())
     pids = list(map(int, (read(note) or "").split()))
-    wait_for("what was given up is gone", lambda: not any(map(is_running, pids)))
+    wait_for("the processes of the abandoned call are gone", lambda: not any(map(is_running, pids)))
 
 
 def test_pool_can_run_within_a_worker(pool: BulkheadExecutor) -> None:
@@ -503,7 +505,7 @@ def test_pool_can_run_within_a_worker(pool: BulkheadExecutor) -> None:
 # Shutdown.
 
 
-def test_shutdown_finishes_or_cancels() -> None:
+def test_shutdown_finishes_or_cancels_pending_calls() -> None:
     pool = BulkheadExecutor(1)
     futures = [pool.submit(jobs.double, number) for number in range(300)]
     pool.shutdown()
@@ -520,7 +522,7 @@ def test_shutdown_finishes_or_cancels() -> None:
     BulkheadExecutor(1).shutdown()
 
 
-def test_pool_leaves_nothing() -> None:
+def test_closed_pool_leaves_no_process_or_file() -> None:
     before = {*os.listdir("/tmp")}, threading.active_count()
     with BulkheadExecutor(3) as pool:
         pool.submit(jobs.pid).result(LONG)
@@ -538,14 +540,14 @@ def test_pool_leaves_nothing() -> None:
     del pool
     gc.collect()
     assert future.result(LONG) == 0.1
-    wait_for("it ends", lambda: not supervisor.is_alive() and not os.path.exists(supervisor.folder))
+    wait_for("the supervisor ends", lambda: not supervisor.is_alive() and not os.path.exists(supervisor.folder))
 
 
-def test_terminate_workers(tmp_path: Path) -> None:
+def test_terminate_workers_fails_pending_calls(tmp_path: Path) -> None:
     pool = BulkheadExecutor(1)
     note = str(tmp_path / "note")
     futures = [pool.submit(jobs.hang, note), *(pool.submit(jobs.pid) for _ in range(200))]
-    pids = list(map(int, wait_for("it runs", lambda: read(note)).split()))
+    pids = list(map(int, wait_for("the call runs", lambda: read(note)).split()))
     pool.terminate_workers()
     for future in futures:
         with pytest.raises(BrokenProcessPool):
@@ -564,7 +566,7 @@ def test_death_of_the_supervisor_fails_its_calls() -> None:
         os.kill(pid, 9)
         with pytest.raises(BrokenProcessPool):
             running.result(LONG)
-        # Calls that the supervisor never had go to the next supervisor.
+        # Calls that were not sent to the ended supervisor are sent to the next supervisor.
         outcomes = [future.exception(LONG) for future in rest]
         assert outcomes[-1] is None
         assert all(isinstance(each, (BrokenProcessPool, type(None))) for each in outcomes)
@@ -616,7 +618,7 @@ def test_interpreter_exit_finishes_pending_calls() -> None:
     assert not os.path.exists(folder)
 
 
-def test_script_functions_work_and_a_missing_guard_is_reported(tmp_path: Path) -> None:
+def test_functions_of_a_script_require_the_main_guard(tmp_path: Path) -> None:
     body = """
         from bulkhead import BulkheadExecutor
         def triple(number):
@@ -641,7 +643,7 @@ def test_script_functions_work_and_a_missing_guard_is_reported(tmp_path: Path) -
             assert "if __name__ == '__main__':" in ended.stderr
 
 
-def test_ctrl_c_shuts_down_in_order() -> None:
+def test_pool_is_usable_after_ctrl_c() -> None:
     code = """
         import concurrent.futures, contextlib, jobs, sys
         from bulkhead import BulkheadExecutor
@@ -667,11 +669,11 @@ def test_ctrl_c_shuts_down_in_order() -> None:
     )
     assert child.stdout is not None
     pid, folder = child.stdout.readline().split()
-    wait_for("it waits", lambda: is_sleeping(child.pid))
+    wait_for("the program waits", lambda: is_sleeping(child.pid))
     os.killpg(child.pid, 2)
     assert child.stdout.read() == "served\n"
     assert child.wait(LONG) == 0
-    wait_for("all is gone", lambda: not is_running(int(pid)) and not os.path.exists(folder))
+    wait_for("the supervisor and its folder are gone", lambda: not is_running(int(pid)) and not os.path.exists(folder))
     child.stdout.close()
 
 
@@ -679,7 +681,7 @@ class Interrupted(BaseException):
     """Raised by a signal handler, like KeyboardInterrupt."""
 
 
-def test_signal_exception_at_any_step_stops_nothing() -> None:
+def test_signal_exceptions_during_submit_lose_no_call() -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
@@ -719,7 +721,7 @@ def test_signal_exception_at_any_step_stops_nothing() -> None:
     assert interruptions > 100
 
 
-def test_importing_the_client_is_cheap() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     loaded = script(
         "import bulkhead, sys; heavy = {'concurrent.futures', 'multiprocessing', 'ssl', 'asyncio'}; "
         "print(list(heavy & sys.modules.keys()))"
@@ -727,7 +729,7 @@ def test_importing_the_client_is_cheap() -> None:
     assert loaded.stdout.strip() == "[]", loaded
 
 
-def test_grandchild_keeps_its_files(pool: BulkheadExecutor, tmp_path: Path) -> None:
+def test_grandchild_can_write_to_inherited_files(pool: BulkheadExecutor, tmp_path: Path) -> None:
     assert pool.submit(jobs.fork_twice, str(tmp_path)).result(LONG) == ["written"] * 8
 
 
@@ -765,7 +767,7 @@ def test_pool_recovers_after_workers_could_not_start(tmp_path: Path) -> None:
     assert ran.stdout.split("\n")[:2] == ["BrokenProcessPool", "goes on"], ran.stdout + ran.stderr
 
 
-def test_a_script_from_standard_input_can_use_functions_of_modules() -> None:
+def test_script_from_standard_input_can_call_module_functions() -> None:
     code = "from bulkhead import BulkheadExecutor\npool = BulkheadExecutor(1)\nprint(pool.submit(pow, 2, 3).result(30))"
     ran = subprocess.run(
         [sys.executable, "-"],
@@ -779,7 +781,7 @@ def test_a_script_from_standard_input_can_use_functions_of_modules() -> None:
     assert ran.stdout == "8\n", ran.stdout + ran.stderr
 
 
-def test_wrong_option_types_are_named() -> None:
+def test_errors_name_options_of_wrong_type() -> None:
     with pytest.raises(TypeError, match="env: 'A'"):
         BulkheadExecutor(1, env={"A": 1})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="timeout must be a number of seconds"):
@@ -792,7 +794,7 @@ def test_wrong_option_types_are_named() -> None:
         BulkheadExecutor(1, sandbox=True)  # type: ignore[arg-type]
 
 
-def test_replaced_output_fails_no_other_call() -> None:
+def test_broken_standard_output_fails_no_other_call() -> None:
     with BulkheadExecutor(1) as pool:
         assert pool.submit(jobs.replace_output).result(LONG) == pool.submit(jobs.pid).result(LONG)
 
@@ -825,7 +827,7 @@ def test_failed_join_of_a_payload_fails_only_its_call(monkeypatch: pytest.Monkey
         assert pool._pool._thread is thread
 
 
-def test_other_picklers_get_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_pickler_receives_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_pickler.py").write_text(
         "import pickle\n"
         "def dumps(value):\n    return pickle.dumps(value)\n"

@@ -54,7 +54,7 @@ def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
         assert client.call("one", b"x").payload == b"x"
         assert b"by init" in client.call("one", operation="about").payload
         jobs = [client.submit("one", b"0.3", operation=how) for how in ("sleep", "asleep") * 4]
-        wait_for("all run", lambda: own.snapshot("one")["in_flight"] == 8)
+        wait_for("all jobs run", lambda: own.snapshot("one")["in_flight"] == 8)
         assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
         assert client.call("one", operation="libraries").payload == b'"e3b0"'
         for _ in range(3):
@@ -63,12 +63,12 @@ def test_forked_workers_behave_like_spawned_workers(profile: str) -> None:
             assert died.value.outcome.reason == "signal"
         before = ready(own, 2)
         os.kill(before[0], signal.SIGTERM)
-        wait_for("it is gone", lambda: not is_running(before[0]))
+        wait_for("the worker is gone", lambda: not is_running(before[0]))
         assert client.call("one", b"goes on").payload == b"goes on"
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_forked_workers_cannot_reach_each_other(profile: str) -> None:
+def test_sandbox_separates_forked_workers(profile: str) -> None:
     with running(one=forked(profile, processes=2)) as own, Client(own.socket) as client:
         one, other = ready(own, 2)
         assert status(one, "PPid") == status(other, "PPid")
@@ -97,12 +97,12 @@ def test_temporary_folder_of_a_forked_worker_is_removed(profile: str) -> None:
         (worker,) = ready(own, 1)
         # Paths as the template sees them.
         paths = [f"/proc/{worker}/root{folder}" for folder in folders]
-        wait_for("their folders are gone", lambda: not any(map(os.path.exists, paths)))
+        wait_for("the temporary folders are gone", lambda: not any(map(os.path.exists, paths)))
 
 
 def test_template_reports_a_missing_temporary_folder() -> None:
-    """If `read` grants a parent of the temporary folders, they are read-only under strict."""
+    """If `read` grants a parent of the temporary folders, the folders are read-only under strict."""
     keys = sandboxed("strict")
     keys["sandbox"]["read"].append("/tmp")
     with running(one={**keys, "start": {"mode": "fork"}}) as own:
-        wait_for("it is told", lambda: "fork: temporary folder: Read-only file system" in own.log())
+        wait_for("the error is logged", lambda: "fork: temporary folder: Read-only file system" in own.log())

@@ -1,4 +1,4 @@
-"""The import graph of the package has no circle, so that each module can be read after the modules that it imports."""
+"""Tests that the package's modules have no circular imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def imports(module: pathlib.Path) -> set[str]:
     return found - {"", "__version__"}
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     # The package itself imports its modules on first use.
     modules = [module for module in PACKAGE.glob("*.py") if module.stem != "__init__"]
     graph = {module.stem: imports(module) for module in modules}

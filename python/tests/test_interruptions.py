@@ -27,7 +27,7 @@ def started():
     return pool
 
 def waiting(pool, *given):
-    # One that another thread has submitted while there was no place.
+    # Returns the future of a call that another thread has submitted while the supervisor accepts no more calls.
     found = []
     inner = pool._pool
     inner._has_place = lambda: False
@@ -46,7 +46,7 @@ def ends(code: str, expected: str = "ended") -> None:
     assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
 
 
-def test_requeued_call_that_had_begun_is_sent() -> None:
+def test_call_requeued_by_an_interrupt_is_sent() -> None:
     ends("""
 pool = started()
 future = waiting(pool, jobs.double, 4)
@@ -66,7 +66,7 @@ assert future.result(30) == 8
 """)
 
 
-def test_unpicklable_call_fails_after_an_interruption() -> None:
+def test_interrupted_unpicklable_call_fails() -> None:
     ends("""
 pool = started()
 future = waiting(pool, abs, threading.Lock())
@@ -87,7 +87,7 @@ assert isinstance(future.exception(30), TypeError)
 
 
 @pytest.mark.parametrize("how", ["os.kill(pid, 9)", "pool.terminate_workers()"])
-def test_requeued_call_has_an_outcome_without_a_supervisor(how: str) -> None:
+def test_requeued_call_ends_if_the_supervisor_dies(how: str) -> None:
     ends(f"""
 pool = started()
 pid = pool._pool.supervisor().pid
@@ -110,7 +110,7 @@ pool.shutdown()
 """)
 
 
-def test_interrupted_start_does_not_affect_the_next() -> None:
+def test_pool_works_after_an_interrupted_start() -> None:
     ends("""
 start, found = threading.Thread.start, []
 def other():
@@ -136,7 +136,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("moment", ["0", "0.03"])
-def test_interrupted_start_leaves_nothing(moment: str) -> None:
+def test_interrupted_start_leaves_no_process_or_file(moment: str) -> None:
     ends(f"""
 import subprocess, tempfile
 from pools import tree
@@ -180,7 +180,7 @@ pool.shutdown()
 """)
 
 
-def test_ctrl_c_during_a_wait_stops_no_other_future() -> None:
+def test_ctrl_c_during_a_wait_affects_no_other_future() -> None:
     ends("""
 pool = started()
 looked_at, other = pool.submit(jobs.sleep, 0.3), pool.submit(jobs.sleep, 0.3)
@@ -209,7 +209,7 @@ assert other.result(30) == looked_at.result(30) == 0.3
 """)
 
 
-def test_iterator_collected_during_an_outcome_blocks_no_shutdown() -> None:
+def test_collected_map_iterator_does_not_block_shutdown() -> None:
     ends("""
 gc.disable()
 pool = started()
@@ -223,7 +223,7 @@ ran_us = _wire.ran_us
 def hit(metadata):
     if pool._pool.is_shut_down:
         _wire.ran_us = ran_us
-        # As what is made with the lock held may have it do.
+        # An allocation while the lock is held can start a collection.
         gc.collect()
     return ran_us(metadata)
 _wire.ran_us = hit
@@ -292,7 +292,7 @@ assert not wait(futures, 30).not_done
 """)
 
 
-def test_output_stream_can_wait_for_a_result() -> None:
+def test_blocked_output_stream_delays_no_result() -> None:
     ends("""
 lock = threading.Lock()
 class Widget:
@@ -306,7 +306,7 @@ pool = started()
 with lock:
     for _ in range(20):
         assert pool.submit(jobs.say, "words").result(30) == 1
-# All is written by then, and nothing behind the last word of this program.
+# Now all output is written, so that no output follows the last line of this program.
 pool.shutdown()
 sys.stdout = real
 """)
@@ -364,7 +364,7 @@ def end(*_):
     done.append(1)
 signal.signal(signal.SIGALRM, end)
 def needs_one():
-    # The thread of the pool waits for what this one has.
+    # True if the thread of the pool waits for a lock that this thread holds.
     frame = sys._current_frames().get(pool._pool._thread.ident)
     return frame is None or frame.f_code.co_name in ("_begin", "_is_cancelled", "_settle", "_fill")
 enter = base._AcquireFutures.__enter__
@@ -423,7 +423,7 @@ def test_second_interrupt_ends_a_waiting_program() -> None:
             for waits in ({"result", "wait"}, {"shut_down", "wait"}):
                 while not waits <= names():
                     time.sleep(0.01)
-                # It sleeps by then: an interpreter overlooks a signal that comes just before.
+                # Waits until the thread sleeps. A waiting interpreter overlooks a signal that comes just before.
                 time.sleep(0.2)
                 os.kill(os.getpid(), signal.SIGINT)
         with BulkheadExecutor(1) as pool:
@@ -434,4 +434,4 @@ def test_second_interrupt_ends_a_waiting_program() -> None:
     """)
     assert "Timeout" not in ended.stderr, ended.stderr
     assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt", ended.stderr
-    wait_for("its folder is gone", lambda: not os.path.exists(ended.stdout.strip()))
+    wait_for("the folder of the pool is gone", lambda: not os.path.exists(ended.stdout.strip()))

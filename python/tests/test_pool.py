@@ -1,4 +1,4 @@
-"""Failures around a pool: signals, failing callbacks, no threads, no descriptors, no supervisor, forks."""
+"""Tests of failures around a pool: signals, failing callbacks, forks, missing threads, descriptors or supervisors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class InMain:
 
 def test_ctrl_c_does_not_fail_another_threads_call(pool: BulkheadExecutor) -> None:
     future = PoolFuture(pool._pool)
-    # Like a call that another thread has submitted and that waits for a place.
+    # Imitates a call that another thread has submitted, but that has not been sent yet.
     pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
     with pytest.raises(KeyboardInterrupt):
         pool._pool.shut_down(wait=False, cancel=False)
@@ -108,7 +108,7 @@ def test_ctrl_c_during_pickling_blocks_no_shutdown(pool: BulkheadExecutor) -> No
 
     def shut_down() -> None:
         thread.start()
-        wait_for("it waits for the call", waits)
+        wait_for("the shutdown waits for the call", waits)
 
     with pytest.raises(KeyboardInterrupt):
         pool.submit(jobs.double, InMain(shut_down))
@@ -142,7 +142,7 @@ def test_failed_thread_start_leaves_no_call_pending(monkeypatch: pytest.MonkeyPa
         channel = channel_of(pool)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_thread)
-            # As after an exception of a signal handler.
+            # Imitates the recovery after a signal handler raised an exception.
             channel.recover()
         assert isinstance(futures[0].exception(LONG), (PoolDisconnected, type(None)))
         assert pool.submit(jobs.double, 2).result(LONG) == 4
@@ -170,7 +170,7 @@ class Large(bytes):
         return 1 << 32
 
 
-def test_call_larger_than_a_frame_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_call_fails_alone(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pool._pool.pickler, "dump", lambda _: [Large()])
         with pytest.raises(ValueError, match="4294967296 bytes; the maximum is"):
@@ -205,7 +205,7 @@ def descriptors() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_failed_start_of_a_pool_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_a_pool_leaks_no_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     before = descriptors(), threading.active_count()

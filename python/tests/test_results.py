@@ -1,4 +1,4 @@
-"""Results of confined workers: accepted values, refused values, and fields crafted to do harm."""
+"""Tests of results from confined workers: accepted values, refused values, and malicious fields."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_rejects_forged_frames(columns: Any) -> None:
         loads(pickle.dumps(_Made(_libraries.make_frame, columns, 0, 1, [None], labels, [None], False), 5))
 
 
-def test_makers_and_buffers_are_not_values() -> None:
+def test_rejects_makers_and_buffers_as_values() -> None:
     for pickled in (
         pickle.dumps(_libraries.make_array),
         pickle.dumps([_libraries.make_image]),
@@ -274,7 +274,7 @@ def test_makers_and_buffers_are_not_values() -> None:
                 loads(pickled, buffers)
 
 
-def test_nothing_is_imported_for_a_result() -> None:
+def test_reading_a_result_imports_no_module() -> None:
     need("numpy PIL")
     pickled = [
         pickle.dumps(_Made(_libraries.make_array, "<f8", (1,), False, bytes(8))),
@@ -301,7 +301,7 @@ print(set(sys.modules) - before, "numpy" in sys.modules)
     assert ran.stdout.endswith("set() False\n")
 
 
-def test_nested_instances_count_as_containers() -> None:
+def test_nested_instances_count_towards_the_limits() -> None:
     allowed = allow([results.Pair, results.Point])
     value: Any = 1
     for _ in range(300):

@@ -35,12 +35,12 @@ def program(code: str, *arguments: str, **variables: str) -> subprocess.Complete
     )
 
 
-# Inheritance of workers.
+# State that workers inherit from the caller.
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> None:
+def test_workers_have_the_umask_of_the_caller(method: str, sandbox: str) -> None:
     before = os.umask(0o027)
     try:
         context = multiprocessing.get_context(method)
@@ -52,7 +52,7 @@ def test_files_of_calls_have_the_callers_umask(method: str, sandbox: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sandbox", ["none", "default"])
-def test_variables_are_set_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
+def test_environment_is_set_before_the_interpreter_starts(method: str, sandbox: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     hook = "import os\nseen_at_start = os.environ.get('HOOK')\nos.environ['SET_BY_HOOK'] = 'yes'\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", METHODS)
 def test_initializers_get_locks_and_queues_without_a_sandbox(method: str) -> None:
-    # A separate program, because of the helper process that `multiprocessing` leaves behind.
+    # The test runs a separate program, because `multiprocessing` leaves a helper process behind.
     ended = program(f"""
         import multiprocessing, jobs
         from bulkhead import BulkheadExecutor

@@ -1,4 +1,6 @@
-"""Failures that break other pools cost this pool one call each: single cases, storms of calls, and abrupt ends.
+"""Tests that failures which break other pools affect only one call of this pool.
+
+Covers single failures, storms of failing calls, and killed callers.
 
 ``BULKHEAD_SURVIVAL_JOBS`` sets the number of calls of a storm. The default is 1,500; use 10,000 before a release.
 """
@@ -26,7 +28,7 @@ BENCH = TESTS.parent / "bench"
 JOBS = int(os.environ.get("BULKHEAD_SURVIVAL_JOBS", "1500"))
 
 
-def test_documented_table_is_correct() -> None:
+def test_documented_survival_table_is_correct() -> None:
     """Compares the survival program's results with the documented column."""
     sys.path.insert(0, str(BENCH))
     try:
@@ -61,10 +63,10 @@ def test_storm_of_failing_calls_affects_no_honest_call() -> None:
         assert len(ended) == 5, ended
         supervisor = pool._pool.supervisor()
         pids = tree(supervisor.pid or 0)
-    wait_for("nothing is left", lambda: not any(map(is_running, pids)) and not os.path.exists(supervisor.folder))
+    wait_for("the pool is gone", lambda: not any(map(is_running, pids)) and not os.path.exists(supervisor.folder))
 
 
-def test_sigkill_of_the_caller_under_load_leaves_nothing() -> None:
+def test_caller_killed_under_load_leaves_no_process() -> None:
     caller = subprocess.Popen(
         [sys.executable, TESTS / "storm.py", str(JOBS)],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent / "src")},
@@ -97,7 +99,7 @@ def of_folder(folder: str) -> list[int]:
     return found
 
 
-def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_caller_leaves_no_process(tmp_path: Path) -> None:
     """The caller has waiting calls, a grandchild, and a forked child that stays alive."""
     note = tmp_path / "note"
     code = f"""
@@ -133,8 +135,11 @@ def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
         caller.stdout.close()
 
 
-def test_call_that_kills_its_parents_harms_no_other() -> None:
-    """Workers run as this user. A call that kills processes gets an error, and the next call is served."""
+def test_call_that_kills_its_process_group_fails_alone() -> None:
+    """Workers run as this user, so a call can kill its own process group.
+
+    That call gets an error, and the next call is served.
+    """
     with BulkheadExecutor(2) as pool:
         for _ in range(3):
             assert isinstance(pool.submit(os.kill, 0, signal.SIGKILL).exception(LONG), WorkerCrashed)

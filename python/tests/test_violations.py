@@ -1,4 +1,4 @@
-"""Invalid frames from a peer that acts as the supervisor: no job and no worker waits for ever."""
+"""Tests invalid frames from a peer that acts as the supervisor. They must not make a job or a worker wait forever."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def false_supervisor(path: str, frame: bytes) -> Iterator[None]:
         assert not thread.is_alive(), "the client keeps the connection"
 
 
-# A call ignores progress reports.
+# Calls of a pool ignore progress reports.
 @pytest.mark.parametrize(
     ("way", "frame"), [*(("call", frame) for frame in FRAMES[:2]), *(("submit", frame) for frame in FRAMES)]
 )
@@ -64,7 +64,7 @@ def test_invalid_frame_ends_the_connection(tmp_path: Path, way: str, frame: byte
 
 
 @pytest.mark.parametrize("frame", FRAMES)
-def test_invalid_frame_fails_the_jobs_of_a_loop(tmp_path: Path, frame: bytes) -> None:
+def test_invalid_frame_fails_jobs_of_the_asyncio_client(tmp_path: Path, frame: bytes) -> None:
     path = str(tmp_path / "s")
 
     async def test() -> None:

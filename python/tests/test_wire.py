@@ -37,14 +37,14 @@ def text(value: str) -> bytes:
     return u64(len(value.encode())) + value.encode()
 
 
-def test_protocol_page_shows_the_bytes_of_a_hello() -> None:
+def test_hello_has_the_documented_bytes() -> None:
     block = re.search(r"```text\n(.*?)```", PAGE.read_text(), re.S)
     assert block is not None
     digits = "".join(re.match(r"((?:[0-9a-f]{2,} ?)+)", line)[1] for line in block[1].splitlines())  # type: ignore[index]
     assert _wire.hello(_wire.CLIENT, 0, "1", "doc") == bytes.fromhex(digits.replace(" ", ""))
 
 
-def test_protocol_page_lists_every_number() -> None:
+def test_protocol_page_lists_every_kind_and_reason() -> None:
     page = PAGE.read_text()
     kinds = [
         *("HELLO", "CLIENT_WELCOME", "REFUSED", "WORKER_WELCOME", "SUBMIT", "CANCEL", "OUTCOME", "PROGRESS", "JOB"),
@@ -96,7 +96,7 @@ def test_invalid_options_raise_value_error(options: dict[str, object]) -> None:
         _wire.submission(b"b")  # type: ignore[arg-type]
 
 
-def test_durations_are_limited_to_a_year_and_a_microsecond() -> None:
+def test_durations_are_clamped_between_microsecond_and_year() -> None:
     assert _wire.submission("b", deadline=float("inf"))[25:33] == u64(86_400 * 365 * 1_000_000)
     assert _wire.submission("b", deadline=1e-9)[25:33] == u64(1)
 

@@ -51,7 +51,7 @@ def failure(client: Client, name: str, operation: str, payload: bytes = b"") -> 
 
 
 @pytest.mark.parametrize("name", ["plain", "many", "strict", "none"])
-def test_handlers_answer(client: Client, name: str) -> None:
+def test_handlers_return_results_and_failures(client: Client, name: str) -> None:
     assert client.call(name, b"x").payload == b"x"
     assert client.call(name, b"none", operation="kind").payload == b""
     assert client.call(name, b"str", operation="kind").payload.decode() == "größe"
@@ -108,7 +108,7 @@ def test_failure_has_the_fields_of_the_handler_error(client: Client) -> None:
         bulkhead.HandlerError("x", fault="nobody")
 
 
-def test_too_large_result_fails(client: Client, supervisor: Supervisor) -> None:
+def test_result_over_max_result_fails_the_job(client: Client, supervisor: Supervisor) -> None:
     error = failure(client, "small", "size", b"1025")
     assert error.outcome.reason == "result_too_large"
     assert error.outcome.message == "the result has 1025 bytes; max_result is 1024"
@@ -116,7 +116,7 @@ def test_too_large_result_fails(client: Client, supervisor: Supervisor) -> None:
     assert supervisor.snapshot("small")["restarts"] == 0
 
 
-def test_operation_without_a_handler_fails() -> None:
+def test_job_without_a_matching_handler_fails() -> None:
     with (
         running(one={**WORKER, "command": [*WORKER["command"][:-1], "handlers:about"]}) as own,
         Client(own.socket) as client,
@@ -130,7 +130,7 @@ def test_operation_without_a_handler_fails() -> None:
         assert "no operation 'b'; the operations are 'a'" in str(error)
 
 
-def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
+def test_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
     error = failure(client, "plain", "segv")
     assert error.outcome.reason == "signal"
 
@@ -139,16 +139,16 @@ def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervi
         ids = [report["id"] for report in listed["crashes"]]
         return any("in segv" in json.dumps(supervisor.request("GET", f"/v1/crashes/{one}")[1]) for one in ids)
 
-    wait_for("the report tells where", reported)
+    wait_for("the report has the stack", reported)
 
 
 # Concurrent jobs.
 
 
-def test_runs_max_in_flight_jobs_at_once(client: Client) -> None:
+def test_worker_runs_max_in_flight_jobs_at_once(client: Client) -> None:
     began = time.monotonic()
     jobs = [client.submit("many", b"2", operation="sleep") for _ in range(8)]
-    wait_for("all run", lambda: all(job.done() for job in jobs))
+    wait_for("all jobs are done", lambda: all(job.done() for job in jobs))
     assert time.monotonic() - began < 8 * 2
     assert int(client.call("many", operation="threads").payload) >= 8
 
@@ -156,40 +156,40 @@ def test_runs_max_in_flight_jobs_at_once(client: Client) -> None:
 def test_async_handlers_share_one_loop() -> None:
     with running(many={**WORKER, "max_in_flight": 100}) as own, Client(own.socket) as client:
         jobs = [client.submit("many", b"1", operation="asleep") for _ in range(100)]
-        wait_for("all run", lambda: own.snapshot("many")["in_flight"] == 100)
+        wait_for("all jobs run", lambda: own.snapshot("many")["in_flight"] == 100)
         assert [bytes(job.result(LONG).payload) for job in jobs] == [b"slept"] * 100
 
 
-def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
+def test_handler_sees_the_cancellation(tmp_path: pathlib.Path) -> None:
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "grace": "20s", "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         job = client.submit("one", operation="until-cancelled")
         # The supervisor would recall a job that the worker has not begun.
-        wait_for("it runs", lambda: read(notes) == "began\n")
+        wait_for("the job runs", lambda: read(notes) == "began\n")
         job.cancel()
-        wait_for("it saw it", lambda: read(notes) == "began\nsaw it\n")
+        wait_for("the handler sees the cancellation", lambda: read(notes) == "began\nsaw it\n")
         job = client.submit("one", b"100", operation="asleep")
-        wait_for("it runs", lambda: read(notes) == "began\nsaw it\nbegan\n")
+        wait_for("the job runs", lambda: read(notes) == "began\nsaw it\nbegan\n")
         job.cancel()
-        wait_for("it was cancelled", lambda: read(notes) == "began\nsaw it\nbegan\ncancelled True\n")
+        wait_for("the coroutine is cancelled", lambda: read(notes) == "began\nsaw it\nbegan\ncancelled True\n")
         job = client.submit("one", operation="cling")
-        wait_for("it runs", lambda: read(notes).count("began") == 3)
+        wait_for("the job runs", lambda: read(notes).count("began") == 3)
         job.cancel()
         for _ in range(20):
             client.submit("one", b"100", operation="asleep").cancel()
         assert client.call("one", b"goes on").payload == b"goes on"
-        wait_for("all are answered", lambda: own.snapshot("one")["available"] == 2)
+        wait_for("all jobs have ended", lambda: own.snapshot("one")["available"] == 2)
         assert own.snapshot("one")["restarts"] == 0
         assert "never awaited" not in own.log()
 
 
-def test_limits_change_while_the_worker_runs(supervisor: Supervisor) -> None:
+def test_worker_follows_changes_of_max_in_flight(supervisor: Supervisor) -> None:
     with running(one={**WORKER, "max_in_flight": 1}) as own, Client(own.socket) as client:
         for limit in (6, 2, 5, 1, 3):
             assert own.request("PATCH", "/v1/bulkheads/one", {"max_in_flight": limit})[0] == 200
             jobs = [client.submit("one", b"0.3", operation="sleep") for _ in range(limit)]
-            wait_for("all run", lambda limit=limit: own.snapshot("one")["in_flight"] == limit)  # type: ignore[misc]
+            wait_for("all jobs run", lambda limit=limit: own.snapshot("one")["in_flight"] == limit)  # type: ignore[misc]
             assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
         assert own.snapshot("one")["restarts"] == 0
         assert own.snapshot("one")["late_replies"] == 0
@@ -199,7 +199,7 @@ def test_limits_change_while_the_worker_runs(supervisor: Supervisor) -> None:
 
 
 def test_prefetched_jobs_run_once(tmp_path: pathlib.Path) -> None:
-    """Quick and slow jobs, recalls, changed limits, priorities and restarts. Each job runs once and is answered."""
+    """Mixes quick and slow jobs, recalls, changed limits, priorities and restarts."""
     notes = tmp_path / "notes"
     keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
     with running(one=keys) as own, Client(own.socket) as client:
@@ -285,7 +285,7 @@ def test_prefetched_job_keeps_its_deadline(client: Client) -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["spawn", "fork"])
-def test_callers_see_why_init_failed(how: str, said: str, mode: str) -> None:
+def test_error_explains_failed_initializer(how: str, said: str, mode: str) -> None:
     keys = {
         **WORKER,
         "env": {"PYTHONPATH": SOURCE, "INIT": how},
@@ -298,14 +298,14 @@ def test_callers_see_why_init_failed(how: str, said: str, mode: str) -> None:
         assert said in str(error)
 
 
-def test_callers_see_why_the_module_failed_to_import() -> None:
+def test_error_explains_failed_import() -> None:
     for module, said in (("nowhere", "No module named 'nowhere'"), ("pools", "no function with @bulkhead.handler")):
         keys = {**WORKER, "command": [*WORKER["command"][:-1], module], "restart": {"max": 1, "within": "30s"}}
         with running(one=keys) as own, Client(own.socket) as client:
             assert said in str(failure(client, "one", ""))
 
 
-def test_init_can_request_more_time() -> None:
+def test_initializer_can_request_more_time() -> None:
     keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": "slow"}, "start": {"ready": "1s"}}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"x").payload == b"x"
@@ -334,11 +334,11 @@ def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
             thread.start()
         for _ in range(4):
             before = answered[0]
-            wait_for("it goes on", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
+            wait_for("more jobs are answered", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
             # The snapshot may still contain a worker that has exited.
             victim = wait_for("a worker", lambda: [pid for pid in own.pids("one") if is_running(pid)])[0]
             os.kill(victim, signal.SIGTERM)
-            wait_for("it is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
+            wait_for("the worker is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
         ended.set()
         for thread in threads:
             thread.join(LONG)
@@ -347,30 +347,30 @@ def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
         assert '"exit_code":1' not in own.log()
 
 
-def test_sigterm_is_handled_while_a_handler_runs(client: Client) -> None:
+def test_sigterm_lets_the_running_handler_finish(client: Client) -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
         job = many.submit("one", b"1", operation="sleep")
-        victim = wait_for("it runs", lambda: [w["pid"] for w in own.snapshot("one")["workers"] if w["in_flight"]])[0]
+        victim = wait_for("a job runs", lambda: [w["pid"] for w in own.snapshot("one")["workers"] if w["in_flight"]])[0]
         os.kill(victim, signal.SIGTERM)
         assert job.result(LONG).payload == b"slept"
-        wait_for("it is gone", lambda: not is_running(victim))
+        wait_for("the worker is gone", lambda: not is_running(victim))
         assert own.snapshot("one")["crashed"] == 0
 
 
-def test_workers_end_with_their_supervisor() -> None:
+def test_workers_exit_when_their_supervisor_dies() -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as client:
         job = client.submit("one", operation="spin")
         pids = own.pids("one")
         assert len(pids) == 2
         own.kill()
-        wait_for("they are gone", lambda: not any(map(is_running, pids)))
+        wait_for("the workers are gone", lambda: not any(map(is_running, pids)))
         assert isinstance(job.exception(LONG), bulkhead.Disconnected)
 
 
-def test_drain_finishes_running_jobs() -> None:
+def test_shutdown_finishes_the_running_job() -> None:
     with running(one=WORKER) as own, Client(own.socket) as client:
         jobs = [client.submit("one", b"0.2", operation="sleep") for _ in range(3)]
-        wait_for("one runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        wait_for("one job runs", lambda: own.snapshot("one")["in_flight"] == 1)
         assert own.process is not None
         own.process.terminate()
         errors = [job.exception(LONG) for job in jobs]
@@ -387,7 +387,7 @@ def test_handler_that_holds_the_gil_sends_heartbeats() -> None:
     keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
     with running(one=keys) as own, Client(own.socket) as client:
         assert client.call("one", b"1.5", operation="hold").payload == b"held"
-        # Idle for longer than the heartbeat limit allows without heartbeats.
+        # The worker is idle for longer than the time after which a worker without heartbeats is killed.
         pid = client.call("one").outcome.worker_pid
         time.sleep(1)
         assert client.call("one").outcome.worker_pid == pid
@@ -414,14 +414,14 @@ def test_child_forked_by_c_code_is_not_a_worker(client: Client, supervisor: Supe
 
 
 @pytest.mark.parametrize("how", [b"close", b"replace"])
-def test_a_worker_ends_when_its_link_is_lost(how: bytes) -> None:
+def test_worker_exits_when_its_link_is_lost(how: bytes) -> None:
     keys = {**WORKER, "health": {"heartbeat": "200ms"}, "deadline": "5m"}
     with running(one=keys) as own, Client(own.socket) as client:
         job = client.submit("one", how, operation="careless", deadline=300)
         wait_for("the worker is replaced", lambda: own.snapshot("one")["restarts"] == 1)
         assert not isinstance(job.exception(LONG), bulkhead.DeadlineExceeded)
         assert client.call("one", b"goes on").payload == b"goes on"
-        wait_for("the log names the mistake", lambda: "closed or replaced the worker's link" in own.log())
+        wait_for("the mistake is logged", lambda: "closed or replaced the worker's link" in own.log())
 
 
 # Started without a supervisor.
@@ -452,7 +452,7 @@ def test_handler_output_is_logged_immediately() -> None:
     program = "from bulkhead import serve\ndef h(p, c): print('said', p.decode()); return b''\nserve(h)"
     with running(one={**WORKER, "command": [sys.executable, "-c", program]}) as own, Client(own.socket) as client:
         client.call("one", b"hello")
-        wait_for("it is there", lambda: "said hello" in json.dumps(_logs(own)))
+        wait_for("the output is logged", lambda: "said hello" in json.dumps(_logs(own)))
 
 
 def _logs(own: Supervisor) -> Any:

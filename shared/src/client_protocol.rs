@@ -1,5 +1,5 @@
-//! The messages between a client and the supervisor, version 1. The structures are frozen, one per kind of
-//! frame. Later additions are extensions ([`crate::codec`]).
+//! Messages between a client and the supervisor, protocol version 1. Each kind of frame has a structure that
+//! never changes. Additions are made as extensions (see [`crate::codec`]).
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use crate::JobOptions;
 use crate::flat::flat;
 use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 
-/// The version of both protocols in this crate.
+/// Version of the client protocol and the worker protocol that this crate implements.
 pub const PROTOCOL_VERSION: u16 = 1;
 
-/// Roles of the peer that sends a hello.
+/// Roles of the sender of a hello.
 pub mod role {
     /// A client, which submits jobs.
     pub const CLIENT: u8 = 1;
@@ -20,19 +20,20 @@ pub mod role {
     pub const WORKER: u8 = 2;
 }
 
-/// Capabilities of a supervisor beyond the frozen structures. [`ClientWelcome::capabilities`] has their sum.
+/// Optional features of a supervisor. [`ClientWelcome::capabilities`] contains the sum of the supported ones.
 pub mod capability {
-    /// Accepts [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) on a submit.
+    /// Accepts the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) in a submit.
     pub const RUN_LIMIT: u64 = 1;
 
-    /// Gives [leases](crate::memory_files) to clients that ask for them.
+    /// Grants [leases](crate::memory_files) to clients that request them.
     pub const MEMORY_FILES: u64 = 2;
 
-    /// Accepts [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) on a cancellation.
+    /// Accepts the extension [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) in a cancellation.
     pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
-/// Decodes the value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). Returns `None` for invalid bytes.
+/// Decodes the value of the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). Returns `None` if the
+/// value is invalid.
 ///
 /// ```
 /// use std::time::Duration;
@@ -46,29 +47,30 @@ pub fn decode_run_limit(bytes: &[u8]) -> Option<Duration> {
     (limit > 0).then(|| Duration::from_micros(limit))
 }
 
-/// Encodes a run limit for [`decode_run_limit`], as at least one microsecond.
+/// Encodes a run limit as the value of the extension [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT). A limit
+/// below one microsecond is encoded as one microsecond.
 pub fn encode_run_limit(limit: Duration) -> [u8; 8] {
     micros(limit).max(1).to_le_bytes()
 }
 
-/// [`HELLO`](crate::frame::kind::HELLO): the first frame of a client, with [`MAGIC`](crate::frame::MAGIC) as
-/// the frame's number.
+/// [`HELLO`](crate::frame::kind::HELLO): the first frame that a client or worker sends. The number of the
+/// frame is [`MAGIC`](crate::frame::MAGIC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Hello<'a> {
-    /// Oldest supported protocol version.
+    /// Oldest protocol version that the sender supports.
     pub version_min: u16,
-    /// Newest supported protocol version.
+    /// Newest protocol version that the sender supports.
     pub version_max: u16,
     /// Role of the sender, from [`role`].
     pub role: u8,
-    /// Maximum size of a frame that the peer accepts, in bytes after the header.
+    /// Maximum size of a frame that the sender accepts, in bytes, not counting the header.
     pub frame_bytes_max: u32,
-    /// Sum of capabilities. None are defined for clients; [`crate::worker_protocol::capability`] has those of
-    /// workers.
+    /// Sum of the sender's capabilities. A client sends 0; [`crate::worker_protocol::capability`] lists the
+    /// capabilities of workers.
     pub capabilities: u64,
     /// Name of the client or worker library.
     pub name: &'a str,
-    /// Version of the library.
+    /// Version of the client or worker library.
     pub version: &'a str,
 }
 
@@ -78,45 +80,45 @@ pub struct Hello<'a> {
 pub struct ClientWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes after the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
     pub frame_bytes_max: u32,
-    /// Sum of [`capability`].
+    /// Sum of the supported [`capability`] values.
     pub capabilities: u64,
     /// Version of the supervisor.
     pub server_version: &'a str,
 }
 
-/// [`REFUSED`](crate::frame::kind::REFUSED): the supervisor closes the connection, with a reason.
+/// [`REFUSED`](crate::frame::kind::REFUSED): the supervisor closes the connection for the given reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Refused<'a> {
     /// Code of a [`RejectReason`].
     pub reason: u8,
-    /// Message for people, with a suggested fix.
+    /// Human-readable message with a suggested fix.
     pub message: &'a str,
 }
 
-/// [`SUBMIT`](crate::frame::kind::SUBMIT): a job. The client chooses the frame's number, which the outcome
-/// repeats. The payload follows the metadata.
+/// [`SUBMIT`](crate::frame::kind::SUBMIT): submits a job. The client chooses the number of the frame, and the
+/// outcome has the same number. The payload follows the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submit<'a> {
     /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// Operation for the handler; can be empty.
+    /// Operation that the handler performs; can be empty.
     pub operation: &'a str,
-    /// Tenant; can be empty.
+    /// Tenant that the job belongs to; can be empty.
     pub tenant: &'a str,
-    /// Time limit in microseconds from receipt; 0 for the bulkhead's default.
+    /// Time limit for the job, in microseconds from receipt; 0 selects the bulkhead's default.
     pub deadline_us: u64,
     /// Code of a [`crate::Priority`].
     pub priority: u8,
     /// 1 if the job can safely run twice, otherwise 0.
     pub idempotent: u8,
-    /// Cost of the job against a rate limit; 0 counts as 1.
+    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
     pub cost: u32,
 }
 
 impl<'a> Submit<'a> {
-    /// Creates the message. A run limit is not part of the message, but an extension:
+    /// Creates the message from the options of a job. Ignores the run limit, which is sent as the extension
     /// [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT).
     pub fn new<T: AsRef<str>>(bulkhead: &'a str, options: &'a JobOptions<T>) -> Self {
         Self {
@@ -138,33 +140,34 @@ flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, id
 pub struct Progress<'a> {
     /// Completed fraction, from 0 to 1.
     pub fraction: f32,
-    /// Short text; can be empty.
+    /// Short description of the progress; can be empty.
     pub text: &'a str,
 }
 
-/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of the job with the frame's number. The payload is
-/// the result of an `ok` job, or the handler's payload of a `failed` job.
+/// [`OUTCOME`](crate::frame::kind::OUTCOME): the outcome of a job. The frame has the number of the submit.
+/// The payload is the result of an `ok` job, or the error payload of a `failed` job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// Kind of the outcome, from [`outcome_code`].
     pub outcome: u8,
-    /// Code of a [`RejectReason`] or [`CrashReason`]; for a deadline 1 (queued) or 2 (running).
+    /// Code of a [`RejectReason`] or [`CrashReason`]. For an exceeded deadline, 1 if the job was queued and 2
+    /// if it was running.
     pub reason: u8,
-    /// 0 no, 1 yes, 2 unknown.
+    /// Whether the handler began the job: 0 for no, 1 for yes, 2 for unknown.
     pub executed: u8,
-    /// 1 if the same job can be sent again.
+    /// 1 if sending the job again is safe and can succeed, otherwise 0.
     pub retryable: u8,
-    /// For `failed`: 1 if the caller is at fault, 2 if the dependency is.
+    /// For a `failed` job, 1 if the caller is at fault and 2 if the dependency is. Otherwise 0.
     pub fault: u8,
-    /// Number of times a worker was given the job.
+    /// Number of times that the job was dispatched to a worker.
     pub attempts: u32,
-    /// Time for which the job waited for a permit, in microseconds.
+    /// Time that the job waited for a permit, in microseconds.
     pub queued_us: u64,
-    /// Time for which a worker had the job, in microseconds.
+    /// Total time that the job spent in workers, in microseconds.
     pub ran_us: u64,
-    /// The time limit that applied, in microseconds.
+    /// Time limit that applied to the job, in microseconds.
     pub deadline_us: u64,
-    /// Process id of the last worker of the job; 0 if no worker ran the job.
+    /// Process id of the last worker that the job was dispatched to; 0 if there was none.
     pub worker_pid: u32,
     /// 1 if `retry_after_us` is valid.
     pub has_retry_after: u8,
@@ -172,14 +175,14 @@ pub struct OutcomeMessage<'a> {
     pub retry_after_us: u64,
     /// 1 if `status` is valid.
     pub has_status: u8,
-    /// Exit code or signal number of a crash, or the exit status of a program whose job ended `ok` or
-    /// `failed`.
+    /// Exit code or signal number of a crash, or the exit status of the program that ran an `ok` or `failed`
+    /// job.
     pub status: i32,
     /// The bulkhead that served or rejected the job.
     pub bulkhead: &'a str,
-    /// The handler's error code, for `failed`.
+    /// The handler's error code, if the job `failed`; otherwise empty.
     pub code: &'a str,
-    /// Message for people; can be empty.
+    /// Human-readable message; can be empty.
     pub message: &'a str,
 }
 
@@ -203,7 +206,8 @@ const QUEUED: u8 = 1;
 const RUNNING: u8 = 2;
 
 fn micros(duration: Duration) -> u64 {
-    // Calculates in 64 bits, because this runs several times per job.
+    // Uses 64-bit arithmetic, which is faster than `Duration::as_micros`. This function runs several times
+    // per job.
     duration.as_secs().saturating_mul(1_000_000).saturating_add(duration.subsec_micros().into())
 }
 
@@ -220,7 +224,7 @@ impl<'a> OutcomeMessage<'a> {
         .with_status(outcome.status)
     }
 
-    /// Adds the exit status of the program that ran the job, if there is one.
+    /// Sets the exit status of the program that ran the job. Does nothing if `status` is `None`.
     #[must_use]
     pub fn with_status(self, status: Option<i32>) -> Self {
         match status {
@@ -229,7 +233,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Creates the message for a verdict, with zero times and no worker.
+    /// Creates the message for a job that ended with `verdict`. All times are zero, and the worker is not
+    /// set.
     pub fn from_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
@@ -258,7 +263,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Adds the queue and run times of the job, the time limit, and the time to wait before a retry.
+    /// Sets the queue time, the run time, the time limit, and the time to wait before a retry.
     #[must_use]
     pub fn with_times(
         self,
@@ -277,14 +282,14 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// Converts the message to an outcome, without the extensions (job number, run limit, crash report).
-    /// Returns `None` if the message uses a code that this version does not know.
+    /// Converts the message to an outcome. Leaves out the values that are sent as extensions: job id, run
+    /// limit and crash report. Returns `None` if the message contains a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         self.to_outcome_with_bulkhead(self.bulkhead.to_owned())
     }
 
-    /// Converts the message to an outcome, like [`OutcomeMessage::to_outcome`], with a given name of the
-    /// bulkhead. Saves a copy if the reader already has the name.
+    /// Converts the message to an outcome like [`OutcomeMessage::to_outcome`], but takes the name of the
+    /// bulkhead from `bulkhead`. This avoids an allocation if the caller already has the name as a `String`.
     pub fn to_outcome_with_bulkhead(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();

@@ -1,12 +1,13 @@
-//! Encoding of metadata. No other file uses the serializer.
+//! Encodes and decodes the metadata of frames. No other module calls the serializer.
 //!
 //! The metadata of a message is a frozen version-1 structure, followed by a list of extensions. Structures
-//! use bincode's little-endian form with fixed-size integers; a text is a 64-bit length and its bytes. The
-//! list is a 64-bit count, and for each extension a 16-bit tag, a 64-bit length and the value. Unknown tags
-//! are skipped, unless their highest bit is set. So old and new peers understand each other.
+//! use bincode's little-endian format with fixed-size integers; a text is a 64-bit length followed by the
+//! bytes. The list begins with the 64-bit number of extensions. Each extension is a 16-bit tag, a 64-bit
+//! length and the value. A receiver skips extensions with an unknown tag, unless the highest bit of the tag
+//! is set. This keeps old and new peers compatible.
 //!
-//! Decoding has a byte limit, checks that every byte was consumed, and allocates no more than the received
-//! bytes justify. Texts are borrowed from the frame.
+//! Decoding enforces a byte limit, rejects trailing bytes, and allocates memory only in proportion to the
+//! received bytes. Texts are borrowed from the frame.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
 use bincode::error::DecodeError;
@@ -24,37 +25,41 @@ const CONFIG: Config = bincode::config::standard()
 /// Maximum size of a message that is encoded through a fixed-size buffer, in bytes.
 const SMALL_BYTES: usize = 192;
 
-/// Size of an extension without its value: tag and length.
+/// Size of the tag and the length of an extension, in bytes.
 const EXTENSION_BYTES: usize = 2 + 8;
 
-/// Bit of a tag that marks a critical extension: a receiver that does not know it must reject the message.
+/// Bit of a tag that marks a critical extension. A receiver that does not know the tag must reject the
+/// message.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// Tags of the extensions.
 pub mod tag {
-    /// W3C `traceparent`, as text. On a submit, on a job, and on the outcome of a job that has a span.
+    /// W3C `traceparent` as text. Sent with a submit, with a job, and with the outcome of a job that has a
+    /// span.
     pub const TRACEPARENT: u16 = 1;
-    /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY. On
-    /// a worker's welcome.
+    /// Seccomp filter in the kernel's format, which the worker must install for all threads before READY.
+    /// Sent with the welcome of a worker.
     pub const SEAL: u16 = 2;
-    /// Process id of a program, as the worker sees it; 4 bytes. On a program's crash.
+    /// Process id of the program that crashed, in the worker's pid namespace; 4 bytes. Sent with
+    /// PROGRAM_CRASHED.
     pub const PROCESS: u16 = 3;
-    /// Number of a job, as a [`JobId`](crate::JobId); 8 bytes. On the outcome of an accepted job.
+    /// Id of a job, as a [`JobId`](crate::JobId); 8 bytes. Sent with the outcome of an accepted job.
     pub const JOB: u16 = 4;
-    /// Maximum run time of each attempt, from dispatch, in microseconds; 8 bytes, not 0. On a submit, the
-    /// requested limit. On an outcome, the lower of the requested limit and the bulkhead's limit, if there is
-    /// one.
+    /// Maximum run time of each attempt, measured from dispatch, in microseconds; 8 bytes, not 0. A submit
+    /// contains the requested limit. An outcome contains the limit that applied: the lower of the requested
+    /// limit and the bulkhead's limit.
     pub const RUN_LIMIT: u16 = 5;
-    /// Number of a returned job in the order in which the worker's jobs were sent; 8 bytes.
+    /// Arrival number of a job: the position of the job among all jobs sent to the worker, counted from 1; 8
+    /// bytes. Sent with RETURNED.
     pub const ARRIVAL: u16 = 10;
-    /// Lease whose file contains the payload or result, and the number of bytes, as a
-    /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. The frame then has no payload.
+    /// Lease whose memory file contains the payload or result, and the size of the payload or result, as a
+    /// [`LeaseRef`](crate::memory_files::LeaseRef); 16 bytes. A frame with this extension has no payload.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
-    /// Cancels only if the job has not begun; no value. On a cancellation.
+    /// Cancels the job only if it has not begun; no value. Sent with a cancellation.
     pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
-    /// Exit status of the program that ran a job, as an `i32`; 4 bytes. On a result and on a failure.
+    /// Exit status of the program that ran a job, as an `i32`; 4 bytes. Sent with a result or a failure.
     pub const STATUS: u16 = 9;
-    /// Id of the crash report about the crash that ended the job, as text. On the outcome of a crashed job.
+    /// Id of the report about the crash that ended the job, as text. Sent with the outcome of a crashed job.
     pub const CRASH_REPORT: u16 = 8;
 }
 
@@ -64,14 +69,14 @@ pub enum CodecError {
     /// The bytes do not match the structure of the frame's kind.
     #[error("the metadata is malformed: {0}")]
     Malformed(String),
-    /// Bytes are left over.
-    #[error("{0} bytes of metadata are left over")]
+    /// The metadata continues after the last extension.
+    #[error("{0} unexpected bytes follow the metadata")]
     LeftOver(usize),
-    /// A critical extension is unknown.
-    #[error("the peer requires the extension {0:#06x}, which this version does not have")]
+    /// The peer sent a critical extension that this version does not know.
+    #[error("the peer requires the extension {0:#06x}, which this version does not support")]
     UnknownCritical(u16),
     /// The metadata does not fit in a frame.
-    #[error("the metadata would take more than {METADATA_BYTES_MAX} bytes")]
+    #[error("the metadata would be longer than {METADATA_BYTES_MAX} bytes")]
     TooLong,
 }
 
@@ -82,16 +87,18 @@ pub trait Message<'a>: Encode + BorrowDecode<'a, ()> {}
 
 impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 
-/// The extensions of a received message, each a tag and its bytes.
+/// The extensions of a received message. Each consists of a tag and a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extensions<'a> {
-    /// Stored inline, so that a single extension needs no allocation. Every outcome has one.
+    /// The first extension. It is stored inline, so that a message with a single extension, such as most
+    /// outcomes, needs no allocation.
     first: Option<(u16, &'a [u8])>,
     others: Vec<(u16, &'a [u8])>,
 }
 
 impl<'a> Extensions<'a> {
-    /// Returns the value of an extension, if the peer sent it.
+    /// Returns the value of the extension with this tag. Returns `None` if the peer did not send the
+    /// extension.
     pub fn get(&self, tag: u16) -> Option<&'a [u8]> {
         self.first.iter().chain(&self.others).find(|(t, _)| *t == tag).map(|(_, bytes)| *bytes)
     }
@@ -133,7 +140,8 @@ fn encode_parts<M: Encode>(
     extensions: &[(u16, &[u8])],
     out: &mut Vec<u8>,
 ) -> Result<(), bincode::error::EncodeError> {
-    // Most messages are small. Encoding into a buffer of fixed size and copying once takes half the time.
+    // Most messages are small. Encoding them into a fixed-size buffer and copying the result takes half as
+    // long as encoding directly into the vector.
     let mut small = [0; SMALL_BYTES];
     match bincode::encode_into_slice(message, &mut small, CONFIG) {
         Ok(length) => out.extend_from_slice(&small[..length]),
@@ -160,7 +168,8 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     let mut rest = &bytes[used..];
     let count = u64::from_le_bytes(*take(&mut rest)?);
     let mut extensions = Extensions::default();
-    // Each extension needs some bytes, so the loop ends with the input even if the count is invalid.
+    // Each extension consumes at least `EXTENSION_BYTES`, so even an invalid count cannot make the loop run
+    // past the end of the input.
     for _ in 0..count {
         let tag = u16::from_le_bytes(*take(&mut rest)?);
         let length = u64::from_le_bytes(*take(&mut rest)?);
@@ -203,7 +212,7 @@ mod tests {
     use crate::worker_protocol::Extend;
 
     #[test]
-    fn skips_unknown_extensions_and_rejects_critical_ones() {
+    fn decoder_skips_unknown_extension_unless_critical() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[(9, b"new"), (tag::TRACEPARENT, b"00-")], &mut out).unwrap();
         let (message, extensions) = decode::<Extend>(&out, &[]).unwrap();
@@ -217,24 +226,24 @@ mod tests {
     }
 
     #[test]
-    fn rejects_surplus_bytes_and_false_lengths() {
+    fn decoder_rejects_surplus_bytes_and_false_lengths() {
         let mut out = Vec::new();
         encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
 
-        // A reason, and a text of one byte.
+        // A message that consists of a reason and a text of one byte, which is not valid UTF-8.
         let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
         let error = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
         assert_eq!(error.to_string(), "the metadata is malformed: a text field is not UTF-8");
 
-        // A count of 2^56 extensions, with none behind it.
+        // A count of 2^56 extensions that is not followed by any extension.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
         assert!(matches!(decode::<Extend>(&bytes, &[]), Err(CodecError::Malformed(_))));
     }
 
     #[test]
-    fn failed_encoding_leaves_the_buffer_unchanged() {
+    fn failed_encoding_leaves_buffer_unchanged() {
         let text = "x".repeat(METADATA_BYTES_MAX);
         let mut out = vec![1];
         let status = crate::worker_protocol::Status { text: &text };

@@ -1,11 +1,12 @@
-//! Converts between a non-blocking stream socket and frames, for clients, the supervisor and workers.
+//! Sends and receives frames over a non-blocking stream socket. Clients, the supervisor and workers use this
+//! module.
 //!
-//! [`Inbox`] keeps the rest of a partly received frame, and [`Outbox`] keeps bytes that the socket has not
-//! taken yet. Neither holds memory while idle. One read receives all available frames, and one write sends
-//! all waiting frames.
+//! [`Inbox`] stores the received part of an incomplete frame, and [`Outbox`] stores bytes that the socket has
+//! not accepted yet. An idle inbox holds no memory, and an idle outbox at most a small buffer. One read can
+//! receive many frames, and one write can send many.
 //!
 //! Small payloads are stored inline in shared buffers. A large payload is announced first, so that the
-//! receiver can reject it before any of its bytes are stored.
+//! receiver can reject the payload before storing any of it.
 
 mod inbox;
 mod outbox;

@@ -1,6 +1,6 @@
-//! Fast encoding for messages of integers and texts. All consecutive integers take one step, and each text
-//! takes two. The messages of every job use this encoding. The bytes are the same as with bincode's derived
-//! traits, which take a step with a check for each field.
+//! Fast encoding of messages that consist of integers and texts. Consecutive integers are written together,
+//! and each text takes two writes. The messages that are sent for every job use this encoding. The output is
+//! identical to that of bincode's derived traits, which write and check each field separately.
 
 use bincode::de::BorrowDecoder;
 use bincode::de::read::BorrowReader;
@@ -8,8 +8,8 @@ use bincode::enc::Encoder;
 use bincode::enc::write::Writer;
 use bincode::error::{DecodeError, EncodeError};
 
-/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure of
-/// texts, integers, and texts again, in the order of its fields.
+/// Implements [`Encode`](bincode::Encode) and [`BorrowDecode`](bincode::BorrowDecode) for a structure that
+/// consists of texts, then integers, then texts. The three lists name the fields in order of declaration.
 macro_rules! flat {
     ($name:ident: [$($before:ident),*], [$($field:ident: $type:ty),*], [$($after:ident),*]) => {
         impl ::bincode::Encode for $name<'_> {
@@ -62,7 +62,7 @@ pub(crate) fn put_text(encoder: &mut impl Encoder, text: &str) -> Result<(), Enc
     if text.is_empty() { Ok(()) } else { encoder.writer().write(text.as_bytes()) }
 }
 
-/// Takes the next `BYTES` bytes, and counts them against the limit of the configuration.
+/// Takes the next `BYTES` bytes and counts them towards the byte limit of the decoder.
 #[inline]
 pub(crate) fn take<'de, const BYTES: usize, D: BorrowDecoder<'de>>(
     decoder: &mut D,
@@ -93,7 +93,7 @@ mod tests {
 
     use crate::{client_protocol, codec, worker_protocol};
 
-    /// The structures with derived traits.
+    /// Copies of the structures that use `flat`, here with bincode's derived traits.
     mod derived {
         use bincode::{BorrowDecode, Encode};
 
@@ -145,8 +145,9 @@ mod tests {
         }
     }
 
-    /// Decodes a structure with the derived traits, then encodes and decodes it with `flat`. Also compares
-    /// the results for each prefix of the bytes, and for the bytes with one changed.
+    /// Checks that `F`, which uses `flat`, encodes to the bytes from which it was decoded. Also checks that
+    /// `F` and `D`, which uses the derived traits, decode every prefix of the bytes and a corrupted copy to
+    /// equal results.
     fn compare<'m, F, D>(bytes: &'m [u8], changed: &'m [u8])
     where
         F: codec::Message<'m> + std::fmt::Debug,
@@ -178,7 +179,7 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn encodes_the_same_bytes_as_derived_traits(
+        fn flat_encoder_writes_same_bytes_as_derived_traits(
             texts in ("\\PC{0,20}", "[a-z]{0,200}", "\\PC{0,8}"),
             long in any::<[u64; 4]>(),
             short in any::<[u32; 2]>(),

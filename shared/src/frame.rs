@@ -12,15 +12,15 @@
 /// Size of a header in bytes.
 pub const HEADER_BYTES: usize = 16;
 
-/// Number of a [`kind::HELLO`] frame, by which either side recognises the protocol.
+/// Number of a [`kind::HELLO`] frame. The receiver recognises the protocol by this number.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
-/// Flag of a frame that the receiver must understand. A receiver that does not know the kind must close the
-/// connection. Without this flag, unknown frames are skipped.
+/// Flag of a frame that the receiver must understand. A receiver that does not know the kind of frame must
+/// close the connection. Without this flag, the receiver skips frames of unknown kinds.
 pub const FLAG_CRITICAL: u8 = 1;
 
-/// Kinds of frames. A number never changes its meaning; new kinds get new numbers. Earlier versions used 52
-/// and 65.
+/// Kinds of frames. The meaning of a number never changes; new kinds get new numbers. Earlier versions used
+/// the numbers 52 and 65, which must not be assigned again.
 #[expect(missing_docs, reason = "each kind is documented at the message of the same name")]
 pub mod kind {
     // Both protocols: the first frames of a connection.
@@ -71,11 +71,11 @@ pub mod kind {
 pub struct Header {
     /// Number of bytes after the header.
     pub length: u32,
-    /// Kind of the frame, from [`kind`] or from a later version.
+    /// Kind of the frame, from [`kind`] or from a later version of the protocol.
     pub kind: u8,
     /// Sum of flags, such as [`FLAG_CRITICAL`].
     pub flags: u8,
-    /// Size of the metadata in bytes; part of [`Header::length`].
+    /// Size of the metadata in bytes. [`Header::length`] includes it.
     pub metadata_length: u16,
     /// Number of the request or job.
     pub number: u64,
@@ -86,7 +86,7 @@ pub struct Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The metadata would be longer than the frame.
-    #[error("a frame announces {metadata_length} bytes of metadata within {length} bytes in all")]
+    #[error("a frame announces {metadata_length} bytes of metadata, but only {length} bytes in total")]
     MetadataBeyondFrame {
         /// Announced size of the metadata.
         metadata_length: u16,
@@ -107,7 +107,7 @@ impl Header {
         bytes
     }
 
-    /// Decodes a header, without any check.
+    /// Decodes a header without checking it.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [l0, l1, l2, l3, kind, flags, m0, m1, number @ ..] = *bytes;
         Self {
@@ -119,7 +119,7 @@ impl Header {
         }
     }
 
-    /// Rejects a header with contradictory lengths.
+    /// Returns an error if the metadata would be longer than the frame.
     pub fn check(self) -> Result<Self, FrameError> {
         if u32::from(self.metadata_length) > self.length {
             return Err(FrameError::MetadataBeyondFrame {
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_has_a_fixed_layout() {
+    fn frame_header_has_fixed_layout() {
         let header =
             Header { length: 0x0102, kind: kind::SUBMIT, flags: 1, metadata_length: 0x30, number: 0x0a0b };
         let bytes = header.encode();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_metadata_longer_than_the_frame() {
+    fn header_check_rejects_metadata_longer_than_frame() {
         let header = Header { length: 4, kind: 1, flags: 0, metadata_length: 5, number: 0 };
         assert!(header.check().is_err());
     }

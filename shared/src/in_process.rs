@@ -1,5 +1,5 @@
-//! A connection between two parts of one process: a bounded, ordered stream of bytes and files in both
-//! directions. Each end wakes the other with a waker, without system calls.
+//! In-process connections: a bounded, ordered stream of bytes and files in each direction. The endpoints wake
+//! each other with wakers, without system calls.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -8,16 +8,17 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-/// Maximum number of unread bytes per direction, as in a socket for large payloads.
+/// Maximum number of unread bytes per direction. Equals the send buffer size of a socket that carries large
+/// payloads.
 const UNREAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Maximum number of unread writes with files per direction.
+/// Maximum number of writes with files that the reader has not read yet, per direction.
 const UNREAD_FILES_MAX: usize = 4;
 
 /// Maximum capacity that an empty buffer keeps, in bytes.
 const SPARE_BYTES_MAX: usize = 32 * 1024;
 
-/// An end of a connection. Dropping it closes the connection.
+/// An endpoint of an in-process connection. Dropping an endpoint closes the connection.
 ///
 /// ```
 /// use bulkhead_shared::in_process;
@@ -46,9 +47,9 @@ impl std::fmt::Debug for Endpoint {
 #[derive(Default)]
 struct Pipe {
     bytes: VecDeque<u8>,
-    /// Total number of bytes read.
+    /// Total number of bytes that the reader has read.
     read: u64,
-    /// Files, with the position of the byte that they accompany.
+    /// Unread files. Each entry contains the stream position of the byte that the files accompany.
     files: VecDeque<(u64, Vec<OwnedFd>)>,
     reader: Side,
     writer: Side,
@@ -69,8 +70,9 @@ impl Pipe {
 }
 
 impl Side {
-    /// Registers a waker. Returns the previous one, which must be dropped after releasing the lock, because a
-    /// waker can hold the last reference to a task that owns other ends.
+    /// Registers a waker and returns the previous one. The caller must drop the previous waker after
+    /// releasing the lock, because that waker can hold the last reference to a task that owns other
+    /// endpoints.
     #[must_use = "drop the waker after releasing the lock"]
     fn set_waker(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
@@ -80,7 +82,7 @@ impl Side {
         self.waker.replace(waker.clone())
     }
 
-    /// Returns the waker if this end waits. The waker must be called after releasing the lock.
+    /// Returns the waker if this side is waiting. The caller must release the lock before calling the waker.
     fn waker_if_waiting(&mut self) -> Option<Waker> {
         if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
     }
@@ -92,7 +94,7 @@ fn wake(waker: Option<Waker>) {
     }
 }
 
-/// Creates two connected ends.
+/// Creates two connected endpoints.
 pub fn pair() -> (Endpoint, Endpoint) {
     let pipes: Arc<[Mutex<Pipe>; 2]> = Arc::default();
     (Endpoint { pipes: pipes.clone(), incoming_index: 0 }, Endpoint { pipes, incoming_index: 1 })
@@ -107,8 +109,9 @@ impl Endpoint {
         self.pipes[1 - self.incoming_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads without blocking. Returns `Ok(0)` at the end and `AGAIN` if there is nothing to read. Files that
-    /// accompany the bytes replace the contents of `files`. A read never goes past the next write with files.
+    /// Reads without blocking. Returns `Ok(0)` at the end of the stream, and `AGAIN` if there is nothing to
+    /// read. Files that accompany the bytes replace the contents of `files`. A single read returns the files
+    /// of at most one write.
     pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
         let mut pipe = self.incoming();
         if pipe.bytes.is_empty() {
@@ -133,12 +136,13 @@ impl Endpoint {
         if count == pipe.bytes.len() {
             pipe.bytes.clear();
             pipe.bytes.shrink_to(SPARE_BYTES_MAX);
-            // A reader that has read all bytes does not need another read to be woken.
+            // The next write must wake the reader even if the reader does not read again, because all bytes
+            // were read.
             pipe.reader.is_waiting = true;
         } else {
             pipe.bytes.drain(..count);
         }
-        // Wakes the writer only when half the buffer is free, instead of for each read.
+        // Wakes the writer only when at least half of the buffer is free, not after every read.
         let writer =
             if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 { pipe.writer.waker_if_waiting() } else { None };
         drop(pipe);
@@ -146,8 +150,8 @@ impl Endpoint {
         Ok(count)
     }
 
-    /// Writes as much as there is room for. Returns `AGAIN` if there is no room, and `PIPE` if the connection
-    /// is closed.
+    /// Writes as many bytes as the buffer has room for. Returns `AGAIN` if the buffer is full, and `PIPE` if
+    /// the connection is closed.
     pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -165,8 +169,9 @@ impl Endpoint {
         Ok(count)
     }
 
-    /// Writes all bytes, with files that accompany the first byte. Returns `AGAIN` if there is not enough
-    /// room, or if too many writes with files are unread. This end is then not woken when there is room.
+    /// Writes all bytes. The files accompany the first byte. Returns `AGAIN` if the buffer has too little
+    /// room, or if the reader has too many unread writes with files. After this `AGAIN`, the endpoint is not
+    /// woken when the buffer has room again.
     pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
         let mut pipe = self.outgoing();
         if pipe.is_closed {
@@ -184,19 +189,19 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns the number of bytes that can be read.
+    /// Returns the number of bytes that have arrived but have not been read.
     pub fn readable_bytes(&self) -> usize {
         self.incoming().bytes.len()
     }
 
-    /// Returns true if either end was closed.
+    /// Returns true if either endpoint was closed.
     pub fn is_closed(&self) -> bool {
         self.incoming().is_closed
     }
 
-    /// Registers a waker for both directions. The waker is called when there is something to read, including
-    /// the end, after a read that left nothing. It is also called when there is room again after a write that
-    /// found no room.
+    /// Registers a waker for both directions, and calls the waker immediately if unread bytes are available.
+    /// After a read that emptied the buffer, the waker is called when more bytes arrive or the stream ends.
+    /// After a write that found the buffer full, the waker is called when the buffer has room again.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
         let _replaced_reader = incoming.reader.set_waker(waker);
@@ -208,7 +213,7 @@ impl Endpoint {
         }
     }
 
-    /// Ready when there is something to read, including the end.
+    /// Returns `Ready` when bytes can be read, or at the end of the stream.
     pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.incoming();
         if !pipe.bytes.is_empty() || pipe.is_closed {
@@ -220,7 +225,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Ready when at least half of the buffer is free, or when the connection is closed.
+    /// Returns `Ready` when at least half of the buffer is free, or when the connection is closed.
     pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
         let mut pipe = self.outgoing();
         if pipe.bytes.len() <= UNREAD_BYTES_MAX / 2 || pipe.is_closed {
@@ -232,7 +237,7 @@ impl Endpoint {
         Poll::Pending
     }
 
-    /// Closes both directions. The other end can still read the remaining bytes.
+    /// Closes both directions. The other endpoint can still read the bytes that were written before.
     pub fn close(&self) {
         let mut wakers = Vec::new();
         for (at, pipe) in self.pipes.iter().enumerate() {
@@ -242,7 +247,8 @@ impl Endpoint {
                 pipe.files.clear();
             }
             if !std::mem::replace(&mut pipe.is_closed, true) {
-                // Wakes all registered wakers, because a data plane does not mark itself as waiting.
+                // Calls every registered waker, because `watch` registers a writer without marking it as
+                // waiting.
                 wakers.extend(pipe.reader.waker.take());
                 wakers.extend(pipe.writer.waker.take());
             }
@@ -287,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_in_order_within_the_buffer_limit() {
+    fn bytes_arrive_in_order_within_buffer_limit() {
         let (here, there) = pair();
         let bytes: Vec<u8> = (0..3 * UNREAD_BYTES_MAX + 77).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut found) = (0, Vec::new());
@@ -303,11 +309,14 @@ mod tests {
         }
         assert!(found == bytes);
         assert_eq!(read(&there, 1), Err(Errno::AGAIN));
-        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+        assert!(
+            there.incoming().bytes.capacity() <= SPARE_BYTES_MAX,
+            "an idle connection keeps only a small buffer"
+        );
     }
 
     #[test]
-    fn wakes_each_endpoint_only_when_it_can_continue() {
+    fn endpoint_is_woken_only_when_it_can_continue() {
         let (here, there) = pair();
         let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
         there.watch(&theirs.clone().into());
@@ -330,16 +339,16 @@ mod tests {
         assert_eq!(ours.take(), 1);
     }
 
-    /// A task that owns an end, which is dropped with the task.
+    /// A task that owns an endpoint. The endpoint is dropped with the task.
     struct Task(#[expect(dead_code, reason = "the endpoint is dropped with the task")] Endpoint);
 
     impl Wake for Task {
         fn wake(self: Arc<Self>) {}
     }
 
-    /// The replaced waker can hold the last reference to the other end.
+    /// The replaced waker can hold the last reference to the other endpoint.
     #[test]
-    fn replacing_a_waker_can_close_the_other_end() {
+    fn replaced_waker_can_close_the_other_endpoint() {
         let waits: [fn(&Endpoint, &mut Context<'_>) -> Poll<()>; 2] =
             [Endpoint::poll_readable, Endpoint::poll_writable];
         for wait in waits {
@@ -355,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_written_before_the_close_can_be_read() {
+    fn bytes_written_before_close_can_be_read() {
         let (here, there) = pair();
         let theirs = Arc::<Counts>::default();
         there.watch(&theirs.clone().into());
@@ -369,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn files_arrive_with_their_bytes_or_are_closed_unread() {
+    fn files_arrive_together_with_their_bytes() {
         let open = || std::fs::File::open("/dev/null").unwrap().into();
         let (here, there) = pair();
         here.write(b"before ").unwrap();

@@ -6,11 +6,12 @@ use std::time::Duration;
 use crate::Vocabulary as _;
 use crate::vocabulary::codes;
 
-/// The id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and
-/// the worker's link use this id. [`Display`](fmt::Display) gives its only notation.
+/// Id of a job, unique within one bulkhead of one supervisor. Outcomes, events, logs, crash reports and the
+/// worker's link use this id. Wherever the id appears as text, it has the format of
+/// [`Display`](fmt::Display).
 ///
-/// The low 24 bits are an index into the supervisor's job table of the bulkhead, and the other bits count up.
-/// So a late reply never matches another job.
+/// The low 24 bits are an index into the job table that the supervisor keeps for the bulkhead. The other bits
+/// are a sequence number, so that a late reply never matches another job.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 
@@ -32,7 +33,7 @@ impl fmt::Debug for JobId {
     }
 }
 
-/// Formats the id in hexadecimal digits, the only notation of job numbers for people and programs.
+/// Formats the id in hexadecimal. All output for people and programs uses this format.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
@@ -40,15 +41,15 @@ impl fmt::Display for JobId {
 }
 
 codes! {
-    /// Importance of running a job now, lowest first.
+    /// Priority of a job, from lowest to highest.
     #[derive(Default)]
     Priority {
-        /// Shed first.
+        /// Jobs of this priority are shed first.
         BestEffort = 0 "best-effort",
-        /// Default for jobs without a priority.
+        /// Priority of jobs for which the client sets none.
         #[default]
         Normal = 1 "normal",
-        /// Shed last.
+        /// Jobs of this priority are shed last.
         Critical = 2 "critical",
     }
 }
@@ -65,17 +66,17 @@ impl std::str::FromStr for Priority {
 /// The options that a client chooses for a job.
 #[derive(Clone, Debug, Default)]
 pub struct JobOptions<T> {
-    /// Operation for the handler; can be empty.
+    /// Operation that the handler performs; can be empty.
     pub operation: T,
-    /// Tenant; can be empty.
+    /// Tenant that the job belongs to; can be empty.
     pub tenant: T,
-    /// Time limit from receipt. `None` for the bulkhead's default.
+    /// Time limit for the job, measured from receipt. `None` selects the bulkhead's default.
     pub deadline: Option<Duration>,
-    /// Maximum run time of each attempt, from dispatch. `None` for the bulkhead's limit.
+    /// Maximum run time of each attempt, measured from dispatch. `None` selects the bulkhead's limit.
     pub run_limit: Option<Duration>,
-    /// Priority in the queue.
+    /// Priority of the job in the queue.
     pub priority: Priority,
-    /// Cost of the job against a rate limit; 0 counts as 1.
+    /// Cost of the job for rate limiting. Ordinary jobs cost 1; the value 0 also means 1.
     pub cost: u32,
     /// True if the job can safely run twice.
     pub is_idempotent: bool,

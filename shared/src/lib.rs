@@ -2,10 +2,10 @@
 //!
 //! This crate defines the frames ([`frame`]), their metadata ([`codec`]), the messages of the two protocols
 //! ([`client_protocol`], [`worker_protocol`]), the outcomes of jobs ([`outcome`]), and trace contexts
-//! ([`trace`]). [`connection`] turns sockets into frames and back. This crate makes no decisions: admission
-//! and the lifecycle of workers are elsewhere.
+//! ([`trace`]). [`connection`] turns sockets into frames and back. This crate makes no decisions: other
+//! crates handle the admission of jobs and the lifecycle of workers.
 //!
-//! `docs/protocol.md` describes the same bytes for authors of clients in other languages.
+//! `docs/protocol.md` describes the wire format for authors of clients in other languages.
 
 pub mod client_protocol;
 pub mod codec;

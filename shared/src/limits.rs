@@ -1,4 +1,4 @@
-//! Limits of the wire protocol. No limit here is negotiable.
+//! Fixed limits of the wire protocol. None of these limits can be negotiated.
 
 /// Maximum size of a frame's metadata, in bytes. The length field has 16 bits.
 pub const METADATA_BYTES_MAX: usize = u16::MAX as usize;
@@ -20,21 +20,21 @@ pub const CODE_BYTES_MAX: usize = 128;
 pub const MESSAGE_BYTES_MAX: usize = 8 * 1024;
 
 /// Maximum size of an inline payload or result, in bytes. Inline payloads share coalescing buffers. A larger
-/// payload is in a memory file if there is a lease. Otherwise it has a separate buffer, which the supervisor
-/// never copies between its two sockets.
+/// payload is passed in a memory file if the client has a lease. Otherwise the payload is stored in a
+/// separate buffer, which the supervisor passes on to the other socket without copying.
 pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum number of bytes per read, which determines the size of the shared read buffer.
+/// Maximum number of bytes per read from a socket. Determines the size of the shared read buffer.
 pub const READ_BYTES_MAX: usize = 128 * 1024;
 
-/// Upper limit for `max_payload` and `max_result`, in bytes. A frame's length has 32 bits, and larger data
-/// should be in files.
+/// Upper limit for `max_payload` and `max_result`, in bytes. The length of a frame has 32 bits, and larger
+/// data should be passed in files.
 pub const PAYLOAD_BYTES_CEILING: u64 = 1024 * 1024 * 1024;
 
 /// Maximum number of concurrent jobs in one worker. Each job needs a thread.
 pub const IN_FLIGHT_CEILING: u32 = 4096;
 
-/// Maximum number of bytes of a frame outside of the payload: header and metadata.
+/// Maximum total size of the header and the metadata of a frame, in bytes.
 pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADATA_BYTES_MAX;
 
 /// Truncates `text` to at most `bytes_max` bytes, at a character boundary.

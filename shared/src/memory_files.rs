@@ -1,9 +1,9 @@
 //! Memory files: shared memory for large payloads and results, which avoids copies through sockets.
 //!
-//! A *lease* is a pair of memory files, made by the supervisor for one client and one worker of one bulkhead.
-//! The client writes payloads into the first file, which the worker can only read. The worker writes results
-//! into the second file, which the client can only read. Both files are sealed against shrinking and growing,
-//! so that mappings stay valid.
+//! A *lease* is a pair of memory files that the supervisor creates for one client and lends to at most one
+//! worker of one bulkhead. The client writes payloads into the first file, which the worker can only read.
+//! The worker writes results into the second file, which the client can only read. Both files are sealed
+//! against shrinking and growing, so that mappings stay valid.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,26 +14,26 @@ use bincode::{BorrowDecode, Encode};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-/// Number of files of a lease.
+/// Number of files in a lease.
 pub const FILES_PER_LEASE: usize = 2;
 
 /// Size of an encoded [`LeaseRef`] in bytes.
 pub const LEASE_REF_BYTES: usize = 16;
 
-/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the frame's
-/// number.
+/// [`LEASE`](crate::frame::kind::LEASE): a client's request for a lease. The client chooses the number of the
+/// frame, and the reply has the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRequest<'a> {
     /// Name of the bulkhead.
     pub bulkhead: &'a str,
-    /// Tenant; can be empty.
+    /// Tenant that the jobs belong to; can be empty.
     pub tenant: &'a str,
-    /// Maximum size of a payload, in bytes.
+    /// Size of the largest payload that the client wants to send, in bytes.
     pub bytes: u64,
 }
 
-/// A lease and a number of bytes. When the lease is given, this is the size of each file; later, the size of
-/// the payload or result at the beginning of a file.
+/// A lease and a size. When the supervisor grants the lease, the size is that of each file. With a job or a
+/// result, the size is that of the payload or result at the beginning of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct LeaseRef {
     /// Number of the lease, chosen by the supervisor.
@@ -43,7 +43,7 @@ pub struct LeaseRef {
 }
 
 impl LeaseRef {
-    /// Encodes the value of the extension [`LEASE`](crate::codec::tag::LEASE).
+    /// Encodes this as the value of the extension [`LEASE`](crate::codec::tag::LEASE).
     pub fn to_bytes(self) -> [u8; LEASE_REF_BYTES] {
         let mut bytes = [0; LEASE_REF_BYTES];
         bytes[..8].copy_from_slice(&self.lease.to_le_bytes());
@@ -51,7 +51,8 @@ impl LeaseRef {
         bytes
     }
 
-    /// Decodes a value of [`LeaseRef::to_bytes`].
+    /// Decodes the value of the extension [`LEASE`](crate::codec::tag::LEASE). Returns `None` if the length
+    /// is wrong.
     ///
     /// ```
     /// use bulkhead_shared::memory_files::LeaseRef;
@@ -66,8 +67,8 @@ impl LeaseRef {
     }
 }
 
-/// Reads without blocking. Received descriptors replace the contents of `files`. Errors are those of
-/// `recvmsg(2)`.
+/// Reads from a socket without blocking. Received descriptors replace the contents of `files`. Returns the
+/// errors of `recvmsg(2)`.
 pub fn receive_with_files(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -79,7 +80,8 @@ pub fn receive_with_files(
     let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
-            // The descriptors of one lease. Unclaimed descriptors from an earlier read are closed.
+            // A message contains the descriptors of one lease. Closes descriptors from an earlier read that
+            // no frame has claimed.
             files.clear();
             files.extend(rights);
         }
@@ -87,7 +89,8 @@ pub fn receive_with_files(
     Ok(received.bytes)
 }
 
-/// Minimum size of a buffer for huge pages, in bytes. Each small page costs a page fault.
+/// Minimum size of a buffer for which huge pages are requested, in bytes. With small pages, a large buffer
+/// would cause many page faults.
 const HUGE_BYTES: usize = 4 * 1024 * 1024;
 
 /// Requests huge pages for a buffer that has not been written yet.
@@ -101,7 +104,7 @@ fn use_huge_pages(buffer: &Vec<u8>) {
     let _ = unsafe { madvise(start as *mut _, end.saturating_sub(start), Advice::LinuxHugepage) };
 }
 
-/// A sealed memory file, mapped into this process. Other processes may have mapped it too.
+/// A sealed memory file, mapped into this process. Other processes can have the file mapped at the same time.
 #[derive(Debug)]
 pub struct Mapping {
     base: NonNull<u8>,
@@ -109,17 +112,17 @@ pub struct Mapping {
     is_writable: bool,
 }
 
-// SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
+// SAFETY: the mapping is not tied to a thread, and only the owner of this value writes to it.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Mapping {}
 
-// SAFETY: as above. A shared reference only allows reading.
+// SAFETY: the mapping is not tied to a thread, and a shared reference only allows reading.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a memory file from the supervisor, which must have `bytes` bytes. Errors are those of `mmap(2)`,
-    /// or a wrong size.
+    /// Maps a memory file that the supervisor has sent. Returns an error if `mmap(2)` fails or if the file
+    /// size differs from `bytes`.
     pub fn new(file: &OwnedFd, bytes: u64, is_writable: bool) -> io::Result<Self> {
         let odd = || io::Error::other("a memory file has an unexpected size");
         if bytes == 0 || u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(bytes) {
@@ -127,15 +130,15 @@ impl Mapping {
         }
         let bytes = usize::try_from(bytes).map_err(|_| odd())?;
         let protection = ProtFlags::READ | if is_writable { ProtFlags::WRITE } else { ProtFlags::empty() };
-        // SAFETY: a new mapping at an address of the kernel's choice. The file has this size, and the
-        // supervisor sealed it against shrinking.
+        // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has the mapped
+        // size, and the supervisor has sealed it against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(odd)?;
         Ok(Self { base, bytes, is_writable })
     }
 
-    /// Returns the size in bytes.
+    /// Returns the size of the memory file in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
@@ -145,25 +148,29 @@ impl Mapping {
         self.bytes == 0
     }
 
-    /// Returns a pointer to the first byte. The other side can change the bytes at any time.
+    /// Returns a pointer to the first byte. Another process can change the bytes at any time.
     pub fn as_ptr(&self) -> *const u8 {
         self.base.as_ptr()
     }
 
-    /// Copies bytes from offset `at` until `into` is full. Panics if the mapping ends before that.
+    /// Copies bytes of the mapping, starting at offset `at`, until `into` is full. Panics if the mapping is
+    /// too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
-        assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of a memory file");
-        // SAFETY: both ranges have this length, and `into` cannot overlap the mapping. Concurrent writes of
-        // the other side can change the copied values, but any value is a valid byte.
+        assert!(
+            at <= self.bytes && into.len() <= self.bytes - at,
+            "the requested range is beyond the end of the memory file"
+        );
+        // SAFETY: both ranges have `into.len()` bytes, and `into` cannot overlap the mapping. Concurrent
+        // writes by another process can change the copied values, but any value is a valid byte.
         #[expect(unsafe_code, reason = "the other side can access the same memory at the same time")]
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(at), into.as_mut_ptr(), into.len());
         }
     }
 
-    /// Appends the first `count` bytes to a buffer. Panics if the mapping is shorter.
+    /// Appends the first `count` bytes of the mapping to `out`. Panics if the mapping is shorter.
     pub fn copy_to(&self, count: usize, out: &mut Vec<u8>) {
-        assert!(count <= self.bytes, "beyond the end of a memory file");
+        assert!(count <= self.bytes, "the requested range is beyond the end of the memory file");
         let is_fresh = out.capacity() < out.len() + count;
         out.reserve_exact(count);
         if is_fresh && count >= HUGE_BYTES {
@@ -182,8 +189,8 @@ impl Mapping {
     /// shorter or read-only.
     pub fn first(&self, count: usize) -> &[u8] {
         assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
-        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
-        // side can only read the file.
+        // SAFETY: the slice is within the mapping, which lives as long as this value. Other processes can
+        // only read the file.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts(self.base.as_ptr(), count)
@@ -193,8 +200,8 @@ impl Mapping {
     /// Returns the first `count` bytes for writing. Panics if the mapping is shorter or read-only.
     pub fn first_mut(&mut self, count: usize) -> &mut [u8] {
         assert!(self.is_writable && count <= self.bytes, "the memory file is read-only or too short");
-        // SAFETY: within the mapping, which this value owns, and which lives as long as this value. The other
-        // side can only read the file.
+        // SAFETY: the slice is within the mapping, which lives as long as this value. Other processes can
+        // only read the file.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             std::slice::from_raw_parts_mut(self.base.as_ptr(), count)
@@ -202,15 +209,15 @@ impl Mapping {
     }
 }
 
-/// Returns true if a lease's result had not been revoked when it was read before this call. The supervisor
-/// sets the mode of the file before it empties the file.
+/// Returns true if the result of a lease has not been revoked. Must be called after the result was read. The
+/// check is reliable because the supervisor changes the mode of the file before it empties the file.
 pub fn is_whole(result: &OwnedFd) -> bool {
     rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this length, and no pointer into the mapping is left.
+        // SAFETY: `new` has mapped exactly this range, and no pointer into the mapping is left.
         #[expect(unsafe_code, reason = "munmap(2) has no safe form")]
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }

@@ -1,5 +1,5 @@
-//! Outcomes of jobs: the table of outcomes and reasons that the wire protocol, the command line, HTTP and the
-//! metrics share. This module makes no decisions.
+//! Outcomes of jobs and the reasons for them. The wire protocol, the command line, the HTTP API and the
+//! metrics share these definitions. This module makes no decisions.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,13 +14,14 @@ codes! {
         No = 0 "no",
         /// The handler began.
         Yes = 1 "yes",
-        /// The worker died while it had the job. The progress of the job is unknown.
+        /// The worker died after the job had been dispatched to it, so it is unknown whether the handler
+        /// began.
         Unknown = 2 "unknown",
     }
 }
 
 codes! {
-    /// The party at fault for a failure, according to the handler.
+    /// The party that caused a failure, according to the handler.
     #[derive(Default)]
     Fault {
         /// The job itself was invalid. Such failures do not count against the health of the bulkhead.
@@ -34,17 +35,17 @@ codes! {
 /// The error that a handler returned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct HandlerFailure {
-    /// Error code for programs, a short word.
+    /// Short, machine-readable error code.
     pub code: String,
-    /// Message for people.
+    /// Human-readable message.
     pub message: String,
-    /// True if the same job may succeed later.
+    /// True if the same job can succeed later.
     pub retryable: bool,
-    /// The party at fault.
+    /// The party that caused the failure.
     pub fault: Fault,
 }
 
-/// The code of a [`HandlerFailure`] for a result larger than the bulkhead's `max_result`.
+/// Error code of a [`HandlerFailure`] whose result was larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
 
 codes! {
@@ -58,7 +59,7 @@ codes! {
         NotFound = 3 "not_found",
         /// The client cannot be identified.
         Unauthenticated = 4 "unauthenticated",
-        /// The client has no permission.
+        /// The client is not allowed to use the bulkhead.
         Forbidden = 5 "forbidden",
         /// The rate limit is exceeded.
         RateLimited = 6 "rate_limited",
@@ -68,19 +69,19 @@ codes! {
         Backpressure = 8 "backpressure",
         /// The queue is full.
         QueueFull = 9 "queue_full",
-        /// The job waited for its `queue_timeout`.
+        /// The job was still queued when `queue_timeout` expired.
         QueueTimeout = 10 "queue_timeout",
-        /// A job of higher priority needed the space.
+        /// The job was removed from the queue to make room for a job of higher priority.
         Shed = 11 "shed",
-        /// A newer job needed the space.
+        /// The job was removed from the queue to make room for a newer job.
         Evicted = 12 "evicted",
         /// The circuit breaker is open.
         CircuitOpen = 13 "circuit_open",
         /// The bulkhead or the supervisor accepts no more jobs.
         Draining = 14 "draining",
-        /// No worker runs, and none will be ready in time.
+        /// No worker is running, and none will be ready in time for the job.
         Unavailable = 15 "unavailable",
-        /// The supervisor has reached its limit of memory or clients.
+        /// The supervisor has reached its memory limit or its maximum number of clients.
         Overloaded = 16 "overloaded",
         /// The payload has killed too many workers.
         Quarantined = 17 "quarantined",
@@ -88,7 +89,7 @@ codes! {
 }
 
 impl RejectReason {
-    /// Returns true if the same job may be accepted later.
+    /// Returns true if the same job can be accepted later.
     pub const fn is_retryable(self) -> bool {
         !matches!(
             self,
@@ -101,7 +102,7 @@ impl RejectReason {
         )
     }
 
-    /// Returns true if the caller caused the rejection, which then says nothing about the health of the
+    /// Returns true if the caller caused the rejection. Such a rejection says nothing about the health of the
     /// bulkhead.
     pub const fn is_caller_fault(self) -> bool {
         match self {
@@ -112,7 +113,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the HTTP status.
+    /// Returns the HTTP status code for a job that ended this way.
     pub const fn http_status(self) -> u16 {
         match self {
             Self::Invalid => 400,
@@ -126,7 +127,7 @@ impl RejectReason {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::Invalid | Self::TooLarge | Self::Quarantined => 65,
@@ -138,9 +139,9 @@ impl RejectReason {
 }
 
 codes! {
-    /// The way in which a worker, or a program that it ran, ended while it had a job.
+    /// The reason why a worker, or a program that the worker ran, died during a job.
     CrashReason {
-        /// The process exited, with any status.
+        /// The process exited by itself, with any exit status.
         Exit = 1 "exit",
         /// The process was killed by a signal that the supervisor did not send.
         Signal = 2 "signal",
@@ -152,16 +153,16 @@ codes! {
         Protocol = 5 "protocol",
         /// The worker stopped sending heartbeats.
         Hung = 6 "hung",
-        /// The supervisor stopped before the job could end.
+        /// The supervisor stopped before the job ended.
         Stopped = 7 "stopped",
-        /// Another job brought the worker down.
+        /// Another job caused the death of the worker.
         Collateral = 8 "collateral",
         /// The host was lost before the job ended. Only a fleet reports this reason, never a supervisor.
         HostLost = 9 "host_lost",
     }
 }
 
-/// The end of a job.
+/// The way in which a job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The handler succeeded. The result is not part of the verdict.
@@ -170,22 +171,22 @@ pub enum Verdict {
     Failed(HandlerFailure),
     /// The job was rejected.
     Rejected {
-        /// Reason of the rejection.
+        /// Reason for the rejection.
         reason: RejectReason,
-        /// Message for people; can be empty.
+        /// Human-readable message; can be empty.
         message: String,
     },
     /// The deadline passed before the job ran.
     DeadlineQueued,
     /// The deadline passed while the job ran.
     DeadlineRunning,
-    /// The worker died while it had the job.
+    /// The worker died after the job had been dispatched to it.
     Crashed {
-        /// Kind of the crash.
+        /// The reason why the worker died.
         reason: CrashReason,
         /// Exit code (for [`CrashReason::Exit`]) or signal number (for [`CrashReason::Signal`]), if known.
         status: Option<i32>,
-        /// Message for people, such as "killed by SIGSEGV"; can be empty.
+        /// Human-readable message, such as "killed by SIGSEGV"; can be empty.
         message: String,
     },
     /// The client cancelled the job or disconnected.
@@ -213,7 +214,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the name of the reason. `None` for `ok` and `cancelled`.
+    /// Returns the name of the reason for the outcome. Returns `None` for `ok` and `cancelled`.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Ok | Self::Cancelled { .. } => None,
@@ -225,7 +226,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the message for people, if there is a message.
+    /// Returns the human-readable message, if there is one.
     pub fn message(&self) -> Option<&str> {
         let text = match self {
             Self::Failed(failure) => &failure.message,
@@ -245,7 +246,8 @@ impl Verdict {
         }
     }
 
-    /// Returns true if the same job can be sent again. `idempotent` is the declaration of the job's sender.
+    /// Returns true if sending the job again is safe and can succeed. `idempotent` is true if the client has
+    /// declared that the job can safely run twice.
     pub const fn is_retryable(&self, idempotent: bool) -> bool {
         match self {
             Self::Ok | Self::Cancelled { .. } => false,
@@ -256,7 +258,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the HTTP status.
+    /// Returns the HTTP status code for a job that ended this way.
     pub const fn http_status(&self) -> u16 {
         match self {
             Self::Ok => 200,
@@ -268,7 +270,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the exit code of the `bulkhead` command.
+    /// Returns the exit code of the `bulkhead` command for a job that ended this way.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Ok => 0,
@@ -284,38 +286,40 @@ impl Verdict {
 /// The final result of a job, with everything a caller needs to decide what to do next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The end of the job.
+    /// The way in which the job ended.
     pub verdict: Verdict,
-    /// The number of the job in events, crash reports and the worker, unique within the bulkhead. `None` if
-    /// the job was rejected.
+    /// Id of the job, which events, crash reports and the worker use as well. Unique within the bulkhead.
+    /// `None` if the job was rejected.
     pub job: Option<JobId>,
     /// The bulkhead that served or rejected the job.
     pub bulkhead: String,
-    /// Number of times a worker was given the job.
+    /// Number of times that the job was dispatched to a worker.
     pub attempts: u32,
-    /// Time for which the job waited for a permit.
+    /// Time that the job waited for a permit.
     pub queued: Duration,
-    /// Time for which a worker had the job.
+    /// Total time that the job spent in workers.
     pub ran: Duration,
-    /// Process id of the last worker of the job, as the supervisor sees it.
+    /// Process id of the last worker that the job was dispatched to, in the supervisor's pid namespace.
     pub worker_pid: Option<u32>,
-    /// True if the same job may succeed when sent again.
+    /// True if sending the job again is safe and can succeed.
     pub retryable: bool,
     /// Minimum time to wait before sending the job again.
     pub retry_after: Option<Duration>,
-    /// The time limit that applied, after clamping to `deadline_max`.
+    /// Time limit that applied to the job, after clamping to the bulkhead's `deadline_max`.
     pub deadline: Duration,
-    /// Maximum run time of each attempt, from dispatch, if there was a limit.
+    /// Maximum run time of each attempt, measured from dispatch. `None` if there was no limit.
     pub run_limit: Option<Duration>,
-    /// Exit status of the program that ran the job (`exec`), if it exited and the job ended `ok` or `failed`.
+    /// Exit status of the program that ran the job, for a bulkhead with `exec`. `None` if the program did not
+    /// exit, or if the job did not end `ok` or `failed`.
     pub status: Option<i32>,
     /// Id of the crash report about the crash that ended the job; `bulkhead crashes ID` shows the report.
-    /// `None` if the job did not crash, or if the crash was only counted because there were too many at once.
+    /// `None` if the job did not crash. Also `None` if too many crashes happened at once, so that this crash
+    /// was counted but not reported.
     pub report: Option<String>,
 }
 
 impl fmt::Display for Outcome {
-    /// Writes one line for people, such as `crashed (signal): killed by SIGSEGV`.
+    /// Writes a human-readable line, such as `crashed (signal): killed by SIGSEGV`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.verdict.name())?;
         if let Some(reason) = self.verdict.reason() {
@@ -333,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_and_names_are_unique_and_survive_the_round_trip() {
+    fn reject_reasons_have_unique_codes_and_names() {
         for reason in RejectReason::ALL {
             assert_eq!(RejectReason::from_code(reason.code()), Some(reason));
         }
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn reasons_map_to_http_status_exit_code_and_retry() {
+    fn verdicts_map_to_http_status_and_exit_code() {
         use RejectReason as R;
         let rows = [
             (R::Invalid, 400, 65, false),

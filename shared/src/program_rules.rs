@@ -1,37 +1,37 @@
-//! The confinement of a worker, passed from the keeper to the host of `exec` so that the host can confine
-//! each program further. It consists of the worker's Landlock rules, path by path, and separately the
-//! temporary folder. The data are in a file that is the host's standard input.
+//! Confinement of a worker, as the keeper passes it to the `exec` host. The host uses this data to confine
+//! each program further. The data consists of the worker's Landlock rules, with one grant for each path and a
+//! separate grant for the temporary folder. The host reads the data from a file on standard input.
 //!
-//! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. For each
-//! path follow the granted rights (64 bits), the length of the path (32 bits) and the path. The first path is
-//! that of the temporary folder, and is empty if there is no such folder.
+//! Numbers are little-endian. The file begins with the handled rights and the scopes, 64 bits each. The
+//! grants follow. Each grant consists of the granted rights (64 bits), the length of the path (32 bits) and
+//! the path. The first grant is for the temporary folder; the path is empty if there is no temporary folder.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of bytes that are read from the file.
+/// Maximum number of bytes that the host reads from the file with the rules.
 pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
 
-/// A path, and the Landlock rights granted for it and everything below.
+/// Landlock rights that are granted for a path and everything below it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
-    /// Absolute path, as the worker sees it.
+    /// Absolute path in the worker's view of the file system.
     pub path: PathBuf,
-    /// Sum of `LANDLOCK_ACCESS_FS_*`.
+    /// Sum of `LANDLOCK_ACCESS_FS_*` values.
     pub access: u64,
 }
 
-/// The Landlock rules of a worker, from which the rules of its programs are made.
+/// Landlock rules of a worker. The host derives the rules of each program from these.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProgramRules {
-    /// Rights that are withheld except for the grants; 0 without Landlock.
+    /// Access rights that Landlock denies unless a grant includes them; 0 if Landlock is not used.
     pub handled: u64,
-    /// Sum of `LANDLOCK_SCOPE_*`.
+    /// Sum of `LANDLOCK_SCOPE_*` values.
     pub scoped: u64,
-    /// The worker's temporary folder. Each program gets a subfolder.
+    /// Grant for the worker's temporary folder. Each program gets a subfolder of this folder.
     pub temporary: Option<Grant>,
-    /// All other grants.
+    /// Grants for all paths other than the temporary folder.
     pub grants: Vec<Grant>,
 }
 

@@ -2,7 +2,8 @@
 //! workers of its bulkhead. Messages are whole packets on a `SOCK_SEQPACKET` socket. The first byte is the
 //! kind of message; numbers are little-endian.
 
-/// Environment variable that makes a worker a template. Its link is then the keeper's socket.
+/// Environment variable that makes a process a template instead of a worker. The link descriptor of a
+/// template is a socket to the keeper.
 pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
 
 /// Number of descriptors sent with [`TemplateOrder::Fork`]: link, standard output and standard error of the new
@@ -15,17 +16,17 @@ pub const TEXT_BYTES_MAX: usize = 512;
 /// Maximum size of a message, in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 
-/// An order of the keeper.
+/// An order from the keeper to a template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateOrder {
-    /// Forks a worker whose temporary folder has the name [`folder_name`].
+    /// Forks a worker. [`folder_name`] returns the name of the worker's temporary folder.
     Fork {
         /// Spawn number of the worker.
         worker: u64,
-        /// Random part of the folder's name, which makes it unpredictable.
+        /// Random part of the folder's name, which makes the name unpredictable.
         secret: u128,
     },
-    /// Removes the temporary folder of a worker, of which no process is left.
+    /// Removes the temporary folder of a worker whose processes have all ended.
     Remove {
         /// Spawn number of the worker.
         worker: u64,
@@ -47,7 +48,7 @@ impl TemplateOrder {
         bytes
     }
 
-    /// Decodes a message. Returns `None` if it is invalid.
+    /// Decodes a message. Returns `None` if the bytes are invalid.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         let (worker, rest) = rest.split_first_chunk()?;
@@ -60,39 +61,41 @@ impl TemplateOrder {
     }
 }
 
-/// Returns the name of a forked worker's temporary folder, which is in the template's folder.
+/// Returns the name of a forked worker's temporary folder, which is a subfolder of the template's temporary
+/// folder.
 pub fn folder_name(worker: u64, secret: u128) -> String {
     format!("{worker}-{secret:032x}")
 }
 
-/// Returns the spawn number of the worker with this folder.
+/// Returns the spawn number of the worker whose temporary folder has this name. Returns `None` if the name is
+/// not that of such a folder.
 pub fn parse_folder_name(name: &str) -> Option<u64> {
     name.split_once('-')?.0.parse().ok()
 }
 
-/// A message of a template or of a forked worker.
+/// A message to the keeper from a template or a forked worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemplateMessage<'a> {
     /// The template is initialised and can fork.
     Ready,
-    /// Current activity, for people.
+    /// Human-readable description of the template's current activity.
     Status(&'a str),
     /// The template cannot start, for the given reason, and exits.
     StartFailed(&'a str),
-    /// The template needs more time to be ready, in milliseconds.
+    /// The template needs more time to start: the given number of milliseconds from now.
     Extend(u32),
     /// The template has forked a worker.
     Forked {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process id of the worker, as the template sees it.
+        /// Process id of the worker, in the template's pid namespace.
         pid: u32,
     },
     /// The fork failed, or the forked process could not become a worker.
     ForkFailed {
         /// Spawn number of the worker.
         worker: u64,
-        /// Error number.
+        /// Error number, as in `errno`.
         errno: i32,
         /// The failed step; empty if the fork itself failed.
         step: &'a str,
@@ -140,7 +143,7 @@ impl<'a> TemplateMessage<'a> {
         length
     }
 
-    /// Decodes a message. Returns `None` if it is invalid.
+    /// Decodes a message. Returns `None` if the bytes are invalid.
     pub fn decode(bytes: &'a [u8]) -> Option<Self> {
         let (kind, rest) = bytes.split_first()?;
         let text = || std::str::from_utf8(rest).ok();
@@ -171,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding_and_garbage_is_rejected() {
+    fn template_messages_survive_encoding() {
         let words = [
             TemplateMessage::Ready,
             TemplateMessage::Status("loads"),

@@ -1,8 +1,8 @@
 //! Escapes texts of workers and clients before they are printed, logged or written as JSON.
 
-/// Returns true if a terminal may interpret the character, reorder text because of it, or not display it.
-/// Such characters are control and format characters, including line feed and tab, and line and paragraph
-/// separators.
+/// Returns true if a terminal can interpret the character as a command, reorder text because of it, or leave
+/// it invisible. This applies to control characters (including line feed and tab), format characters, and
+/// line and paragraph separators.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -10,7 +10,8 @@ pub fn is_unprintable(c: char) -> bool {
             | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Escapes characters for which [`is_unprintable`] is true, except line feed and tab, for example as `\u{202e}`.
+/// Escapes all characters for which [`is_unprintable`] is true, except line feed and tab. An escaped
+/// character looks like `\u{202e}`.
 pub fn escape(text: &str) -> String {
     let escaped = |c: char| {
         if is_unprintable(c) && !matches!(c, '\n' | '\t') { c.escape_default().to_string() } else { c.into() }
@@ -18,8 +19,8 @@ pub fn escape(text: &str) -> String {
     text.chars().map(escaped).collect()
 }
 
-/// Escapes characters for which [`is_unprintable`] is true in a line of JSON. They occur only in strings, so the
-/// JSON keeps its meaning.
+/// Escapes all characters for which [`is_unprintable`] is true in a line of JSON. Such characters occur only
+/// in strings, so the meaning of the JSON does not change.
 pub fn escape_json(json: &str) -> String {
     if !json.contains(is_unprintable) {
         return json.to_owned();
@@ -28,7 +29,8 @@ pub fn escape_json(json: &str) -> String {
     json.chars().map(|c| if is_unprintable(c) { units(c) } else { String::from(c) }).collect()
 }
 
-/// Implements `Debug` of error types by `Display`, because `main` prints a returned error by `Debug`.
+/// Implements `Debug` for error types with the output of `Display`, because errors returned from `main` are
+/// printed with `Debug`.
 #[macro_export]
 macro_rules! debug_by_display {
     ($($type:ty),+) => {$(
@@ -45,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_all_control_and_format_characters() {
+    fn control_and_format_characters_are_escaped() {
         let controls = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
         for c in
             controls.chain("\u{202e}\u{2066}\u{200b}\u{200f}\u{61c}\u{2028}\u{feff}\u{ad}\u{e0041}".chars())

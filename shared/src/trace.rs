@@ -1,18 +1,20 @@
-//! W3C `traceparent`: parsing, fields, and continuation with another span. Never starts a trace.
+//! Parses a W3C `traceparent`, returns its fields, and replaces the span id. This module never starts a
+//! trace.
 
 use std::fmt;
 use std::num::NonZeroU64;
 
-/// Length of a `traceparent` in bytes: version, trace, span and flags, separated by dashes.
+/// Length of a version 00 `traceparent` in bytes. The fields are version, trace id, span id and flags,
+/// separated by dashes.
 const BYTES: usize = 55;
 
-/// Positions of the dashes.
+/// Offsets of the dashes in a `traceparent`.
 const DASHES: [usize; 3] = [2, 35, 52];
 
-/// Flags that are passed on: sampled, and random trace id.
+/// Trace flags that are passed on: sampled, and random trace id.
 const FLAGS_KNOWN: u8 = 0b11;
 
-/// A valid `traceparent`, by the rules of Trace Context.
+/// A `traceparent` that is valid according to W3C Trace Context.
 ///
 /// ```
 /// use bulkhead_shared::trace::Traceparent;
@@ -26,8 +28,8 @@ const FLAGS_KNOWN: u8 = 0b11;
 pub struct Traceparent([u8; BYTES]);
 
 impl Traceparent {
-    /// Parses a `traceparent`: four parts in lower-case hexadecimal digits, with nonzero trace and span. A
-    /// later version can have more parts after a fifth dash, which are ignored.
+    /// Parses a `traceparent`: four fields of lower-case hexadecimal digits, with a nonzero trace id and span
+    /// id. Versions after 00 can have further fields, which are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = match text.split_at_checked(BYTES) {
             Some((known, more)) if more.starts_with('-') && !known.starts_with("00") => known,
@@ -46,29 +48,30 @@ impl Traceparent {
         is_sensible.then_some(read)
     }
 
-    /// Returns the text as it is sent.
+    /// Returns the `traceparent` as text.
     pub fn as_str(&self) -> &str {
         // The bytes are always ASCII.
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// Returns the trace id: 32 digits.
+    /// Returns the trace id, which has 32 hexadecimal digits.
     pub fn trace_id(&self) -> &str {
         &self.as_str()[DASHES[0] + 1..DASHES[1]]
     }
 
-    /// Returns the span id, which is the parent of the receiver's spans: 16 digits.
+    /// Returns the span id, which has 16 hexadecimal digits. It identifies the parent of the receiver's
+    /// spans.
     pub fn span_id(&self) -> &str {
         &self.as_str()[DASHES[1] + 1..DASHES[2]]
     }
 
-    /// Returns true if the sender records the trace.
+    /// Returns true if the sampled flag is set, which means that the sender may have recorded the trace.
     pub fn is_sampled(&self) -> bool {
         self.flags() & 1 != 0
     }
 
-    /// Returns the same trace with another span as parent. The result has version 00, the only version known
-    /// here, without unknown flags.
+    /// Returns the `traceparent` with `span` as the span id. The result has version 00, because later
+    /// versions are unknown to this module, and keeps only the flags sampled and random trace id.
     #[must_use]
     pub fn with_span(&self, span: NonZeroU64) -> Self {
         let mut bytes = self.0;
@@ -82,7 +85,7 @@ impl Traceparent {
         Self(bytes)
     }
 
-    /// Returns the low four flags. The others have no meaning.
+    /// Returns the lower four bits of the flags. The upper bits have no defined meaning.
     fn flags(&self) -> u8 {
         (self.0[BYTES - 1] as char).to_digit(16).map_or(0, |digit| digit as u8)
     }
@@ -121,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn known_part_of_a_later_version_is_parsed() {
+    fn traceparent_of_later_version_keeps_known_fields() {
         let later = GOOD.replace("00-", "01-");
         for text in [later.clone(), format!("{later}-"), format!("{later}-what-comes-then")] {
             assert_eq!(Traceparent::parse(&text).unwrap().as_str(), later, "{text}");
@@ -132,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn last_bit_of_the_flags_means_sampled() {
+    fn last_flag_bit_marks_trace_as_sampled() {
         for (flags, is_sampled) in [("00", false), ("01", true), ("02", false), ("03", true), ("fe", false)] {
             let text = format!("{}{flags}", &GOOD[..53]);
             assert_eq!(Traceparent::parse(&text).unwrap().is_sampled(), is_sampled, "{flags}");
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn replacing_the_span_keeps_the_trace() {
+    fn new_span_keeps_trace_id() {
         let given = Traceparent::parse(&GOOD.replace("00-", "cc-").replace("-01", "-ff")).unwrap();
         let own = given.with_span(NonZeroU64::new(0x0123_4567_89ab_cdef).unwrap());
         assert_eq!(own.as_str(), "00-0af7651916cd43dd8448eb211c80319c-0123456789abcdef-03");

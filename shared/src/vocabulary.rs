@@ -1,18 +1,18 @@
-//! Enums with a fixed vocabulary. Each value has a word, and a wire number if it crosses a socket, declared
-//! in one row.
+//! Enums with a fixed vocabulary. One row declares a value, the word for the value, and a wire number if the
+//! value is sent over a socket.
 
-/// A type whose values are written as words.
+/// A type in which each value has a fixed word.
 pub trait Vocabulary: Copy + PartialEq + 'static {
     /// All values.
     const ALL: &'static [Self];
 
-    /// The words of all values.
+    /// The words of all values, in the order of [`Vocabulary::ALL`].
     const WORDS: &'static [&'static str];
 
-    /// Returns the word of the value, which all interfaces use.
+    /// Returns the word of the value. All interfaces use this word.
     fn name(self) -> &'static str;
 
-    /// Returns the value of a word.
+    /// Returns the value with the given word. Returns `None` if no value has this word.
     fn from_word(word: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|value| value.name() == word)
     }
@@ -32,7 +32,7 @@ macro_rules! vocabulary {
     };
 }
 
-/// Implements the words of an enum that is declared elsewhere.
+/// Implements `Vocabulary` for an enum that is declared elsewhere.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! words {
@@ -41,7 +41,7 @@ macro_rules! words {
             /// All values, in the order of declaration.
             pub const ALL: [Self; [$($word),*].len()] = [$(Self::$value),*];
 
-            /// Returns the word of the value, which all interfaces use.
+            /// Returns the word of the value. All interfaces use this word.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$value => $word,)*
@@ -60,7 +60,8 @@ macro_rules! words {
     };
 }
 
-/// Declares an enum with words and wire numbers: `Value = 1 "word"`. A number never changes its meaning.
+/// Declares an enum with words and wire numbers: `Value = 1 "word"`. The meaning of a wire number never
+/// changes.
 macro_rules! codes {
     ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $code:literal $word:literal,)* }) => {
         $(#[$about])*
@@ -73,12 +74,13 @@ macro_rules! codes {
         $crate::words!($name { $($value = $word,)* });
 
         impl $name {
-            /// Returns the number on the wire.
+            /// Returns the wire number of the value.
             pub const fn code(self) -> u8 {
                 self as u8
             }
 
-            /// Returns the value of a wire number, if this version knows it.
+            /// Returns the value with the given wire number. Returns `None` if this version does not know the
+            /// number.
             pub const fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$value),)*

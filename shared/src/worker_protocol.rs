@@ -1,9 +1,9 @@
-//! The messages between the supervisor and a worker, version 1. The structures are frozen, one per kind of
-//! frame. A worker opens with [`Hello`](crate::client_protocol::Hello) in the role of a worker. The number of
-//! every frame about a job is the job's number.
+//! Messages between the supervisor and a worker, protocol version 1. Each kind of frame has a structure that
+//! never changes. A worker begins with a [`Hello`](crate::client_protocol::Hello) in the role of a worker.
+//! The number of every frame about a job is the id of the job.
 //!
-//! `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT` and `STOPPING` have [`Empty`] metadata. So has `RESULT`, with
-//! the result as payload.
+//! Frames of the kinds `CANCEL_JOB`, `DRAIN`, `READY`, `HEARTBEAT`, `STOPPING` and `RESULT` have [`Empty`]
+//! metadata. The payload of `RESULT` is the result of the job.
 
 use bincode::{BorrowDecode, Encode};
 
@@ -12,8 +12,8 @@ use crate::flat::flat;
 /// Environment variable with the descriptor number of the worker's link, a connected socket.
 pub const LINK_VARIABLE: &str = "BULKHEAD_LINK_FD";
 
-/// Environment variable with the descriptor number of the program or library that a host runs. Set if the
-/// worker's user cannot reach the path.
+/// Environment variable with the descriptor number of the program or library that a host runs. Set only if
+/// the worker's user cannot access the program or library by its path.
 pub const PROGRAM_VARIABLE: &str = "BULKHEAD_PROGRAM_FD";
 
 /// Capabilities of a worker, sent in its hello.
@@ -21,14 +21,14 @@ pub mod capability {
     /// Sends heartbeats from a separate thread, so that the supervisor can require them while jobs run.
     pub const DISPATCH_THREAD: u64 = 1;
 
-    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): the last one sets the number of concurrent jobs.
-    /// Other workers keep the limit of their welcome.
+    /// Supports [`LIMITS`](crate::frame::kind::LIMITS): a frame that changes the maximum number of concurrent
+    /// jobs. A worker without this capability keeps the maximum from its welcome.
     pub const RESIZE: u64 = 2;
 
-    /// Accepts more jobs than it runs at once, and begins jobs in the order of arrival. Begins a job only
-    /// when the previous reply is on its link or in its [journal](crate::journal), and only if the journal
-    /// does not mark the job as recalled. (In an earlier protocol, 4 had this meaning, and the supervisor
-    /// asked for jobs back. 4 is not reused.)
+    /// Accepts more jobs than it can run at once, and begins jobs in the order of arrival. Begins a job only
+    /// after the previous reply was sent or written to the [journal](crate::journal), and only if the journal
+    /// does not mark the job as recalled. (The value 4 must not be reused. It had this meaning in an earlier
+    /// version of the protocol, in which the supervisor had to ask the worker to return jobs.)
     pub const PREFETCH: u64 = 32;
 
     /// Supports [memory files](crate::memory_files), and therefore always reads its link with `recvmsg(2)`.
@@ -41,7 +41,8 @@ pub mod capability {
 
 /// Capabilities of the supervisor, sent in a worker's welcome.
 pub mod welcome_capability {
-    /// Reads heartbeat times in the [journal](crate::journal). The worker must not send heartbeats.
+    /// Reads heartbeat times from the [journal](crate::journal). The worker must therefore not send heartbeat
+    /// frames.
     pub const JOURNAL_HEARTBEATS: u64 = 1;
 }
 
@@ -50,17 +51,17 @@ pub mod welcome_capability {
 pub struct WorkerWelcome<'a> {
     /// Protocol version that both sides will use.
     pub version: u16,
-    /// Maximum size of a frame that the supervisor accepts, in bytes after the header.
+    /// Maximum size of a frame that the supervisor accepts, in bytes, not counting the header.
     pub frame_bytes_max: u32,
-    /// Sum of [`welcome_capability`].
+    /// Sum of the supervisor's [`welcome_capability`] values.
     pub capabilities: u64,
-    /// Slot of the worker in the bulkhead.
+    /// Index of the worker's slot in the bulkhead.
     pub slot: u32,
-    /// Generation of the worker.
+    /// Generation of the worker, which distinguishes successive workers.
     pub generation: u32,
-    /// Maximum number of concurrent jobs, until a [`Limits`] changes it.
+    /// Maximum number of concurrent jobs, until a [`Limits`] message changes the maximum.
     pub max_in_flight: u32,
-    /// Interval between heartbeats in milliseconds; 0 for no heartbeats.
+    /// Interval between heartbeats in milliseconds; 0 disables heartbeats.
     pub heartbeat_ms: u32,
     /// Maximum size of a result in bytes. The worker must report a larger result as `failed` with the code
     /// [`RESULT_TOO_LARGE`](crate::outcome::RESULT_TOO_LARGE).
@@ -69,16 +70,16 @@ pub struct WorkerWelcome<'a> {
     pub bulkhead: &'a str,
 }
 
-/// Empty metadata, for frames that need only kind and number.
+/// Empty metadata, for kinds of frames without any fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Encode, BorrowDecode)]
 pub struct Empty;
 
 /// [`JOB`](crate::frame::kind::JOB): a job to run. The payload follows the metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Job<'a> {
-    /// Operation for the handler; can be empty.
+    /// Operation that the handler performs; can be empty.
     pub operation: &'a str,
-    /// Tenant; can be empty.
+    /// Tenant that the job belongs to; can be empty.
     pub tenant: &'a str,
     /// Time until the deadline, in microseconds.
     pub remaining_us: u64,
@@ -86,8 +87,8 @@ pub struct Job<'a> {
 
 flat!(Job: [operation, tenant], [remaining_us: u64], []);
 
-/// [`LIMITS`](crate::frame::kind::LIMITS): a change of the welcome's limits. Sent at any time after the
-/// welcome, but never to a worker without [`capability::RESIZE`].
+/// [`LIMITS`](crate::frame::kind::LIMITS): changes limits that the welcome has set. The supervisor can send
+/// this frame at any time after the welcome, but only to a worker with [`capability::RESIZE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Limits {
     /// New maximum number of concurrent jobs; can be 0. Jobs that the worker already has are not recalled.
@@ -97,11 +98,11 @@ pub struct Limits {
 /// [`FAILED`](crate::frame::kind::FAILED): an error from the handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed<'a> {
-    /// Error code for programs, a short word.
+    /// Short, machine-readable error code.
     pub code: &'a str,
-    /// Message for people.
+    /// Human-readable message.
     pub message: &'a str,
-    /// 1 if the same job may succeed later.
+    /// 1 if the same job can succeed later, otherwise 0.
     pub retryable: u8,
     /// 1 if the caller is at fault, 2 if the dependency is.
     pub fault: u8,
@@ -109,21 +110,22 @@ pub struct Failed<'a> {
 
 flat!(Failed: [code, message], [retryable: u8, fault: u8], []);
 
-/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The client gets it as
-/// [`Progress`](crate::client_protocol::Progress).
+/// [`PROGRESSED`](crate::frame::kind::PROGRESSED): progress of a job. The supervisor forwards it to the
+/// client as [`Progress`](crate::client_protocol::Progress).
 pub type Progressed<'a> = crate::client_protocol::Progress<'a>;
 
-/// [`STATUS`](crate::frame::kind::STATUS): current activity of the worker, for people.
+/// [`STATUS`](crate::frame::kind::STATUS): human-readable description of the worker's current activity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Status<'a> {
-    /// Short text. After a failed initialisation, the reason.
+    /// Short description of the activity, or the reason why the initialisation failed.
     pub text: &'a str,
 }
 
 /// [`EXTEND_START`](crate::frame::kind::EXTEND_START): the initialisation needs more time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Extend {
-    /// Additional time from now, in milliseconds; at most the bulkhead's `start.ready` per frame.
+    /// Time that the initialisation still needs, in milliseconds from now. Each frame can request at most the
+    /// bulkhead's `start.ready`.
     pub more_ms: u32,
 }
 
@@ -133,6 +135,6 @@ pub struct Extend {
 pub struct ProgramCrashed<'a> {
     /// Signal number, from 1 to 64.
     pub signal: i32,
-    /// Message for people, with the tail of the program's standard error.
+    /// Human-readable message with the last part of the program's standard error.
     pub message: &'a str,
 }

@@ -1,6 +1,6 @@
-//! Compares the serializer's bytes with a second encoder, which follows the rules of `docs/protocol.md` by
-//! hand. So another serializer can replace this one, and the page is sufficient for programs in other
-//! languages.
+//! Compares the output of the serializer with that of a hand-written encoder, which follows the rules in
+//! `docs/protocol.md`. This shows that programs in other languages can be written from that page alone, and
+//! that the serializer could be replaced.
 
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
 use bulkhead_shared::codec;
@@ -8,7 +8,7 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome,
 };
 
-/// A value of a type that the page describes.
+/// A value that can be encoded by the rules in `docs/protocol.md`.
 trait ByHand {
     fn put(&self, out: &mut Vec<u8>);
 }
@@ -32,7 +32,7 @@ impl ByHand for &str {
     }
 }
 
-/// Encodes the extensions after a structure.
+/// Encodes the extensions that follow a structure.
 fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     (extensions.len() as u64).put(out);
     for (tag, bytes) in extensions {
@@ -42,7 +42,7 @@ fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
     }
 }
 
-/// Decodes a message of the type of the first argument.
+/// Decodes a message of the same type as the first argument.
 fn decode_like<'a, M: codec::Message<'a>>(
     _: &M,
     bytes: &'a [u8],
@@ -51,7 +51,7 @@ fn decode_like<'a, M: codec::Message<'a>>(
     codec::decode(bytes, known).unwrap()
 }
 
-/// Encodes a structure of these fields in both ways, and decodes it.
+/// Encodes a message with the serializer and by hand, checks that the bytes are equal, and decodes them.
 macro_rules! same {
     ($extensions:expr, $message:ident { $($field:ident: $value:expr),* $(,)? }) => {{
         let message = $message { $($field: $value),* };
@@ -70,7 +70,7 @@ macro_rules! same {
 }
 
 #[test]
-fn independent_encoder_writes_the_same_bytes() {
+fn hand_written_encoder_writes_same_bytes_as_codec() {
     let long = "ä".repeat(150);
     let extensions: [&[(u16, &[u8])]; 3] = [
         &[],

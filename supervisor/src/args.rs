@@ -1,4 +1,4 @@
-//! The command line of `bulkhead-supervisor`.
+//! Command-line arguments of `bulkhead-supervisor`.
 
 use std::path::PathBuf;
 
@@ -9,19 +9,20 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(name = "bulkhead-supervisor", version)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
-    /// The configuration file, which defines the bulkheads and their limits
+    /// Configuration file, which defines the bulkheads and their limits
     #[arg(long, value_name = "FILE", required_unless_present = "schema")]
     pub config: Option<PathBuf>,
 
-    /// Check the configuration, print the resulting settings, and exit with 0 or 2
+    /// Check the configuration and print the resulting settings. The exit code is 0 if the configuration is
+    /// valid, otherwise 2
     #[arg(long)]
     pub check: bool,
 
-    /// With --check: also start one confined worker of each bulkhead, and report each failure with its cause
+    /// With --check, also start one confined worker of each bulkhead, and report the cause of each failure
     #[arg(long, requires = "check")]
     pub start: bool,
 
-    /// Print the JSON schema of the configuration, for editors
+    /// Print the JSON schema of the configuration file, for use in editors
     #[arg(long, exclusive = true)]
     pub schema: bool,
 
@@ -33,21 +34,22 @@ pub struct Args {
     #[arg(long, default_value = "info", value_name = "LEVEL")]
     pub log_level: String,
 
-    /// Whether the log includes the stdout and stderr of workers; `bulkhead logs` always shows both
+    /// Whether the log includes the standard output and standard error of workers; `bulkhead logs` always
+    /// shows both
     #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "WHETHER")]
     pub log_output: LogOutput,
 
-    /// Stop at once when this inherited descriptor is closed at its other end (a pipe or socket), or its
-    /// process has ended (a pidfd)
+    /// Stop immediately when the other end of this inherited pipe or socket is closed, or when the process of
+    /// this inherited pidfd has exited
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
-    /// Remove this folder with its contents when the supervisor ends. The folder must belong to this user and
-    /// have mode 0700
+    /// Remove this folder with all its contents when the supervisor ends. The folder must belong to the
+    /// supervisor's user and have mode 0700
     #[arg(long, value_name = "FOLDER", requires = "while_open")]
     pub own_folder: Option<PathBuf>,
 
-    /// Command to run instead of a supervisor
+    /// Command to run instead of starting a supervisor
     #[command(subcommand)]
     pub command: Option<Command>,
 }
@@ -55,9 +57,9 @@ pub struct Args {
 /// A command that runs instead of a supervisor.
 #[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
 pub enum Command {
-    /// Print which layers of confinement this kernel and user support, and the reasons for missing ones
+    /// Print which layers of confinement are available for this user on this kernel, and why others are not
     Doctor {
-        /// Print one JSON array
+        /// Print the result as a JSON array
         #[arg(long)]
         json: bool,
     },
@@ -74,9 +76,9 @@ pub enum LogOutput {
 /// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// Text for people.
+    /// Human-readable text.
     Text,
-    /// A JSON object per line.
+    /// One JSON object per line.
     Json,
 }
 
@@ -85,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requires_configuration_or_command() {
+    fn supervisor_requires_configuration_or_command() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert!(parse("x --config a --check --start").unwrap().start);

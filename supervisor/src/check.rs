@@ -1,7 +1,8 @@
-//! `--check --start`: starts a worker of each bulkhead like the supervisor would, and reports each failure
-//! with the cause. A bulkhead with a template also starts the template.
+//! Implements `--check --start`. Starts a worker of each bulkhead as the supervisor would, including the
+//! template if the bulkhead has one, and reports the cause of each failure.
 //!
-//! Takes no sockets and no locks, so the check can run next to a supervisor with the same configuration.
+//! The check binds no sockets and takes no locks, so that it can run while a supervisor with the same
+//! configuration is running.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -27,20 +28,20 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::supervisor::{RunError, system};
 
-/// Maximum time for the keeper to carry out an order.
+/// Maximum time to wait until the keeper has executed an order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum time for a worker to exit after closing the link.
+/// Maximum time to wait until a worker that has closed the link exits.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum size of a frame that a worker sends before it is ready, in bytes.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of the worker output shown in a failure, in bytes.
+/// Maximum number of bytes of a worker's output that the description of a failure quotes.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
-/// Returns the source of worker ids for this user. For root this is always the host: root's ability to change
-/// ids is tested when the workers start.
+/// Returns the source of user ids for workers that the current user can use. For root, this is always the
+/// host, because starting the workers shows whether root can change user ids.
 pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
@@ -53,10 +54,10 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     }
 }
 
-/// Starts a worker of each bulkhead, one after the other. Writes a TOML comment line to `out` for each
-/// success, and returns a sentence for each failure.
+/// Starts a worker of each bulkhead, one after the other. Writes a TOML comment to `out` for each worker that
+/// started, and returns a sentence for each that did not.
 ///
-/// Must be called before any other thread has been started.
+/// Must be called before the process has started any other thread.
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
     let host = program::require_host(config)?;
     let support = SandboxSupport::probe(config, IdUse::Check);
@@ -102,23 +103,24 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// The keeper, and the workers and templates ordered so far.
+/// State of the check: the keeper, and the processes that it was ordered to start.
 struct StartCheck {
     keeper: Keeper,
-    /// Number of orders so far, which is also the number of the latest worker or template.
+    /// Number of workers and templates ordered so far, which is also the number of the latest one.
     ordered: u64,
-    /// Exits that were reported but not yet consumed by [`StartCheck::take_exit`].
+    /// Exits that the keeper has reported, by number of the process, until [`StartCheck::take_exit`] returns
+    /// them.
     exits: BTreeMap<u64, keeper::Exit>,
 }
 
-/// A worker or a template that was ordered.
+/// A worker or template that the keeper was ordered to start.
 struct StartedProcess {
     number: u64,
-    /// Threads that read its stdout and stderr.
+    /// Threads that read standard output and standard error of the process.
     readers: [JoinHandle<String>; 2],
 }
 
-/// The result of starting a worker or template.
+/// Result of starting a worker or template.
 struct StartResult {
     process: StartedProcess,
     ready: Result<(), StartFailure>,
@@ -126,8 +128,8 @@ struct StartResult {
 }
 
 impl StartResult {
-    /// Returns an error with the output if the worker or template did not become ready. Waits for the end of
-    /// its output.
+    /// Waits for the end of the process's output. If the worker or template did not become ready, returns an
+    /// error that quotes the output.
     fn into_result(self, what: &str) -> Result<(), String> {
         let output: String =
             self.process.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
@@ -144,7 +146,8 @@ impl StartResult {
 }
 
 impl StartCheck {
-    /// Starts a worker, with its template if there is one. Ends both once the worker is ready.
+    /// Starts a worker and, if the bulkhead has one, the template. Stops both when the worker is ready or has
+    /// failed.
     fn start(
         &mut self,
         program: &Program,
@@ -169,7 +172,7 @@ impl StartCheck {
         result.into_result(program.path_for_messages()).map(|()| observed)
     }
 
-    /// Starts a template and a worker forked from it.
+    /// Starts a template and a worker that the template forks.
     fn start_forked(
         &mut self,
         program: &Program,
@@ -188,8 +191,8 @@ impl StartCheck {
                 keeper.fork((worker, number), link, stdout, stderr)
             })
         });
-        // End the template before reading the rest of the worker's output, because the template may hold the
-        // pipes open too.
+        // The template is stopped before the rest of the worker's output is read, because the template may
+        // also hold the pipes open.
         let exit = self.stop(number, Duration::ZERO)?;
         StartResult { process: template, ready, exit }.into_result(&what)?;
         let (observed, result) = forked.ok_or_else(keeper_timeout)??;
@@ -198,7 +201,7 @@ impl StartCheck {
             .map(|()| observed)
     }
 
-    /// Starts a worker, waits until it is ready or has failed, and ends it.
+    /// Starts a worker, waits until the worker is ready or has failed, and stops it.
     fn start_worker(
         &mut self,
         program: &Program,
@@ -214,15 +217,15 @@ impl StartCheck {
             .spawned(number)
             .map_err(|why| format!("failed to start {}: {why}", program.path_for_messages()))?;
         let ready = handshake(link, program, bulkhead);
-        // A worker that closed the link is about to exit, so wait for the exit status. Any other worker is
-        // killed.
+        // A worker that has closed the link is about to exit, so the check waits for the exit status. Any
+        // other worker is killed immediately.
         let timeout =
             if matches!(ready, Err(StartFailure::Closed(_))) { EXIT_TIMEOUT } else { Duration::ZERO };
         let exit = self.stop(number, timeout)?;
         Ok((observed, StartResult { process: ordered, ready, exit }))
     }
 
-    /// Orders a worker or template with the next number, with pipes for its output.
+    /// Orders a worker or template with the next number, and starts reading its output.
     fn order(
         &mut self,
         send_order: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
@@ -235,7 +238,8 @@ impl StartCheck {
         Ok(StartedProcess { number, readers: [read_in_background(stdout), read_in_background(stderr)] })
     }
 
-    /// Waits for a report for which `wanted` returns `Some`. Returns `None` after `timeout`.
+    /// Waits for a report of the keeper for which `wanted` returns `Some`. Returns `None` if there is no such
+    /// report within `timeout`.
     fn wait<T>(
         &mut self,
         timeout: Duration,
@@ -273,7 +277,8 @@ impl StartCheck {
         spawned.unwrap_or_else(|| Err(keeper_timeout()))
     }
 
-    /// Waits until a template can fork. The outer error is a failure of the keeper.
+    /// Waits until a template can fork workers. The outer error is a failure of the keeper, the inner one a
+    /// failure of the template.
     fn await_template(&mut self, number: u64, max: Duration) -> Result<Result<(), StartFailure>, String> {
         let (mut deadline, mut status) = (Instant::now() + max, None);
         loop {
@@ -297,7 +302,8 @@ impl StartCheck {
         }
     }
 
-    /// Kills the process unless it exits within `timeout`. Returns its exit status.
+    /// Waits until the process exits, and kills it if it does not exit within `timeout`. Returns the exit
+    /// status.
     fn stop(&mut self, number: u64, timeout: Duration) -> Result<keeper::Exit, String> {
         if let Some(exit) = self.take_exit(number, timeout)? {
             return Ok(exit);
@@ -306,7 +312,8 @@ impl StartCheck {
         self.take_exit(number, ORDER_TIMEOUT)?.ok_or_else(keeper_timeout)
     }
 
-    /// Returns the exit status, or `None` if the process did not exit within `timeout`.
+    /// Waits until the process exits. Returns the exit status, or `None` if the process did not exit within
+    /// `timeout`.
     fn take_exit(&mut self, number: u64, timeout: Duration) -> Result<Option<keeper::Exit>, String> {
         if !self.exits.contains_key(&number) {
             self.wait(timeout, |report| {
@@ -326,13 +333,13 @@ fn quote_output(output: &str) -> String {
     if lines.is_empty() { String::new() } else { format!("; output:{lines}") }
 }
 
-/// Reads all output of the worker, so that the worker never blocks on the pipe. Returns the first
-/// [`OUTPUT_BYTES_MAX`] bytes.
+/// Reads all output from a pipe on a separate thread, so that the worker never blocks on a full pipe. The
+/// thread returns the first [`OUTPUT_BYTES_MAX`] bytes.
 fn read_in_background(pipe: OwnedFd) -> JoinHandle<String> {
     std::thread::spawn(move || {
         let mut pipe = std::fs::File::from(pipe);
         let mut start = Vec::new();
-        // Best effort: unreadable output is left out of the report.
+        // Errors are ignored. Output that cannot be read is missing in the report.
         let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
         let _ = io::copy(&mut pipe, &mut io::sink());
         String::from_utf8_lossy(&start).into_owned()
@@ -355,15 +362,15 @@ fn describe_exit(exit: keeper::Exit) -> String {
     }
 }
 
-/// Reasons why a worker did not become ready.
+/// Reason why a worker or template did not become ready.
 enum StartFailure {
-    /// The worker closed its link. Holds the worker's last status message, or a hint.
+    /// The process closed the link. Contains the last status message of the process, or a hint.
     Closed(Option<String>),
-    /// Any other reason. The text fits after the program's name.
+    /// Any other reason. The text continues a sentence that begins with the name of the program.
     Other(String),
 }
 
-/// Performs the handshake with a worker and waits until it is ready.
+/// Performs the handshake with a worker, and waits until the worker is ready.
 fn handshake(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), StartFailure> {
     let timeout_error = |deadline: Instant, what: &'static str| {
         move |error: io::Error| match error.kind() {
@@ -435,7 +442,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
             kind::READY => return Ok(()),
             kind::EXTEND_START => {
                 let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
-                // An extension never shortens the deadline.
+                // A request for more time never shortens the time that is left.
                 deadline = deadline.max(Instant::now() + Duration::from_millis(more.into()).min(max));
             }
             kind::STATUS => {
@@ -447,7 +454,7 @@ fn await_ready(link: &mut UnixStream, mut deadline: Instant, max: Duration) -> R
     }
 }
 
-/// Reads the next frame. Returns the header and the metadata, and drops the rest of the body.
+/// Reads the next frame from the link. Returns the header and the metadata, and drops the rest of the frame.
 fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8>)> {
     let mut read = |buffer: &mut [u8]| {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -470,9 +477,9 @@ fn frame(link: &mut UnixStream, deadline: Instant) -> io::Result<(Header, Vec<u8
 mod tests {
     use super::*;
 
-    /// Each line is indented. Tabs are kept.
+    /// Also checks that each line is indented and that tabs are kept.
     #[test]
-    fn quotes_worker_output_without_control_characters() {
+    fn quoted_worker_output_contains_no_control_characters() {
         let actual = quote_output("one\ttwo\n\x1b[31mred\x07\rover\0");
         assert_eq!(actual, "; output:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
     }

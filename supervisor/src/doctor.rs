@@ -1,5 +1,5 @@
-//! `bulkhead-supervisor doctor`: reports which layers of confinement are available on this machine, and the
-//! reasons for missing ones.
+//! Implements `bulkhead-supervisor doctor`, which reports the layers of confinement that are available on
+//! this machine, and the reasons why others are not.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use bulkhead_keeper::{LayerSupport, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{IdAllocator, IdUse, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// Probes all layers and writes the results as a table or as one JSON array.
+/// Probes all layers, and writes the results as a table or as a JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     let mut abilities = probe();
     abilities.push(worker_ids(&abilities));
@@ -20,12 +20,15 @@ pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{}", table(&abilities))
 }
 
-/// Reports whether each worker gets a separate user id if the configuration does not set `user`.
+/// Returns a result that says whether each worker gets a separate user id if the configuration does not set
+/// `user`.
 fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
     let others = abilities.iter().find(|ability| ability.layer == "other users");
     let is_root = rustix::process::geteuid().is_root();
     let found = match others.and_then(|others| others.why_not.clone()) {
-        None => IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids, of {WORKER_UIDS}")),
+        None => {
+            IdAllocator::new(None, IdUse::Check).map(|_| format!("separate ids from the range {WORKER_UIDS}"))
+        }
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
         Some(_) => {
             let missing = |part: &str| {
@@ -33,7 +36,9 @@ fn worker_ids(abilities: &[LayerSupport]) -> LayerSupport {
                 ability.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
             };
             match find_subordinate(missing, || SubordinateIds::find().map(Arc::new), None, IdUse::Check) {
-                Ok((ids, _)) => Ok(format!("separate ids, of {}-{} (/etc/subuid)", ids.first, ids.last)),
+                Ok((ids, _)) => {
+                    Ok(format!("separate ids from the range {}-{} (/etc/subuid)", ids.first, ids.last))
+                }
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }
         }
@@ -64,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn table_has_a_row_per_layer() {
+    fn doctor_table_has_row_per_layer() {
         let missing = LayerSupport::of("pidfd", Err("Function not implemented".into()), "run a newer kernel");
         let there = LayerSupport::of("seccomp", Ok(None), "");
         let table = table(&[missing, there]).to_string();
@@ -78,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn json_output_is_an_array() {
+    fn doctor_json_output_is_array() {
         let mut out = Vec::new();
         run(true, &mut out).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&out).unwrap();

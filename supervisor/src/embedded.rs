@@ -1,5 +1,5 @@
-//! A supervisor inside an application's process. Leaves the rest of the process unchanged: installs no signal
-//! handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
+//! A supervisor in the process of an application. It does not affect the rest of the process: it installs no
+//! signal handlers, changes no limits or environment variables, has no child processes, and binds no sockets.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,8 +31,8 @@ pub use local::LocalSupervisor;
 /// True once [`keeper_main_if_asked`] was called in this process.
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
-/// Runs the keeper if this process was started as a keeper, and does not return in that case. An application
-/// that uses [`KeeperProgram::ThisProgram`] must call this function first in `main`, before starting other
+/// If this process was started as a keeper, runs the keeper and does not return. An application that uses
+/// [`KeeperProgram::ThisProgram`] must call this function at the beginning of `main`, before it starts other
 /// threads.
 ///
 /// ```no_run
@@ -50,39 +50,42 @@ fn is_started_as_keeper() -> bool {
     std::env::args_os().nth(1).is_some_and(|argument| argument == KEEPER_ARGUMENT)
 }
 
-/// The program to execute as the keeper of an embedded supervisor.
+/// Program that is executed as the keeper of an embedded supervisor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KeeperProgram {
-    /// The application itself. Its `main` must call [`keeper_main_if_asked`] first.
+    /// The program of the current process. Its `main` must begin with a call of [`keeper_main_if_asked`].
     #[default]
     ThisProgram,
-    /// Another program that calls [`keeper_main_if_asked`], such as `bulkhead-supervisor`. The program must
-    /// be built with the same version of this library. A path without `/` is not searched in `PATH`.
+    /// Another program whose `main` calls [`keeper_main_if_asked`], or `bulkhead-supervisor`. The program
+    /// must be built with the same version of this library. The path is not searched for in `PATH`, even if
+    /// it contains no `/`.
     Program(PathBuf),
 }
 
-/// An error while starting an embedded supervisor.
+/// Reason why an embedded supervisor could not be started.
 #[derive(thiserror::Error)]
 pub enum StartError {
-    /// The keeper should be this program, but the program did not call [`keeper_main_if_asked`].
+    /// The keeper should run the program of this process, but the program did not call
+    /// [`keeper_main_if_asked`].
     #[error(
         "failed to start the keeper: this program did not call `keeper_main_if_asked`: call this function at the \
          start of `main`, or set another program with `keeper`"
     )]
     NotAKeeper,
-    /// This process was started as a keeper, but runs the application.
+    /// This process was started as a keeper, but runs the application because [`keeper_main_if_asked`] was
+    /// not called.
     #[error(
         "failed to start a supervisor: this process was started as a keeper: call `keeper_main_if_asked` at the \
          start of `main`"
     )]
     IsToBeKeeper,
-    /// The configuration was read for a supervisor with sockets.
+    /// The configuration was loaded for a supervisor with sockets.
     #[error(
         "failed to start a supervisor: the configuration is for a supervisor with sockets: read the file with \
          `config::load_embedded` or `config::parse_embedded`"
     )]
     HasSockets,
-    /// An error that a standalone supervisor can report as well.
+    /// An error that can also occur in a standalone supervisor.
     #[error(transparent)]
     Run(#[from] RunError),
 }
@@ -105,15 +108,15 @@ impl Builder {
         self
     }
 
-    /// Sets the host program for C libraries and plain programs (`library` and `exec`). The default is the
-    /// `bulkhead-worker` next to this program or in `PATH`.
+    /// Sets the path of the host program for bulkheads with `library` or `exec`. By default, the program
+    /// `bulkhead-worker` is looked up next to the current executable and in `PATH`.
     pub fn host(mut self, program: impl Into<PathBuf>) -> Self {
         self.host = Some(program.into());
         self
     }
 
-    /// Starts the supervisor like [`Builder::start_blocking`], but without blocking the caller. Works with
-    /// every async runtime. Dropping the future stops the supervisor.
+    /// Starts the supervisor like [`Builder::start_blocking`], but does not block the calling thread. Works
+    /// with every async runtime. If the future is dropped, the supervisor stops.
     pub async fn start(self) -> Result<Supervisor, StartError> {
         let (sender, started) = oneshot::channel();
         let start = move || drop(sender.send(self.start_blocking()));
@@ -122,8 +125,8 @@ impl Builder {
         started.await.unwrap_or_else(|_| Err(system("start")(io::Error::other("a panic")).into()))
     }
 
-    /// Starts the supervisor on separate threads. Blocks for about ten milliseconds until the keeper runs.
-    /// Workers start in the background, and jobs are queued until a worker is ready.
+    /// Starts the supervisor on separate threads. Blocks until the keeper is running, for about ten
+    /// milliseconds. Workers start in the background, and jobs are queued until a worker is ready.
     pub fn start_blocking(self) -> Result<Supervisor, StartError> {
         let keeper = self.check()?;
         let (sender, prepared) = std::sync::mpsc::sync_channel(1);
@@ -131,7 +134,7 @@ impl Builder {
             let ready = match self.prepare(&keeper) {
                 Ok(ready) => ready,
                 Err(error) => {
-                    // Never fails, because the receiver waits for this message.
+                    // The call cannot fail, because the receiver waits for this message.
                     let _ = sender.send(Err(error));
                     return Ok(());
                 }
@@ -146,24 +149,27 @@ impl Builder {
         Ok(Supervisor { commands, thread: Some(thread), owner: std::process::id() })
     }
 
-    /// Starts the supervisor with its data plane on the caller's thread, which saves a thread switch per job.
-    /// The data plane only makes progress inside [`LocalSupervisor::run_until`]. The other parts run on
-    /// separate threads.
+    /// Starts a supervisor whose data plane runs on the caller's thread, which saves a thread switch per job.
+    /// The data plane only makes progress inside [`LocalSupervisor::run_until`]. All other parts of the
+    /// supervisor run on separate threads.
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
-        // Writes to closed connections must not raise SIGPIPE in the application.
+        // `sendfile` is not used, because writing to a closed connection with it would raise SIGPIPE in the
+        // application.
         bulkhead_shared::connection::disable_sendfile();
         let prepare = move || self.prepare(&keeper);
-        // On a separate thread, because `prepare` changes the signal mask and the scheduler slice of its
-        // thread.
+        // `prepare` runs on a separate thread, because it changes the signal mask and the scheduler slice of
+        // the current thread.
         let thread = std::thread::Builder::new().name("bulkhead".into());
         let thread = thread.spawn(prepare).map_err(system("start a thread"))?;
-        let panicked = |_| system("start")(io::Error::other("the starting thread has panicked"));
+        let panicked =
+            |_| system("start")(io::Error::other("the thread that starts the supervisor has panicked"));
         let ready = thread.join().map_err(panicked)??;
         Ok(LocalSupervisor::new(ready))
     }
 
-    /// Validates the options and returns the path of the keeper's program.
+    /// Checks that the supervisor can be started with these options. Returns the path of the keeper's
+    /// program.
     fn check(&self) -> Result<PathBuf, StartError> {
         if is_started_as_keeper() {
             return Err(StartError::IsToBeKeeper);
@@ -180,13 +186,15 @@ impl Builder {
         }
     }
 
-    /// Starts everything except the data plane. Must run on a thread of the supervisor, because the threads
-    /// started here inherit its signal mask and scheduler slice.
+    /// Starts all parts of the supervisor except for the data plane. Must run on a thread of the supervisor,
+    /// because the new threads inherit the signal mask and the scheduler slice of the current thread.
     fn prepare(self, keeper: &Path) -> Result<Ready, RunError> {
-        // The application's signals must be handled on the application's threads.
+        // All signals are blocked, because signals for the application must be handled on threads of the
+        // application.
         let all = nix::sys::signal::SigSet::all();
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
-        // Best effort: old kernels do not support this, and jobs are served anyway.
+        // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works
+        // without them.
         let _ = set_time_slice(SLICE);
         let Self { config, host, .. } = self;
         let host = match host {
@@ -203,7 +211,7 @@ impl Builder {
     }
 }
 
-/// Returns the function that opens in-process connections to the data plane.
+/// Returns a function that opens in-process connections to the data plane.
 fn connector(commands: &CommandSender) -> Connector {
     let commands = commands.clone();
     Arc::new(move || {
@@ -216,9 +224,10 @@ fn connector(commands: &CommandSender) -> Connector {
     })
 }
 
-/// A supervisor in this process that runs on separate threads.
+/// A supervisor that runs on separate threads of the current process.
 ///
-/// Dropping the value stops the supervisor like [`Supervisor::shutdown`], and blocks for up to `drain_timeout`.
+/// Dropping this value stops the supervisor like [`Supervisor::shutdown`], which blocks for up to
+/// `drain_timeout`.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -236,25 +245,26 @@ fn connector(commands: &CommandSender) -> Connector {
 #[derive(Debug)]
 pub struct Supervisor {
     commands: CommandSender,
-    /// `None` once the thread was joined.
+    /// Thread of the data plane. `None` once the thread has been joined.
     thread: Option<JoinHandle<Result<(), RunError>>>,
-    /// Process id of the creator. A forked child has a copy of this value, but not the thread.
+    /// Id of the process that created the supervisor. A forked child has a copy of this value, but none of
+    /// the threads.
     owner: u32,
 }
 
 impl Supervisor {
-    /// Starts a supervisor with this program as its keeper; see [`keeper_main_if_asked`] and
+    /// Starts a supervisor whose keeper runs the program of this process; see [`keeper_main_if_asked`] and
     /// [`Builder::start`].
     pub async fn start(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start().await
     }
 
-    /// Starts a supervisor like [`Supervisor::start`], and blocks until its keeper runs.
+    /// Starts a supervisor like [`Supervisor::start`], but blocks until the keeper is running.
     pub fn start_blocking(config: Config) -> Result<Self, StartError> {
         Self::builder(config).start_blocking()
     }
 
-    /// Returns a builder to start a supervisor with further options.
+    /// Returns a builder for starting a supervisor with additional options.
     ///
     /// ```no_run
     /// use bulkhead_supervisor::{KeeperProgram, Supervisor, config};
@@ -271,8 +281,8 @@ impl Supervisor {
         Builder { config, keeper: KeeperProgram::default(), host: None }
     }
 
-    /// Creates a client with a separate connection, which is shared by the clones of the client. Must be
-    /// called within a tokio runtime.
+    /// Creates a client with a new connection, which all clones of the client share. Must be called within a
+    /// tokio runtime.
     ///
     /// ```no_run
     /// # async fn example(supervisor: bulkhead_supervisor::Supervisor) -> Result<(), Box<dyn std::error::Error>> {
@@ -285,24 +295,24 @@ impl Supervisor {
         Client::in_process(connector(&self.commands))
     }
 
-    /// Creates a blocking client with a separate connection. Fails if the client's thread cannot be started.
+    /// Creates a blocking client with a new connection. Fails if the thread of the client cannot be started.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
         blocking::Client::in_process(connector(&self.commands))
     }
 
-    /// Stops the supervisor without blocking. Running and queued jobs get up to `drain_timeout` to finish,
-    /// and new jobs are rejected with `draining`. A second call ends all jobs at once.
+    /// Begins to stop the supervisor, without blocking. Running jobs have up to `drain_timeout` to finish.
+    /// Queued and new jobs are rejected as `draining`. A second call stops the supervisor immediately.
     pub fn stop(&self) {
-        // A send error means that the supervisor has already ended.
+        // An error is ignored, because it means that the supervisor has already ended.
         let _ = self.commands.stop();
     }
 
-    /// Stops the supervisor like [`Supervisor::stop`], and waits until all its processes have ended,
-    /// including the descendants of workers. Blocks the caller, so do not call it on a thread of an async
-    /// runtime that must not block.
+    /// Stops the supervisor like [`Supervisor::stop`], and waits until all processes that it has started,
+    /// including descendants of workers, have exited. Blocks the current thread, so it must not be called on
+    /// a thread of an async runtime that must not block.
     ///
-    /// Returns an error with the reason if the supervisor has already ended, or does not end cleanly. A
-    /// forked child also gets an error, because the child has only a copy of the supervisor.
+    /// Returns an error if the supervisor had already failed, or if it does not end cleanly. In a forked
+    /// child, always returns an error, because the child only has a copy of this value.
     pub fn shutdown(mut self) -> Result<(), RunError> {
         check_owner(self.owner)?;
         self.stop();
@@ -318,12 +328,13 @@ impl Supervisor {
     }
 }
 
-/// Rejects calls from a forked child, which has a copy of the supervisor but none of its threads.
+/// Returns an error in a forked child, which has a copy of the supervisor but none of its threads.
 fn check_owner(owner: u32) -> Result<(), RunError> {
     if owner == std::process::id() {
         return Ok(());
     }
-    let why = format!("the supervisor belongs to process {owner}, and this process is a fork of it");
+    let why =
+        format!("the supervisor belongs to process {owner}, and this process was forked from that process");
     Err(system("use the supervisor")(io::Error::other(why)))
 }
 

@@ -1,6 +1,6 @@
-//! Repairs inherited process state that would break a supervisor: blocked signals and low resource limits.
-//! Resets the signals, raises limits as far as possible, and logs a warning about the rest. Workers keep the
-//! limits that applied before.
+//! Repairs inherited process state with which a supervisor would not work well: blocked signals and low
+//! resource limits. Unblocks signals, raises limits as far as possible, and logs a warning about limits that
+//! are still too low. Workers keep the limits that applied before.
 
 use std::io;
 use std::sync::Arc;
@@ -9,27 +9,29 @@ use std::sync::atomic::AtomicBool;
 use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
-/// Address space for threads, tables and the program itself, in addition to `max_buffered`.
+/// Number of bytes of address space that the supervisor needs in addition to `max_buffered`, for threads,
+/// tables and the program itself.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
 
-/// Minimum for `RLIMIT_FSIZE`: enough for the log and for a crash report with its payloads.
+/// Minimum of `RLIMIT_FSIZE` in bytes, which is enough for the log and for a crash report with payloads.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Unblocks all signals and catches SIGXFSZ, so that exceeding the file size limit is a write error. Must be
-/// called before other threads exist, because threads inherit the signal mask.
+/// Unblocks all signals, and handles SIGXFSZ so that a write beyond the file size limit only fails. Must be
+/// called before other threads are started, because threads inherit the signal mask.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
-    // A caught SIGXFSZ does not end the process: the write fails with EFBIG. Workers do not inherit the
-    // handler.
+    // With a handler for SIGXFSZ, the process is not killed, and the write fails with EFBIG. Workers do not
+    // inherit the handler.
     signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }
 
-/// Minimum for `RLIMIT_NOFILE`. Workers do not start with fewer, because the setup of a sandbox briefly opens
-/// about a hundred files.
+/// Minimum of `RLIMIT_NOFILE`. With a lower limit, workers do not start, because the setup of a sandbox
+/// briefly opens about a hundred files.
 const OPEN_FILES_MIN: u64 = 128;
 
-/// Rejects a hard limit of open files with which the supervisor would report readiness but serve no job.
+/// Returns an error if the hard limit on open files is so low that the supervisor would report readiness but
+/// serve no jobs.
 pub(crate) fn require_open_files() -> io::Result<()> {
     match getrlimit(Resource::Nofile).maximum {
         Some(max) if max < OPEN_FILES_MIN => Err(io::Error::other(format!(
@@ -40,7 +42,7 @@ pub(crate) fn require_open_files() -> io::Result<()> {
     }
 }
 
-/// Raises the soft limits to the hard limits, and warns about limits that are still too low.
+/// Raises soft limits to the hard limits. Logs a warning for each limit that is still too low.
 pub(crate) fn raise_limits(config: &Config) {
     for (resource, ..) in required_limits(config) {
         let limit = getrlimit(resource);
@@ -51,7 +53,7 @@ pub(crate) fn raise_limits(config: &Config) {
     warn_about_limits(config);
 }
 
-/// Logs a warning for each limit that is too low.
+/// Logs a warning for each resource limit that is too low.
 pub(crate) fn warn_about_limits(config: &Config) {
     for (resource, name, min, consequence) in required_limits(config) {
         if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < min) {
@@ -60,7 +62,8 @@ pub(crate) fn warn_about_limits(config: &Config) {
     }
 }
 
-/// Returns the resource limits with their minimum in bytes and the consequence of a lower limit.
+/// Returns the resources for which the supervisor needs a minimum limit. Each has a name, the minimum in
+/// bytes, and a description of what happens with a lower limit.
 fn required_limits(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
     const NO_MEMORY: &str =
         "with less than max_buffered plus 1 GiB, the supervisor can run out of memory and exit";

@@ -4,7 +4,7 @@
 //! - The control plane (HTTP, events, logs, signals) runs on separate threads and reads snapshots.
 //! - The keeper is a separate process that starts and ends the workers.
 //!
-//! An application embeds a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The program
+//! An application can embed a supervisor with [`Supervisor`] or [`LocalSupervisor`]. The program
 //! `bulkhead-supervisor` parses [`args::Args`] and calls [`supervisor::run`].
 
 pub use bulkhead_config as config;

@@ -13,14 +13,14 @@ use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
 use clap::Parser;
 
-/// Exit code if the supervisor could not start, or ended with an error.
+/// Exit code if the supervisor could not be started, or ended with an error.
 const FAILED: u8 = 1;
 
 /// Exit code for invalid arguments or an invalid configuration.
 const USAGE: u8 = 2;
 
-/// Exit code if standard output could not be written: `EX_IOERR` of sysexits.h, which the `bulkhead` command
-/// uses too.
+/// Exit code if standard output could not be written. Equal to `EX_IOERR` of sysexits.h, and to the exit code
+/// that the `bulkhead` command uses.
 const OUTPUT_FAILED: u8 = 74;
 
 fn main() -> ExitCode {
@@ -43,7 +43,8 @@ fn print(text: &str) -> ExitCode {
     exit_code_after_write(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
-/// Returns the exit code after writing to standard output. A reader that closed the pipe early is no error.
+/// Returns the exit code after text was written to standard output. It is not an error if the reader of a
+/// pipe closed it early.
 fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -53,7 +54,8 @@ fn exit_code_after_write(written: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Starts a worker of each bulkhead. Prints successes to standard output and failures to standard error.
+/// Starts a worker of each bulkhead to check the configuration. Prints successes to standard output and
+/// failures to standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let opened = standard_output::get().and_then(|mut out| {
         write!(out, "{}", config.summary_where(check::worker_ids(config)))?;
@@ -81,7 +83,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(while_open) => while_open,
         Err(error) => return fail_with(USAGE, &format!("--while-open: {error}")),
     };
-    // Removes the folder when this function returns, on every path.
+    // The folder is removed when this function returns, on every path.
     let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
         Ok(folder) => folder,
         Err(error) => return fail_with(USAGE, &format!("--own-folder: {error}")),
@@ -89,7 +91,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
-            // Standard error may be closed; there is no other place to report the errors.
+            // A write error is ignored, because there is no other place to report the errors.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }
@@ -113,7 +115,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     supervisor::run(config, while_open).map_or_else(|error| fail_with(FAILED, &error), |()| ExitCode::SUCCESS)
 }
 
-/// Prints the error to standard error, if that is open, and returns the exit code.
+/// Prints the error to standard error, and returns the exit code. Ignores write errors.
 fn fail_with(code: u8, error: &dyn std::fmt::Display) -> ExitCode {
     let _ = writeln!(io::stderr(), "error: {error}");
     ExitCode::from(code)

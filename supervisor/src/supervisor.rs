@@ -1,4 +1,5 @@
-//! Ordered start (keeper, sockets, control plane, data plane) and stop of a supervisor.
+//! Starts and stops the parts of a supervisor in the right order. The keeper is started first, followed by
+//! sockets, control plane and data plane.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -13,7 +14,7 @@ use bulkhead_config::{Config, HttpConfig, SupervisorConfig, Token};
 use bulkhead_control::control::{self, ActiveConfig, ControlThread, Options, RunMode};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{BoundSocket, Sockets};
-use bulkhead_dataplane::{DataPlane, Parts, descriptors};
+use bulkhead_dataplane::{Components, DataPlane, descriptors};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::liveness::{self, LivenessDescriptor};
 use bulkhead_linux::scheduler::set_time_slice;
@@ -26,7 +27,7 @@ use bulkhead_plane::program;
 use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_plane::worker_ids::IdUse;
 
-/// An error that keeps a supervisor from running.
+/// Reason why a supervisor could not be started, or did not end cleanly.
 #[derive(thiserror::Error)]
 pub enum RunError {
     /// A socket could not be bound.
@@ -38,7 +39,7 @@ pub enum RunError {
     /// The folder for crash reports could not be opened.
     #[error("failed to {0}")]
     Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
-    /// The host program for C libraries and plain programs is missing.
+    /// A bulkhead needs the host program for `exec` or `library`, but it cannot be found.
     #[error(transparent)]
     NoHost(#[from] program::HostNotFound),
     /// A system call failed.
@@ -48,35 +49,38 @@ pub enum RunError {
 
 bulkhead_shared::debug_by_display!(RunError);
 
-/// Scheduler slice of the supervisor, the keeper and all workers: the shortest that Linux allows. Default
-/// slices last milliseconds. Short slices bound how long a process waits for a processor that another of
-/// these processes uses.
+/// Scheduler slice of the supervisor, the keeper and all workers, which is the shortest that Linux allows.
+/// Default slices last several milliseconds. With short slices, these processes wait less for each other when
+/// they share a processor.
 pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
-/// Returns a function that wraps an I/O error; `what` is the failed operation.
+/// Returns a function that converts an I/O error. `what` describes the operation that failed.
 pub(crate) fn system(what: &'static str) -> impl Fn(std::io::Error) -> RunError {
     move |error| RunError::System(what, error)
 }
 
-/// Runs a supervisor until a signal stops it, or stops it at once when `while_open` reaches its end. Changes
-/// the whole process: makes it a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
+/// Runs a supervisor until a signal stops it. If `while_open` is set, the supervisor also stops, immediately,
+/// when the descriptor reports the end of its peer. This function affects the whole process: the process
+/// becomes a child subreaper and handles SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
-/// Must be called before any other thread has been started.
+/// Must be called before the process has started any other thread.
 pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(), RunError> {
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
     let support = SandboxSupport::probe(&config, IdUse::Run);
-    // Before the keeper starts, because the keeper inherits the state of this process.
+    // The process must become a subreaper before the keeper starts, because the keeper inherits the state of
+    // the process.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_proc_visibility().map_err(system(
         "distinguish workers from clients in /proc; mount the /proc of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
-    // Best effort: old kernels do not support this, and jobs are served anyway.
+    // An error is ignored. Old kernels do not support shorter slices, and the supervisor also works without
+    // them.
     let _ = set_time_slice(SLICE);
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    // After the start of the keeper, so that workers keep the original limits.
+    // Limits are raised after the keeper has started, so that workers keep the original limits.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
     let prerequisites =
@@ -86,7 +90,8 @@ pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(),
         let commands = ready.commands.clone();
         let stop = move || {
             tracing::warn!(
-                "the descriptor of --while-open was closed, or the process has ended: stopping at once"
+                "the descriptor passed to --while-open was closed, or the process that it watches has \
+                 exited: stopping immediately"
             );
             for _ in 0..2 {
                 let _ = commands.stop();
@@ -97,7 +102,8 @@ pub fn run(config: Config, while_open: Option<LivenessDescriptor>) -> Result<(),
     ready.run()
 }
 
-/// The configuration, the keeper, and the results of probing this machine.
+/// Everything that is needed to start the other parts of a supervisor: the configuration, the running keeper,
+/// and the results of probing this machine.
 pub(crate) struct Prerequisites {
     pub(crate) config: Config,
     pub(crate) host: Option<PathBuf>,
@@ -107,11 +113,11 @@ pub(crate) struct Prerequisites {
     pub(crate) threads: ThreadMonitor,
 }
 
-/// Listening sockets of a supervisor: the jobs socket, the admin socket (in [`RunMode`]), and the TCP listener
-/// of `http`.
+/// Listening sockets of a supervisor: the jobs socket, the admin socket (as part of [`RunMode`]), and the TCP
+/// socket with the token.
 pub(crate) type Listeners = (Option<UnixListener>, RunMode, Option<(std::net::TcpListener, Token)>);
 
-/// A supervisor with everything started except the data plane.
+/// A supervisor whose parts have been started, except for the data plane.
 pub(crate) struct Ready {
     pub(crate) data_plane: DataPlane,
     pub(crate) commands: CommandSender,
@@ -122,7 +128,7 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Starts everything except the data plane. `open` creates the listening sockets.
+    /// Starts all parts except for the data plane. `open` creates the listening sockets.
     pub(crate) fn prepare(
         prerequisites: Prerequisites,
         open: impl FnOnce(&SupervisorConfig) -> Result<Listeners, RunError>,
@@ -149,7 +155,7 @@ impl Ready {
             own_uid,
             labels: labels.clone(),
         };
-        let parts = Parts {
+        let parts = Components {
             config: config.clone(),
             support,
             listener,
@@ -187,7 +193,7 @@ impl Ready {
     }
 }
 
-/// Binds the sockets of a standalone supervisor.
+/// Creates the listening sockets of a standalone supervisor.
 fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
     let mut jobs = BoundSocket::bind(&config.socket, config.socket_mode, config.folder_mode)?;
     let mut admin = BoundSocket::bind(&config.admin, ADMIN_MODE, FOLDER_MODE)?;
@@ -201,8 +207,8 @@ fn open_sockets(config: &SupervisorConfig) -> Result<Listeners, RunError> {
     Ok((Some(jobs_listener), RunMode::Standalone { admin: admin_listener, sockets }, http))
 }
 
-/// Runs the data plane. After an error or a panic, stops the other threads. By then the keeper has
-/// been dropped, which ends the workers.
+/// Runs the data plane until it ends. If it ends with an error or a panic, stops the other threads. At this
+/// point, the keeper has already been dropped, which kills the workers.
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     threads: &ThreadMonitor,
@@ -218,8 +224,8 @@ fn run_data_plane(
     result.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
-/// Binds the address and reads the token again, because the file may have changed since the configuration was
-/// checked.
+/// Binds the TCP address of the admin API and reads the token. The token file may have changed since the
+/// configuration was checked.
 fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunError> {
     let failed = |why: String| RunError::Http(http.address, why);
     let token = Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
@@ -227,8 +233,10 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
     let socket = retry_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
-            std::io::ErrorKind::AddrInUse => "end the program that uses the port, or choose another port",
-            std::io::ErrorKind::AddrNotAvailable => "not an address of this machine: choose another address",
+            std::io::ErrorKind::AddrInUse => "stop the program that uses the port, or choose another port",
+            std::io::ErrorKind::AddrNotAvailable => {
+                "the address does not belong to this machine: choose another address"
+            }
             std::io::ErrorKind::PermissionDenied => "ports below 1024 need root: choose another port",
             _ => "choose another address",
         };
@@ -237,8 +245,8 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     Ok((socket, token))
 }
 
-/// Warns if the folder of the jobs socket keeps out users that `[[access]]` admits. The supervisor does not
-/// change the mode of an existing folder.
+/// Logs a warning if the mode of the jobs socket's folder excludes users whom `[[access]]` allows. The
+/// supervisor does not change the mode of an existing folder.
 fn warn_about_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -253,8 +261,8 @@ fn warn_about_closed_folder(socket: &Path) {
     }
 }
 
-/// Maximum number of descriptors for clients of `http`: connections, and for each job a connection to the
-/// data plane with two ends.
+/// Maximum number of descriptors that the admin API over TCP needs. Each connection needs one descriptor, and
+/// each job needs two for a connection to the data plane.
 const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 #[cfg(test)]
@@ -265,7 +273,7 @@ mod tests {
 
     const MARK: &str = "BULKHEAD_TEST_PANICS";
 
-    /// Stands in for the keeper, which ends the workers when dropped.
+    /// Replacement for the keeper, which kills the workers when it is dropped.
     struct Owned;
 
     impl Drop for Owned {
@@ -274,9 +282,10 @@ mod tests {
         }
     }
 
-    /// Not a test, but the child process of the test below: a supervisor whose data plane panics.
+    /// Not a test by itself. The test below runs this function in a child process, as a supervisor whose data
+    /// plane panics.
     #[test]
-    fn helper() {
+    fn helper_child_data_plane_panics() {
         if std::env::var_os(MARK).is_none() {
             return;
         }
@@ -302,11 +311,11 @@ mod tests {
         println!("\nthe rest has ended, lost: {:?}, {}", threads.lost(), result.unwrap_err());
     }
 
-    /// The keeper ends before the remaining threads.
+    /// Also checks that the keeper is dropped before the remaining threads are stopped.
     #[test]
     fn data_plane_panic_ends_supervisor_with_error() {
         let ended = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "supervisor::tests::helper", "--nocapture"])
+            .args(["--exact", "supervisor::tests::helper_child_data_plane_panics", "--nocapture"])
             .env(MARK, "")
             .output()
             .unwrap();

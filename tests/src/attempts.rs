@@ -1,9 +1,10 @@
-//! Attempts of the hostile worker, with the expected result under each profile. This table is the only
-//! source: the tests compare it with a running system, and `docs/confinement/attempts.md` contains it.
+//! Attempts of the hostile worker, with the expected result under each profile. This table is the single
+//! source of these results: the tests compare it with a running system, and `docs/confinement/attempts.md`
+//! contains it.
 //!
-//! The table assumes a root supervisor. Its workers keep its user except under `strict`, so that a separate
-//! user id does not hide a missing layer. Under `default` workers have a pid namespace.
-//! [`OF_SHARED_PROCESSES`] lists what succeeds without one.
+//! The table assumes that the supervisor runs as root. Except under `strict`, its workers run as root as
+//! well, so that a separate user id does not hide a missing layer. Under `default`, workers have a pid
+//! namespace. [`OF_SHARED_PROCESSES`] lists the attempts that succeed without a pid namespace.
 
 use std::fmt;
 
@@ -12,34 +13,33 @@ use std::fmt;
 pub enum Expected {
     /// The attempt succeeds.
     Succeeds,
-    /// The attempt succeeds if the kernel's configuration and the user allow it.
+    /// The result depends on the kernel's configuration and on the user.
     Machine,
     /// The attempt fails with one of these errors, and the worker continues. The text names the responsible
-    /// layer. The word `NOTHING` stands for an answer without value.
+    /// layer. The word `NOTHING` means that no call failed, but that the attempt did not reach its goal.
     Refused(&'static [&'static str], &'static str),
-    /// The attempt ends the worker as a violation. The message contains this word, which is normally a system
-    /// call.
+    /// The worker is killed because the attempt is a violation. The message contains this word, which is
+    /// normally the name of a system call.
     Violation(&'static str),
-    /// The worker ends for this reason. Two reasons are written as `signal or protocol`.
+    /// The worker crashes for this reason. Two possible reasons are written as `signal or protocol`.
     Crashes(&'static str),
 }
 
 /// Configuration of the bulkhead, apart from the profile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
-    /// Paths to read and to write, and a `tmp` of 1 MiB.
+    /// Grants paths to read and to write, and a `tmp` of 1 MiB.
     Plain,
-    /// The paths and `tmp` of [`Setting::Plain`], and limits: 64 descriptors, files of 1 MiB, 1 GiB of
-    /// address space.
+    /// Like [`Setting::Plain`], with limits: 64 descriptors, files of 1 MiB, and 1 GiB of address space.
     Limited,
 }
 
 /// An attempt of the hostile worker.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
-    /// Operation of the hostile worker.
+    /// Name of the hostile worker's operation.
     pub name: &'static str,
-    /// Description that continues "it tries to".
+    /// Description that completes the sentence "it tries to …".
     pub tries: &'static str,
     /// Configuration of the bulkhead.
     pub setting: Setting,
@@ -53,7 +53,8 @@ pub struct Attempt {
 
 use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
 
-/// The supervisor reports a protocol violation only if it reads the garbage before the worker is dead.
+/// Crash reasons of a worker that writes garbage and dies immediately. The reason depends on whether the
+/// supervisor reads the garbage before it notices the death.
 const SEEN_OR_DEAD: &str = "signal or protocol";
 const FAMILIES: &str = "seccomp: no sockets";
 const FILTER: &str = "seccomp";
@@ -64,7 +65,7 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "its own process numbers");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor lets no worker in");
-/// Kernels before 6.16 allow this, see [`KERNELS_OWN`].
+/// Result of attempts that the kernel refuses since Linux 6.16; see [`KERNELS_OWN`].
 const NOT_TAKEN: Expected = Refused(&["EPERM"], "the kernel; before Linux 6.16 the worker ends: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
 const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
@@ -359,7 +360,7 @@ pub const BETWEEN_FORKED: &[Attempt] = &[
     plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the filter of the worker's own"), Refused(&["EPERM"], "the filter of the worker's own")),
 ];
 
-/// Attempts with separate tests, because they need special checks.
+/// Attempts that other tests run, because they need special checks.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",
@@ -389,10 +390,11 @@ pub const ELSEWHERE: &[&str] = &[
     "write-temporary-file-of-sibling",
 ];
 
-/// Attempts that older kernels do not refuse. The supervisor then ends the worker.
+/// Attempts that older kernels do not refuse. On an older kernel, the supervisor kills the worker instead.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// Results that differ for programs of `exec`, which are not sealed, under `default` and `strict`.
+/// Attempts whose results differ for programs of `exec`, which are not sealed. Each row contains the results
+/// under `default` and `strict`.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),
     ("list-temporary-files", LANDLOCK, LANDLOCK),
@@ -404,12 +406,12 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
 /// Attempts that succeed under `default` if workers have no pid namespace.
 pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-supervisor"];
 
-/// Further attempts that succeed without a pid namespace if supervisor and workers are the same unprivileged
-/// user. A root supervisor is protected by its capabilities.
+/// Further attempts that succeed without a pid namespace if the supervisor and its workers run as the same
+/// unprivileged user. A root supervisor is protected by its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
-/// Attempts that succeed under `default` if workers have the supervisor's user, and are refused if workers
-/// have separate users.
+/// Attempts that succeed under `default` if workers run as the supervisor's user, and are refused if workers
+/// run as separate users.
 pub const OF_A_SHARED_ID: &[&str] =
     &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::http::Place;
 use crate::{not_run, wait_for};
 
-/// Command line flags of the browser. They also disable all network access of the browser's own.
+/// Command line flags of the browser. They also disable the browser's background network access.
 const FLAGS: [&str; 11] = [
     "--headless",
     "--no-sandbox",
@@ -32,10 +32,10 @@ const FLAGS: [&str; 11] = [
     "--hide-scrollbars",
 ];
 
-/// Key of element references in WebDriver answers.
+/// Key of element references in WebDriver responses.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
 
-/// A tab of a browser with a fresh profile. Dropping it ends the browser.
+/// A tab of a browser with a new profile. Dropping this value ends the browser.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -94,12 +94,12 @@ impl Browser {
         self.post("/url", &json!({"url": url}));
     }
 
-    /// Runs a script as a function body in the page, and returns its result.
+    /// Runs a script as a function body in the page, and returns the result of the script.
     pub fn run(&self, script: &str) -> Value {
         self.post("/execute/sync", &json!({"script": script, "args": []}))
     }
 
-    /// Returns the value of an expression.
+    /// Returns the value of a JavaScript expression in the page.
     pub fn value(&self, expression: &str) -> Value {
         self.run(&format!("return {expression}"))
     }
@@ -110,7 +110,7 @@ impl Browser {
         text.as_str().expect("text").to_owned()
     }
 
-    /// Waits until an expression is true.
+    /// Waits until a JavaScript expression is true in the page.
     #[track_caller]
     pub fn wait(&self, expression: &str) {
         wait_for(expression, || (self.value(&format!("Boolean({expression})")) == true).then_some(()));
@@ -166,8 +166,8 @@ impl Browser {
         STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
     }
 
-    /// Returns the log entries since the last call: `browser` for the console, `performance` for all
-    /// requests.
+    /// Returns the entries of a log since the last call. `kind` is `browser` for the console or `performance`
+    /// for all requests.
     pub fn log(&self, kind: &str) -> Vec<Value> {
         let entries = self.post("/se/log", &json!({"type": kind}));
         entries.as_array().expect("entries").clone()
@@ -180,7 +180,7 @@ fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Returns the address of the driver, which it prints.
+/// Reads the address of the driver from its standard output.
 fn address(driver: &mut Child) -> SocketAddr {
     let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
     loop {
@@ -199,7 +199,7 @@ impl Drop for Browser {
         if !self.session.is_empty() && !std::thread::panicking() {
             self.place.ask("DELETE", &self.session, &[], b"");
         }
-        // Ends the whole process group, including the browser.
+        // Kills the whole process group, including the browser.
         let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);
         let _ = self.driver.wait();
     }

@@ -28,13 +28,14 @@ pub const NOBODY: u32 = 65534;
 /// A range of ids that no user of this machine has, for workers with separate users.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
-/// Programs copied to a folder that every user can reach.
+/// Programs that are copied to a folder that every user can access.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// Mode of a file that belongs to another user. Only its owner and root can read it without confinement.
+/// Mode of a file that belongs to another user. Without confinement, only the owner and root can read the
+/// file.
 const SECRET_MODE: u32 = 0o600;
 
-/// Layers that `strict` needs.
+/// Layers of confinement that the profile `strict` needs.
 pub const STRICT_LAYERS: &[&str] = &[
     "landlock scopes",
     "seccomp notify",
@@ -48,34 +49,35 @@ pub const STRICT_LAYERS: &[&str] = &[
     "pivot_root",
 ];
 
-/// Layers that `default` needs for the expectations of the tests.
+/// Layers of confinement that the profile `default` needs for the results that the tests expect.
 pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
 
 /// Parameters of a supervisor to start.
 #[derive(Clone, Copy, Default)]
 pub struct Setup<'s> {
-    /// Further keys of `[supervisor]`.
+    /// Further keys of the table `[supervisor]`, in TOML.
     pub supervisor: &'s str,
-    /// The bulkheads in TOML. `HOSTILE` stands for the path of the hostile worker, `PLACE` for the folder.
+    /// Configuration of the bulkheads, in TOML. `HOSTILE` is replaced with the path of the hostile worker,
+    /// and `PLACE` with the path of the supervisor's folder.
     pub bulkheads: &'s str,
-    /// User of the supervisor; `None` for the test's user.
+    /// User id that the supervisor runs as. `None` means the user who runs the test.
     pub user: Option<u32>,
-    /// User of the supervisor that has ids for workers.
+    /// User that the supervisor runs as, in place of `user`. This user can have subordinate ids.
     pub user_with_ids: Option<User>,
-    /// Layers to hide from the supervisor.
+    /// Layers of confinement that the supervisor must treat as missing.
     pub without: &'s str,
-    /// Rules for system calls of the supervisor and its descendants: calls fail, or succeed without effect.
-    /// See the program `filtered`.
+    /// Rules for the program `filtered`, which make system calls of the supervisor and its descendants fail,
+    /// or succeed without effect.
     pub filter: &'s [&'s str],
 }
 
-/// A running supervisor with its surroundings.
+/// A running supervisor, with the targets that its workers attack.
 pub struct Place {
     /// The supervisor.
     pub supervisor: Supervisor,
-    /// Open sockets to attack.
+    /// Open sockets for workers to attack.
     _sockets: Vec<Box<dyn Any + Send + Sync>>,
-    /// Shared memory to attack.
+    /// Shared memory for workers to attack.
     _shared: tempfile::NamedTempFile,
     targets: Value,
 }
@@ -97,7 +99,7 @@ impl Setup<'_> {
         place
     }
 
-    /// Starts the supervisor without waiting.
+    /// Starts the supervisor without waiting until it is ready.
     pub fn launch(self) -> Place {
         let ground = Ground::prepare(&format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}\n{}",
@@ -108,7 +110,7 @@ impl Setup<'_> {
         let program = path.join("bin/bulkhead-supervisor");
         let mut command = match self.filter {
             _ if self.user_with_ids.is_some() => {
-                let user = self.user_with_ids.expect("just looked at");
+                let user = self.user_with_ids.expect("the guard has checked it");
                 own(&path, user.uid);
                 let mut command = user.command(&path, &[]);
                 command.arg(program);
@@ -141,13 +143,13 @@ pub struct Ground {
     folder: tempfile::TempDir,
     sockets: Vec<Box<dyn Any + Send + Sync>>,
     shared: tempfile::NamedTempFile,
-    /// Targets of attempts that exist already.
+    /// Targets of attempts that exist before the supervisor starts.
     pub targets: Value,
 }
 
 impl Ground {
-    /// Prepares the folder with this `workers.toml`. `HOSTILE` stands for the path of the hostile worker,
-    /// `PLACE` for the folder.
+    /// Creates the folder, with `config` as the file `workers.toml`. In `config`, `HOSTILE` is replaced with
+    /// the path of the hostile worker, and `PLACE` with the path of the folder.
     pub fn prepare(config: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path();
@@ -161,7 +163,7 @@ impl Ground {
         Self { folder, sockets, shared, targets }
     }
 
-    /// Returns the folder.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -188,8 +190,9 @@ fn file(path: PathBuf, mode: u32) -> PathBuf {
     path
 }
 
-/// Creates programs, folders and files. `work` is the working folder, `read` and `write` are for these keys,
-/// `neighbour` is private, everyone can write to `outside`, and `tmp` is the supervisor's temporary folder.
+/// Creates programs, folders and files. `work` is the working folder. `read` and `write` are the folders for
+/// the keys `read` and `write`. Only the owner can access `neighbour`. Every user can write to `outside`.
+/// `tmp` is the supervisor's temporary folder.
 fn furnish(place: &Path) -> Value {
     folder(place.to_owned(), 0o755);
     let bin = folder(place.join("bin"), 0o755);
@@ -215,7 +218,7 @@ fn furnish(place: &Path) -> Value {
     })
 }
 
-/// Changes the owner of everything except the programs.
+/// Changes the owner of all files and folders except the programs.
 fn own(place: &Path, user: u32) {
     let names = [
         "",
@@ -230,7 +233,7 @@ fn own(place: &Path, user: u32) {
         "write",
     ];
     for name in names {
-        std::os::unix::fs::chown(place.join(name), Some(user), Some(user)).expect("root may do that");
+        std::os::unix::fs::chown(place.join(name), Some(user), Some(user)).expect("root can change owners");
     }
 }
 
@@ -265,17 +268,17 @@ fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
 }
 
 impl Place {
-    /// Returns the folder.
+    /// Returns the path of the supervisor's folder.
     pub fn path(&self) -> &Path {
         self.supervisor.folder.path()
     }
 
-    /// Returns a client of the supervisor.
+    /// Returns a client that is connected to the supervisor.
     pub fn client(&self) -> Client {
         Client::connect(self.supervisor.socket()).expect("the jobs socket answers")
     }
 
-    /// Returns the targets of attempts, with the only worker of this bulkhead as the sibling.
+    /// Returns the targets of attempts. The target `sibling` is the only worker of the bulkhead `sibling`.
     pub fn targets(&self, sibling: &str) -> Value {
         let mut targets = self.targets.clone();
         targets["sibling"] = self.worker(sibling).into();
@@ -300,7 +303,7 @@ impl Place {
         })
     }
 
-    /// Runs an operation in a worker of this bulkhead, and returns the answer as text.
+    /// Runs an operation in a worker of this bulkhead, and returns the result as text.
     pub fn ask(&self, bulkhead: &str, operation: &str) -> String {
         let reply = self.client().job(bulkhead, "").operation(operation).deadline(PATIENCE).send();
         let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} does not answer {operation}: {error}"));
@@ -318,7 +321,7 @@ impl Place {
 pub struct Confinement {
     /// Process id of the worker.
     pub pid: u32,
-    /// Profile in the configuration.
+    /// Name of the profile in the configuration.
     pub profile: String,
     /// True if executing a program cannot grant privileges.
     pub no_new_privs: bool,
@@ -332,13 +335,13 @@ pub struct Confinement {
     pub landlock: Option<u64>,
     /// True if the worker has any capability.
     pub has_capabilities: bool,
-    /// Missing layers of the profile.
+    /// Layers of the profile that are missing.
     pub missing: Vec<String>,
     /// True if the number of processes is limited for each worker separately.
     pub has_process_bound: bool,
 }
 
-/// Entry in `missing` if the number of processes is not limited. This is a limit and not a layer.
+/// Item of `missing` in the snapshot if the number of processes is not limited. This is a limit and not a layer.
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
@@ -366,13 +369,13 @@ impl Confinement {
 /// Result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// The attempt succeeded. Holds a description.
+    /// The attempt succeeded. Contains a description.
     Succeeded(String),
-    /// The attempt was refused. Holds the error and the attempted action.
+    /// The attempt was refused. Contains the error and the attempted action.
     Refused(String, String),
-    /// The attempt ended the worker as a violation. Holds the message.
+    /// The worker was killed because the attempt is a violation. Contains the message.
     Violation(String),
-    /// Any other result.
+    /// The attempt had any other result. Contains a description.
     Otherwise(String),
 }
 
@@ -407,12 +410,12 @@ impl Ended {
         }
     }
 
-    /// True if the attempt had no target in this kind of worker.
+    /// Returns true if the worker had no target for this attempt.
     pub fn had_no_target(&self) -> bool {
         matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
     }
 
-    /// True if the result matches the expectation.
+    /// Returns true if the result matches the expectation.
     pub fn is(&self, expected: Expected) -> bool {
         match (expected, self) {
             (Expected::Succeeds, Self::Succeeded(_)) => true,
@@ -427,14 +430,14 @@ impl Ended {
     }
 }
 
-/// Returns a field of `/proc/PID/status` without its name.
+/// Returns the value of a field in `/proc/PID/status`.
 pub fn status_field(pid: u32, name: &str) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let field = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     field.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the namespaces of a process by kind, or nothing if it does not exist.
+/// Returns the namespaces of a process by kind. The map is empty if the process does not exist.
 pub fn namespaces(pid: u32) -> std::collections::BTreeMap<String, String> {
     let entries = fs::read_dir(format!("/proc/{pid}/ns")).into_iter().flatten().flatten();
     let one = |entry: fs::DirEntry| {

@@ -16,7 +16,7 @@ use crate::{PATIENCE, Supervisor, wait_for};
 pub enum Place {
     /// The admin socket.
     Unix(PathBuf),
-    /// The TCP address of `http`.
+    /// The TCP address in the key `http`.
     Tcp(SocketAddr),
 }
 
@@ -30,13 +30,13 @@ pub enum Socket {
 }
 
 impl Place {
-    /// Returns the admin socket of a supervisor.
+    /// Returns the address of a supervisor's admin socket.
     pub fn of(supervisor: &Supervisor) -> Self {
         Self::Unix(supervisor.file("admin.sock"))
     }
 
-    /// Returns the TCP address of a supervisor, which is read from its log, because port 0 selects a free
-    /// port.
+    /// Returns the TCP address of a supervisor from its log. With port 0 in the configuration, the kernel selects a
+    /// free port.
     pub fn tcp(supervisor: &Supervisor) -> Self {
         let address = wait_for("the log has the address", || {
             let log = supervisor.log();
@@ -46,23 +46,25 @@ impl Place {
         Self::Tcp(address)
     }
 
-    /// Connects, with [`PATIENCE`] as the timeout of reads and writes.
+    /// Connects to the admin API, with [`PATIENCE`] as the timeout of reads and writes.
     pub fn connect(&self) -> Socket {
         let socket = match self {
-            Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
+            Self::Unix(path) => {
+                Socket::Unix(UnixStream::connect(path).expect("the admin socket accepts connections"))
+            }
             Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("a listener")),
         };
         socket.give_up_after(PATIENCE);
         socket
     }
 
-    /// Sends a complete request and reads the answer.
+    /// Sends a complete request and reads the response.
     pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
         let mut socket = self.connect();
         socket.send_head(method, path, headers, Some(body.len()));
-        // The supervisor may reject a request early and close the connection.
+        // The supervisor can reject a request early and close the connection.
         let _ = socket.write_all(body);
-        Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
+        Answer::read(socket).unwrap_or_else(|| panic!("no response to {method} {path}"))
     }
 
     /// Sends a job with an operation and a payload.
@@ -75,7 +77,8 @@ impl Place {
 }
 
 impl Socket {
-    /// Sends the head of a request. `length` is the value of `Content-Length`, if any.
+    /// Sends the head of a request. `length` is the value of the header `Content-Length`. `None` leaves out
+    /// the header.
     pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
         let mut head = format!("{method} {path} HTTP/1.1\r\n");
         if !headers.iter().any(|header| header.starts_with("Host:")) {
@@ -100,7 +103,7 @@ impl Socket {
         set.expect("an open socket");
     }
 
-    /// Shuts down the sending direction.
+    /// Shuts down the sending direction of the connection.
     pub fn end_sending(&self) {
         let ended = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
@@ -132,7 +135,7 @@ impl Write for Socket {
     }
 }
 
-/// A complete answer.
+/// A complete HTTP response.
 #[derive(Debug)]
 pub struct Answer {
     /// Status code.
@@ -144,7 +147,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Reads an answer to its end. Returns `None` if the connection ends before that.
+    /// Reads a response to its end. Returns `None` if the connection ends earlier.
     pub fn read(socket: Socket) -> Option<Self> {
         let mut reader = BufReader::new(socket);
         let (mut status, mut headers) = read_head(&mut reader)?;
@@ -187,7 +190,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Checks that the answer is a valid problem document with this status, and returns the document.
+    /// Checks that the response is a valid problem document with this status, and returns the document.
     #[track_caller]
     pub fn problem(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());

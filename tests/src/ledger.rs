@@ -1,8 +1,8 @@
-//! A ledger of jobs that is independent of the supervisor. Clients record every outcome. Workers record the
+//! A record of all jobs that is independent of the supervisor. Clients record every outcome. Workers record the
 //! beginning and end of each job in a file, and use file locks to detect more concurrent jobs than allowed.
 //!
-//! Meanwhile workers are killed, stopped and continued, the configuration is reloaded, and hostile clients
-//! flood the jobs socket. Afterwards both records are compared.
+//! During a run, workers are killed, stopped and continued, the configuration is reloaded, and hostile
+//! clients flood the jobs socket. After the run, both records are compared.
 
 pub mod chaos;
 pub mod clients;
@@ -26,11 +26,12 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Mark, Record};
 
-/// The bulkhead whose jobs mostly have the same priority and tenant, so that many of them are prefetched.
+/// Name of the bulkhead whose jobs mostly have the same priority and tenant, so that many of them are
+/// prefetched.
 pub const AHEAD: &str = "ahead";
 
-/// Bulkheads under load, with the number of jobs that each can run at once. The disturbances never change
-/// these numbers.
+/// Bulkheads under load, with the number of jobs that each can run at the same time. The disturbances never
+/// change these numbers.
 pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
@@ -79,20 +80,20 @@ pub struct Bulkhead {
     pub name: &'static str,
     /// Number of worker processes.
     pub processes: usize,
-    /// Number of concurrent jobs per worker.
+    /// Maximum number of concurrent jobs per worker.
     pub max_in_flight: usize,
-    /// Further keys in TOML.
+    /// Further keys of the bulkhead, in TOML.
     pub keys: &'static str,
 }
 
 impl Bulkhead {
-    /// Returns the maximum number of concurrent jobs.
+    /// Returns the maximum number of concurrent jobs in the bulkhead.
     pub fn bound(&self) -> usize {
         self.processes * self.max_in_flight
     }
 
-    /// Returns the expected limit without running jobs. A worker has at least one permit, and otherwise no
-    /// more than the jobs left before its recycling.
+    /// Returns the range in which the limit must be while no job is running. A worker has at least one
+    /// permit. With `recycle.jobs`, a worker has at most as many permits as it has jobs left.
     fn limits_at_rest(&self) -> RangeInclusive<u64> {
         let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
         lowest as u64..=self.bound() as u64
@@ -107,8 +108,8 @@ pub struct Plan {
     /// Seed of the random choices. The timing still depends on the machine.
     pub seed: u64,
     /// True if jobs hang and workers are stopped, so that the supervisor has to kill workers. A worker that
-    /// was sent SIGKILL can run for a moment next to its successor. Without hangs the limit is never
-    /// exceeded.
+    /// was sent SIGKILL can run for a moment next to its successor. Without hangs, the limit of concurrent
+    /// jobs is never exceeded.
     pub has_hangs: bool,
 }
 
@@ -121,34 +122,34 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Number of jobs that began at least once.
     pub begun: usize,
-    /// Number of jobs that began above the limit while another job never ended. A worker that was sent
-    /// SIGKILL can still exist when its spare begins a job.
+    /// Number of jobs that began above the limit while a killed worker still held a place. A worker that was
+    /// sent SIGKILL can still exist when its replacement begins a job.
     pub beside_killed: usize,
-    /// Number of jobs reported as executed without a recorded beginning. A worker can die between the claim
-    /// of a job and the record, so a few are possible.
+    /// Number of jobs that were reported as executed but have no record of their beginning. A worker can die
+    /// between the claim of a job and the record, so a few such jobs are possible.
     pub executed_unseen: usize,
-    /// Violations of invariants, as sentences.
+    /// Descriptions of the violated invariants.
     pub faults: Vec<String>,
-    /// Descriptors of the supervisor at rest, before and after the load.
+    /// Number of open descriptors of the idle supervisor, before and after the load.
     pub descriptors: (usize, usize),
-    /// Resident memory of the supervisor at rest in bytes, after a fifth of the load and at the end.
+    /// Resident memory of the idle supervisor in bytes, after a fifth of the load and at the end.
     pub resident: (u64, u64),
 }
 
-/// Maximum number of reported faults per kind. The rest is counted.
+/// Maximum number of faults to report per kind. The other faults are only counted.
 const TOLD_MAX: usize = 5;
 
-/// Allowed growth of the descriptors at rest.
+/// Allowed growth of the idle supervisor's number of open descriptors.
 const DESCRIPTORS_SLACK: usize = 12;
 
 /// Allowed growth of the resident memory between the two measurements, in bytes. Allocators keep some memory
-/// of floods, and in a short run the first flood can come after the first measurement. In a run of ten
-/// minutes the growth was 4 MiB.
+/// after floods, and in a short run the first flood can come after the first measurement. In a run of ten
+/// minutes, the growth was 4 MiB.
 const RESIDENT_SLACK: u64 = 96 << 20;
 
 /// Runs the load and returns the results.
 pub fn keep(plan: Plan) -> Findings {
-    // Workers write to this folder. It does not belong to the supervisor.
+    // Workers write to this folder, which is not part of the supervisor's folder.
     let notes = TempDir::new().expect("a temporary folder");
     open_to_all(notes.path());
     let temporary = TempDir::new().expect("a temporary folder");
@@ -171,7 +172,7 @@ pub fn keep(plan: Plan) -> Findings {
     judge(told, deeds, findings, notes.path(), plan)
 }
 
-/// Compares the records and fills in the results.
+/// Compares the records of clients and workers, and completes the findings.
 fn judge(
     told: HashMap<u64, Entry>,
     deeds: Vec<Deed>,
@@ -200,8 +201,8 @@ fn launch(notes: &Path, temporary: &Path, plan: Plan) -> Supervisor {
         .until_ready()
 }
 
-/// Returns the bulkheads in TOML. A new `revision` changes the environment, so that a reload replaces all
-/// workers.
+/// Returns the configuration of the bulkheads, in TOML. A new `revision` changes the environment of workers,
+/// so that a reload replaces all workers.
 pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     let grace = if plan.has_hangs { "50ms" } else { "60s" };
     let program = programs().join("ledger");
@@ -226,7 +227,7 @@ pub fn config(notes: &Path, revision: u64, plan: Plan) -> String {
     BULKHEADS.iter().map(one).collect()
 }
 
-/// Runs clients and disturbances at once, until the time is up and every job has its outcome.
+/// Runs clients and disturbances at the same time, until the time is up and every job has an outcome.
 fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan, is_over.clone());
@@ -235,7 +236,7 @@ fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashM
     (told, chaos.end())
 }
 
-/// Waits until every bulkhead can run its maximum number of jobs at once.
+/// Waits until every bulkhead can run its maximum number of jobs at the same time.
 fn fill_all(supervisor: &Supervisor) {
     clients::on_this_thread(async {
         let client = Client::connect(supervisor.socket()).await.expect("the supervisor runs");
@@ -243,11 +244,11 @@ fn fill_all(supervisor: &Supervisor) {
     });
 }
 
-/// Number of measurements at rest.
+/// Number of measurements of the idle supervisor.
 const LOOKS_AT_REST: usize = 20;
 
-/// Waits until no job is in flight and all limits are restored. Returns the smallest number of descriptors
-/// measured then, because recycling by age briefly uses more.
+/// Waits until no job is in flight and all limits are restored. Returns the minimum of several descriptor
+/// counts, because recycling by age briefly uses more descriptors.
 fn at_rest(supervisor: &Supervisor) -> usize {
     let began = Instant::now();
     let mut counts = Vec::new();
@@ -258,11 +259,11 @@ fn at_rest(supervisor: &Supervisor) -> usize {
             counts.push(descriptors(supervisor.pid()));
         }
         if counts.len() == LOOKS_AT_REST {
-            return counts.into_iter().min().expect("there are some");
+            return counts.into_iter().min().expect("at least one measurement");
         }
         assert!(
             began.elapsed() < PATIENCE,
-            "waited {PATIENCE:?} in vain for rest; not at rest: {busy:#?}\n{}",
+            "waited {PATIENCE:?} without success for idle bulkheads; not idle: {busy:#?}\n{}",
             log_of(supervisor, &busy)
         );
         std::thread::park_timeout(Duration::from_millis(2));
@@ -277,7 +278,7 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
     told[told.len().saturating_sub(60)..].join("\n")
 }
 
-/// Returns the state of a bulkhead that has jobs, or a lower limit than expected at rest.
+/// Returns the state of a bulkhead that has jobs, or whose limit is not the limit of an idle bulkhead.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
     let is_limited = match &state.adaptive {
@@ -300,7 +301,7 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     }
 }
 
-/// Returns remains of a supervisor that has ended, as sentences.
+/// Describes the processes and files that a supervisor has left behind after its end.
 fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     let mut left = Vec::new();
     let processes = processes_with(notes.to_str().expect("an ordinary path"));
@@ -314,7 +315,7 @@ fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
     left
 }
 
-/// Returns the remaining files and folders of workers.
+/// Returns the files and the folders of workers that are left in a folder.
 fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut waiting = vec![folder.to_owned()];
@@ -359,7 +360,7 @@ fn compare(
             findings.beside_killed += 1;
         } else {
             let what = format!("{}, held by {:?}", around(record, deeds), held.collect::<Vec<_>>());
-            faults.entry("the bound was passed").or_default().push(what);
+            faults.entry("the limit was exceeded").or_default().push(what);
         }
     }
     for (job, times) in &begun {
@@ -376,17 +377,17 @@ fn compare(
         let (begun, ended) = (begun.contains_key(job), ended.contains_key(job));
         let what = || format!("{job}: {:?}, idempotent {}", entry.told, entry.is_idempotent);
         if matches!(entry.told, Told::WrongResult | Told::Lost(_)) {
-            faults.entry("a job was answered wrongly").or_default().push(what());
+            faults.entry("a job has a wrong result or a lost connection").or_default().push(what());
         }
         if entry.told == Told::Nothing {
             faults.entry("a job has no outcome").or_default().push(what());
         }
         if entry.told.is_ok() && !ended {
-            faults.entry("a job is ok that never ended").or_default().push(what());
+            faults.entry("a job with outcome ok never ended").or_default().push(what());
         }
         findings.executed_unseen += usize::from(entry.told.says_executed() && !begun);
         if entry.told.says_not_executed() && begun {
-            faults.entry("a job began that is told as not executed").or_default().push(what());
+            faults.entry("a job reported as not executed began").or_default().push(what());
         }
     }
     for (kind, found) in faults {
@@ -395,7 +396,7 @@ fn compare(
     }
 }
 
-/// Describes a record with the disturbances in the 1.5 seconds before it.
+/// Describes a record, together with the disturbances in the 1.5 seconds before the record.
 fn around(record: &Record, deeds: &[Deed]) -> String {
     let before = deeds.iter().filter_map(|(at_us, deed)| {
         let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;

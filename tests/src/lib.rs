@@ -1,5 +1,5 @@
-//! Shared parts of the end-to-end tests: starts real supervisors, each in a temporary folder, and observes
-//! their processes and admin sockets. There are no mocks.
+//! Support for end-to-end tests. Starts real supervisors, each in a temporary folder, and observes their processes and
+//! admin sockets. There are no mocks.
 
 pub mod attempts;
 pub mod browser;
@@ -29,15 +29,17 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Disables the sandbox, for workers that report their process id. A sandboxed worker only knows its number
-/// inside a pid namespace.
+/// Configuration that disables the sandbox, for workers that report their process id. A sandboxed worker only
+/// knows the id inside its pid namespace.
 pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
 
-/// Maximum time to wait for a condition. On a healthy, idle machine the condition is true at once. The limit only
-/// bounds how long a failure takes, and is generous because other tests run at the same time.
+/// Maximum time to wait for a condition. On a healthy, idle machine the condition becomes true almost
+/// immediately. The limit only bounds how long a failure takes, and is generous because other tests run at
+/// the same time.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Waits until `condition` returns a value. Panics with `what` after [`PATIENCE`].
+/// Waits until `condition` returns a value. If this takes longer than [`PATIENCE`], panics with a message
+/// that contains `what`.
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     const PAUSE_MIN: Duration = Duration::from_millis(2);
     const PAUSE_MAX: Duration = Duration::from_millis(20);
@@ -47,22 +49,22 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
             return value;
         }
         let waited = began.elapsed();
-        assert!(waited < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
-        // Checks less often with time, because many conditions cost a request or a scan of `/proc`.
+        assert!(waited < PATIENCE, "waited {PATIENCE:?} without success: {what}");
+        // Checks less and less often, because many conditions cost a request or a scan of `/proc`.
         std::thread::park_timeout((waited / 16).clamp(PAUSE_MIN, PAUSE_MAX));
     }
 }
 
-/// Serialises tests of one program that need much processor time or many processes. The returned guard admits the next
-/// such test when dropped.
+/// Serialises tests of one program that need much processor time or many processes. Dropping the returned
+/// guard admits the next such test.
 pub fn heavy() -> MutexGuard<'static, ()> {
     static HEAVY: Mutex<()> = Mutex::new(());
-    // The failure of one test has no effect on the next.
+    // A panic in another test poisons the mutex, which does not matter here.
     HEAVY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends this process by SIGALRM long after all tests should have finished, so that CI never hangs. By then
-/// the harness has named the hanging test.
+/// Ends this process with SIGALRM long after all tests should have finished, so that CI never hangs. At that
+/// time, the test harness has already printed the name of the hanging test.
 fn end_if_it_hangs() {
     const SECONDS_MAX: u32 = 20 * 60;
     nix::unistd::alarm::set(SECONDS_MAX);
@@ -77,18 +79,18 @@ pub fn programs() -> PathBuf {
     let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        // Naming one small test makes cargo select the same features as `cargo test --workspace`, so that
-        // nothing is compiled twice.
+        // With a test target, cargo selects the features of `cargo test --workspace`, so that nothing is compiled
+        // twice.
         cargo.args(["build", "--quiet", "--workspace", "--bins", "--test", "architecture"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-        // Set for `--report-time`. Some crates would be compiled again.
+        // `RUSTC_BOOTSTRAP` is set for `--report-time`, and would make cargo compile some crates again.
         cargo.env_remove("RUSTC_BOOTSTRAP");
         match folder.file_name().and_then(|name| name.to_str()) {
             None | Some("debug") => {}
             Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
-        // The ledger program has no time limit.
+        // Sets the time limit only for test programs, not for the ledger program.
         if beside.ends_with("deps") {
             end_if_it_hangs();
         }
@@ -105,8 +107,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts a supervisor with `bulkheads` in TOML, where `MISBEHAVE` stands for the path of the worker that
-    /// misbehaves on request. Returns once the first start of every bulkhead has finished.
+    /// Starts a supervisor with `bulkheads` in TOML, in which `MISBEHAVE` is replaced with the path of the
+    /// worker that misbehaves on request. Returns when the first start of every bulkhead has finished.
     pub fn start(bulkheads: &str) -> Self {
         Self::start_with("", bulkheads)
     }
@@ -134,12 +136,13 @@ impl Supervisor {
         Self::launch_as(folder, (arguments, variables), "", bulkheads).until_ready()
     }
 
-    /// Starts a supervisor in this folder without waiting.
+    /// Starts a supervisor in this folder without waiting until it is ready.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
     }
 
-    /// Starts a supervisor in this folder with further environment variables, without waiting.
+    /// Starts a supervisor in this folder with further environment variables, without waiting until it is
+    /// ready.
     pub fn launch_with_variables(
         folder: TempDir,
         variables: &[(&str, &str)],
@@ -160,7 +163,8 @@ impl Supervisor {
         Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
     }
 
-    /// Starts a supervisor for which the kernel seems to lack `SO_PASSRIGHTS`, as before Linux 6.16.
+    /// Starts a supervisor for which the kernel seems to lack `SO_PASSRIGHTS`, like a kernel before Linux
+    /// 6.16.
     pub fn start_on_older_kernel(bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut command = Command::new(programs().join("older-kernel"));
@@ -168,8 +172,8 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
-    /// Starts a supervisor in this folder without waiting, through a wrapper that executes the supervisor,
-    /// such as `env`.
+    /// Starts a supervisor in this folder through a wrapper that executes the supervisor, such as `env`. Does
+    /// not wait until the supervisor is ready.
     pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let mut command = Command::new(wrapper[0]);
         command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));
@@ -218,7 +222,7 @@ impl Supervisor {
         })
     }
 
-    /// Returns the supervisor's standard error.
+    /// Returns the text that the supervisor has written to standard error.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
@@ -228,13 +232,13 @@ impl Supervisor {
         kill_pid(self.pid(), signal);
     }
 
-    /// Waits for the end of the supervisor.
+    /// Waits until the supervisor has exited.
     pub fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        wait_for("the supervisor ends", || child.try_wait().expect("our own child"))
+        wait_for("the supervisor exits", || child.try_wait().expect("our own child"))
     }
 
-    /// Returns the `bulkhead` command, connected to this supervisor.
+    /// Returns a `bulkhead` command that connects to this supervisor.
     pub fn command(&self) -> Command {
         let mut command = Command::new(programs().join("bulkhead"));
         command.arg("--socket").arg(self.socket());
@@ -242,7 +246,8 @@ impl Supervisor {
         command
     }
 
-    /// Sends a GET request to the admin socket. Returns status and body, or `None` while nothing listens.
+    /// Sends a GET request to the admin socket. Returns the status and the body, or `None` if nothing listens
+    /// on the socket.
     pub fn try_get(&self, path: &str) -> Option<(u16, String)> {
         self.request("GET", path)
     }
@@ -254,19 +259,19 @@ impl Supervisor {
         serde_json::from_str(&body).expect("JSON")
     }
 
-    /// Sends a POST request to the admin socket. Returns status and body.
+    /// Sends a POST request to the admin socket. Returns the status and the body.
     pub fn post(&self, path: &str) -> (u16, String) {
         self.request("POST", path).expect("the admin socket answers")
     }
 
-    /// Sends a PATCH request to the admin socket. Returns status and body.
+    /// Sends a PATCH request to the admin socket. Returns the status and the body.
     pub fn patch(&self, path: &str, body: &str) -> (u16, Value) {
         let admin = self.folder.path().join("admin.sock");
         let (status, answer) = request(&admin, "PATCH", path, body).expect("the admin socket answers");
         (status, serde_json::from_str(&answer).expect("JSON"))
     }
 
-    /// Changes limits of a bulkhead. Returns its snapshot.
+    /// Changes limits of a bulkhead with a PATCH request. Returns the new snapshot of the bulkhead.
     pub fn resize(&self, bulkhead: &str, body: &str) -> Value {
         let (status, answer) = self.patch(&format!("/v1/bulkheads/{bulkhead}"), body);
         assert_eq!(status, 200, "{body}: {answer}");
@@ -283,7 +288,7 @@ impl Supervisor {
 
     /// Waits for at least `count` events of one kind, and returns them.
     pub fn wait_events(&self, kind: &str, count: usize) -> Vec<Value> {
-        wait_for(&format!("{count} of {kind}"), || {
+        wait_for(&format!("there are {count} events of kind {kind}"), || {
             Some(self.events(kind)).filter(|events| events.len() >= count)
         })
     }
@@ -312,14 +317,14 @@ impl Supervisor {
         self.get(&format!("/v1/bulkheads/{bulkhead}"))
     }
 
-    /// Returns the snapshot of a bulkhead, deserialized.
+    /// Returns the deserialized snapshot of a bulkhead.
     pub fn state(&self, bulkhead: &str) -> Snapshot {
         serde_json::from_value(self.snapshot(bulkhead)).expect("a snapshot")
     }
 
     /// Returns a number in the snapshot of a bulkhead.
     pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
-        self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is no number"))
+        self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is not a number"))
     }
 
     /// Returns the process ids of a bulkhead's workers.
@@ -366,14 +371,14 @@ fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, S
 
 /// Checks continuously that the counters of a supervisor balance: every submitted job has an outcome, is in
 /// flight, or is queued. The snapshots of all bulkheads are taken at the same moment. A bulkhead named
-/// `entry` must not be a fallback.
+/// `entry` must not be the fallback of another bulkhead.
 pub struct Auditor {
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64, String>>,
 }
 
 impl Auditor {
-    /// Starts checking.
+    /// Starts checking the counters of a supervisor.
     pub fn of(supervisor: &Supervisor) -> Self {
         let admin = supervisor.folder.path().join("admin.sock");
         let is_over = Arc::new(AtomicBool::new(false));
@@ -398,12 +403,12 @@ impl Auditor {
         Self { is_over, thread }
     }
 
-    /// Checks a last time. Panics if any check failed.
+    /// Checks the counters one last time. Panics if any check failed.
     pub fn finish(self) {
         self.is_over.store(true, Ordering::SeqCst);
         match self.thread.join().expect("the auditor does not panic") {
-            Ok(looks) => assert!(looks > 0, "nothing was looked at"),
-            Err(why) => panic!("the books do not balance: {why}"),
+            Ok(looks) => assert!(looks > 0, "the counters were never checked"),
+            Err(why) => panic!("the counters do not balance: {why}"),
         }
     }
 }
@@ -419,10 +424,11 @@ fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
-    // `entry` is no fallback of others, so it balances alone, together with its jobs at fallbacks.
+    // `entry` is not the fallback of another bulkhead, so its own counters balance. They include the jobs
+    // that run in its fallbacks.
     for of in bulkheads.iter().filter(|of| of.name == "entry") {
         if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
-            return Err(format!("by itself: {of:?}"));
+            return Err(format!("the counters of one bulkhead: {of:?}"));
         }
     }
     Ok(())
@@ -433,7 +439,7 @@ impl Drop for Supervisor {
         if std::thread::panicking() {
             eprintln!("--- the supervisor's log:\n{}", self.log());
         }
-        // The supervisor may have ended already.
+        // The supervisor can already have exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -455,20 +461,22 @@ fn dechunk(mut body: &str) -> String {
 /// Sends a signal to a process, if the process still exists.
 pub fn kill_pid(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid as i32), signal);
-    // The kernel tells one thread, which may get its processor late. Until then the other threads run on.
+    // The kernel signals one thread, which can be scheduled late. Until this thread runs, the other threads
+    // continue.
     if signal == Signal::SIGSTOP {
         wait_for("all threads of the process have stopped", || has_stopped(pid).then_some(()));
     }
 }
 
-/// Returns true if no thread of a process runs.
+/// Returns true if no thread of a process is running.
 fn has_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
     stats.all(|stat| stat[stat.rfind(')').unwrap_or(0) + 1..].trim_start().starts_with(['T', 't', 'Z', 'X']))
 }
 
-/// Returns the state letter and the parent of a process, or `None` if it does not exist. Zombies exist.
+/// Returns the state letter and the parent of a process, or `None` if the process does not exist. A zombie
+/// still exists.
 fn stat(pid: u32) -> Option<(char, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
@@ -542,7 +550,8 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
     counts
 }
 
-/// Runs a future that may block its thread. The client's tasks run on the other threads of the runtime.
+/// Runs a future that is allowed to block its thread. The client's tasks run on the other threads of the
+/// runtime.
 pub fn run<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -554,7 +563,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> T {
 
 /// Result of a job.
 pub type Ended = Result<Reply, JobError>;
-/// Task that waits for a job.
+/// Task that waits for the result of a job.
 pub type Running = tokio::task::JoinHandle<Ended>;
 
 /// Connects a client to the supervisor.
@@ -567,7 +576,7 @@ pub fn spawn(job: Job) -> Running {
     tokio::spawn(job.send())
 }
 
-/// Returns the outcome of a job: `ok`, or outcome and reason as in `rejected/queue_full`.
+/// Returns the outcome of a job as text: `ok`, or the outcome and the reason as in `rejected/queue_full`.
 pub fn outcome(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(_) => "ok".into(),
@@ -580,8 +589,8 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// Returns the default sandbox of tests. Workers can write to the folder of their configuration, because they
-/// run as the test's user, and can execute the workspace's programs.
+/// Returns the configuration of the tests' default sandbox. Workers can write to the folder of their
+/// configuration, because they run as the test's user, and can execute the workspace's programs.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");

@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::programs;
 
-/// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to standard
-/// error directly, because the harness hides what a passing test prints.
+/// Reports that the current test cannot run on this machine, with the reason as a format string. Writes to
+/// standard error directly, because the harness hides the output of passing tests.
 #[macro_export]
 macro_rules! not_run {
     ($($reason:tt)*) => { $crate::machine::report_not_run(&format!($($reason)*)) };
@@ -23,7 +23,7 @@ pub fn report_not_run(reason: &str) {
     std::io::stderr().write_all(line.as_bytes()).expect("standard error is open");
 }
 
-/// Returns true if this test runs as root. Otherwise prints a note.
+/// Returns true if this test runs as root. Otherwise prints a note and returns false.
 pub fn is_root() -> bool {
     let is_root = nix::unistd::geteuid().is_root();
     if !is_root {
@@ -32,7 +32,7 @@ pub fn is_root() -> bool {
     is_root
 }
 
-/// Returns true if the program exists. Otherwise prints a note.
+/// Returns true if the program exists. Otherwise prints a note and returns false.
 pub fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -41,7 +41,8 @@ pub fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Returns true if this machine supports the layers, named as in `doctor`. Otherwise prints a note.
+/// Returns true if this machine supports the layers, which are named as in the output of `doctor`. Otherwise
+/// prints a note and returns false.
 pub fn has_layers(layers: &[&str]) -> bool {
     let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();
     let output = output.expect("the supervisor's program runs").stdout;

@@ -1,13 +1,13 @@
-//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Anything else is an error.
+//! A strict parser for the subset of OpenMetrics 1.0 that Bulkhead writes. Rejects all other input.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A metric family with all its samples.
 #[derive(Debug)]
 pub struct Family {
-    /// Name without suffix.
+    /// Name of the family, without a suffix.
     pub name: String,
-    /// `counter`, `gauge` or `histogram`.
+    /// Type of the family: `counter`, `gauge` or `histogram`.
     pub kind: String,
     /// Samples in the order of the page.
     pub samples: Vec<Sample>,
@@ -16,15 +16,15 @@ pub struct Family {
 /// A sample line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// Name with suffix.
+    /// Name of the sample, with the suffix.
     pub name: String,
-    /// All labels.
+    /// All labels of the sample.
     pub labels: BTreeMap<String, String>,
-    /// The value.
+    /// Value of the sample.
     pub value: f64,
 }
 
-/// A complete page.
+/// A complete page of metrics.
 #[derive(Debug)]
 pub struct Page {
     /// Families in the order of the page.
@@ -34,7 +34,7 @@ pub struct Page {
 impl Page {
     /// Parses a page. Returns an error that describes the first problem.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let body = text.strip_suffix("# EOF\n").ok_or("it does not end with # EOF")?;
+        let body = text.strip_suffix("# EOF\n").ok_or("the page does not end with # EOF")?;
         if !body.is_empty() && !body.ends_with('\n') {
             return Err("the line before # EOF has no end".into());
         }
@@ -46,7 +46,7 @@ impl Page {
         let mut names = BTreeSet::new();
         for family in &families {
             if !names.insert(&family.name) {
-                return Err(format!("{} is told twice", family.name));
+                return Err(format!("the family {} is listed twice", family.name));
             }
             check_family(family)?;
         }
@@ -74,12 +74,13 @@ impl Page {
         self.families.iter().flat_map(|family| &family.samples).filter(fits)
     }
 
-    /// Returns the sum of these samples.
+    /// Returns the sum of all samples with this name that have at least these labels.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).map(|sample| sample.value as u64).sum()
     }
 
-    /// Returns every sample that can only grow, by name and labels.
+    /// Returns the samples of all families except gauges, by name and labels. The values of these samples can
+    /// only grow.
     pub fn growing(&self) -> BTreeMap<(String, BTreeMap<String, String>), f64> {
         let kinds = self.families.iter().filter(|family| family.kind != "gauge");
         let samples = kinds.flat_map(|family| &family.samples);
@@ -91,14 +92,14 @@ fn read_line(line: &str, families: &mut Vec<Family>, help: &mut Option<String>) 
     if let Some(rest) = line.strip_prefix("# HELP ") {
         let (name, text) = rest.split_once(' ').ok_or("no text")?;
         if text.is_empty() || text.contains(['\\', '"']) || help.replace(name.to_owned()).is_some() {
-            return Err("not one plain text for one name".into());
+            return Err("the help text is empty, has an escape or a quote, or is repeated".into());
         }
         return Ok(());
     }
     if let Some(rest) = line.strip_prefix("# TYPE ") {
         let (name, kind) = rest.split_once(' ').ok_or("no type")?;
         if help.take().as_deref() != Some(name) || !is_name(name) {
-            return Err("its text does not stand before it".into());
+            return Err("the type does not follow the help text of the same name".into());
         }
         if !["counter", "gauge", "histogram"].contains(&kind) {
             return Err("an unknown type".into());
@@ -106,7 +107,7 @@ fn read_line(line: &str, families: &mut Vec<Family>, help: &mut Option<String>) 
         families.push(Family { name: name.into(), kind: kind.into(), samples: Vec::new() });
         return Ok(());
     }
-    let family = families.last_mut().filter(|_| help.is_none()).ok_or("a sample of nothing")?;
+    let family = families.last_mut().filter(|_| help.is_none()).ok_or("a sample without a family")?;
     let sample = read_sample(line)?;
     let suffix = sample.name.strip_prefix(family.name.as_str()).ok_or("a sample of another family")?;
     let allowed: &[&str] = match family.kind.as_str() {
@@ -135,11 +136,11 @@ fn read_sample(line: &str) -> Result<Sample, String> {
         loop {
             let (label, value) = inside.split_once("=\"").ok_or("a label without a value")?;
             if !is_name(label) {
-                return Err(format!("{label:?} is no label"));
+                return Err(format!("{label:?} is not a label name"));
             }
             let (value, after) = read_quoted(value)?;
             if labels.insert(label.to_owned(), value).is_some() {
-                return Err(format!("{label} is there twice"));
+                return Err(format!("the label {label} is repeated"));
             }
             match after.strip_prefix(',') {
                 Some(more) => inside = more,
@@ -151,9 +152,9 @@ fn read_sample(line: &str) -> Result<Sample, String> {
         }
     }
     let number = rest.strip_prefix(' ').ok_or("no value after one space")?;
-    let value: f64 = number.parse().map_err(|_| format!("{number:?} is no number"))?;
+    let value: f64 = number.parse().map_err(|_| format!("{number:?} is not a number"))?;
     if !is_name(name) || !value.is_finite() {
-        return Err("neither name nor number".into());
+        return Err("the name is invalid or the value is not finite".into());
     }
     Ok(Sample { name: name.into(), labels, value })
 }
@@ -169,7 +170,7 @@ fn read_quoted(text: &str) -> Result<(String, &str), String> {
                 Some((_, '\\')) => '\\',
                 Some((_, '"')) => '"',
                 Some((_, 'n')) => '\n',
-                other => return Err(format!("an escape that is none: {other:?}")),
+                other => return Err(format!("an unknown escape: {other:?}")),
             }),
             other => value.push(other),
         }
@@ -181,10 +182,10 @@ fn check_family(family: &Family) -> Result<(), String> {
     let mut seen = BTreeSet::new();
     for sample in &family.samples {
         if !seen.insert((&sample.name, &sample.labels)) {
-            return Err(format!("twice: {sample:?}"));
+            return Err(format!("the sample is repeated: {sample:?}"));
         }
         if family.kind != "gauge" && sample.value < 0.0 {
-            return Err(format!("below nothing: {sample:?}"));
+            return Err(format!("the value is negative: {sample:?}"));
         }
     }
     if family.kind == "histogram" { check_histogram(family) } else { Ok(()) }
@@ -193,7 +194,7 @@ fn check_family(family: &Family) -> Result<(), String> {
 /// Samples of a histogram that share the same labels.
 #[derive(Debug, Default)]
 struct Series {
-    /// Upper bounds and cumulative counts.
+    /// Upper bounds and cumulative counts of the buckets.
     buckets: Vec<(f64, f64)>,
     counts: Vec<f64>,
     sums: Vec<f64>,
@@ -208,11 +209,14 @@ fn check_histogram(family: &Family) -> Result<(), String> {
         match (&sample.name[family.name.len()..], bound) {
             ("_bucket", Some(bound)) => {
                 let bound = if bound == "+Inf" { Ok(f64::INFINITY) } else { bound.parse() };
-                series.buckets.push((bound.map_err(|_| format!("no bound: {sample:?}"))?, sample.value));
+                series.buckets.push((
+                    bound.map_err(|_| format!("the bucket has no valid bound: {sample:?}"))?,
+                    sample.value,
+                ));
             }
             ("_count", None) => series.counts.push(sample.value),
             ("_sum", None) => series.sums.push(sample.value),
-            _ => return Err(format!("not of a histogram: {sample:?}")),
+            _ => return Err(format!("not a sample of a histogram: {sample:?}")),
         }
     }
     match all.iter().find(|(_, series)| !series.is_sound()) {
@@ -222,7 +226,7 @@ fn check_histogram(family: &Family) -> Result<(), String> {
 }
 
 impl Series {
-    /// True if the buckets are cumulative, ordered and complete.
+    /// Returns true if the buckets are cumulative, ordered and complete.
     fn is_sound(&self) -> bool {
         let Self { buckets, counts, sums } = self;
         let is_ordered = buckets.is_sorted_by(|a, b| a.0 < b.0) && buckets.is_sorted_by(|a, b| a.1 <= b.1);
@@ -238,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_refused() {
+    fn parser_rejects_malformed_pages() {
         let counter = "# HELP a A.\n# TYPE a counter\n";
         for good in ["", "a_total 1\n", "a_total{b=\"\\\\\\\"\\n\"} 1\na_total{b=\"c\",d=\"}\"} 2.5\n"] {
             Page::parse(&format!("{counter}{good}# EOF\n")).unwrap();

@@ -1,5 +1,5 @@
-//! A user with ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced inside a mount
-//! namespace, so that the machine's files stay unchanged.
+//! A user with subordinate ids in `/etc/subuid` and `/etc/subgid`, for tests. The files are replaced inside a
+//! mount namespace, so that the machine's files stay unchanged.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::machine::{has_layers, has_program, is_root};
 
-/// A user of this test, with its ids.
+/// A user that exists only in a test, with its subordinate ids.
 #[derive(Clone, Copy, Debug)]
 pub struct User {
     /// User id and group id.
@@ -17,7 +17,8 @@ pub struct User {
     has_ids: bool,
 }
 
-/// First user id, and first subordinate id. This machine must not use either range.
+/// First user id of test users, and first subordinate id. The machine must not use the ids above these
+/// numbers for other purposes.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 
@@ -29,7 +30,8 @@ pub const LAYERS: &[&str] =
     &["landlock scopes", "seccomp notify", "user namespace", "tree end", "mount_setattr"];
 
 impl User {
-    /// Creates a user with ids. Prints a note and returns `None` if this machine cannot do that.
+    /// Creates a user with subordinate ids. Prints a note and returns `None` if this is not possible on this
+    /// machine.
     pub fn with_ids() -> Option<Self> {
         const FILES: [&str; 6] = [
             "/usr/bin/newuidmap",
@@ -43,7 +45,8 @@ impl User {
         can.then(|| Self::new(true))
     }
 
-    /// Creates a user without ids.
+    /// Creates a user without subordinate ids. Prints a note and returns `None` if this is not possible on
+    /// this machine.
     pub fn without_ids() -> Option<Self> {
         let can = is_root() && ["/usr/bin/setpriv", "/usr/bin/unshare"].iter().all(|path| has_program(path));
         can.then(|| Self::new(false))
@@ -63,7 +66,7 @@ impl User {
     }
 
     /// Returns a command that runs its further arguments as this user, with `home` as the home folder. `more`
-    /// are arguments of `setpriv`.
+    /// contains arguments of `setpriv`.
     pub fn command(&self, home: &Path, more: &[&str]) -> Command {
         let Self { uid, first, has_ids } = self;
         let etc = home.join("etc");

@@ -3,7 +3,7 @@
 use crate::{SAME_NUMBERS, Supervisor, children, wait_for};
 use serde_json::Value;
 
-/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` are further keys.
+/// Returns the configuration of a bulkhead `b` with isolated tenants. `more` contains further keys.
 pub fn isolated(tenants: &str, more: &str) -> String {
     format!(
         "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
@@ -11,7 +11,7 @@ pub fn isolated(tenants: &str, more: &str) -> String {
     )
 }
 
-/// Sends a PATCH to a path below `/v1/bulkheads/`. Returns the status and the answer.
+/// Sends a PATCH request to a path below `/v1/bulkheads/`. Returns the status and the body of the response.
 pub fn patch(supervisor: &Supervisor, path: &str, body: &str) -> (u16, Value) {
     supervisor.patch(&format!("/v1/bulkheads/{path}"), body)
 }
@@ -21,7 +21,8 @@ pub fn part(supervisor: &Supervisor, tenant: &str) -> Value {
     supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"))
 }
 
-/// Waits until a number in a tenant's snapshot has this value. The tenant can still be unknown.
+/// Waits until a number in a tenant's snapshot has this value. The supervisor does not have to know the
+/// tenant yet.
 pub fn wait_part(supervisor: &Supervisor, tenant: &str, field: &str, value: u64) {
     wait_for(&format!("{field} of {tenant} is {value}"), || {
         let (status, body) = supervisor.try_get(&format!("/v1/bulkheads/b?tenant={tenant}"))?;
@@ -37,7 +38,7 @@ pub fn pids(supervisor: &Supervisor, tenant: &str) -> Vec<u32> {
     workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
 }
 
-/// Waits until no worker runs, according to the snapshot and to the kernel.
+/// Waits until neither the snapshot nor the kernel shows a worker of the bulkhead `b`.
 pub fn wait_for_rest(supervisor: &Supervisor) {
     wait_for("no worker runs", || {
         let is_at_rest = supervisor.worker_pids("b").is_empty() && children(supervisor.keeper()).is_empty();
@@ -46,21 +47,21 @@ pub fn wait_for_rest(supervisor: &Supervisor) {
 }
 
 fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+    value.as_u64().unwrap_or_else(|| panic!("{value} is not a number"))
 }
 
-/// Returns the number of rejected jobs.
+/// Returns the number of rejected jobs in a snapshot.
 pub fn rejected(snapshot: &Value) -> u64 {
     snapshot["rejected"].as_object().expect("by reason").values().map(number).sum()
 }
 
-/// Returns the number of jobs that have an outcome.
+/// Returns the number of jobs in a snapshot that have an outcome.
 pub fn outcomes(snapshot: &Value) -> u64 {
     let ended = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
     ended.iter().map(|field| number(&snapshot[*field])).sum::<u64>() + rejected(snapshot)
 }
 
-/// Checks that each submitted job has an outcome or is under way.
+/// Checks that each submitted job in a snapshot has an outcome, is in flight, is queued, or is in a fallback.
 pub fn assert_balanced(snapshot: &Value) {
     let underway: u64 =
         ["in_flight", "queued", "elsewhere"].iter().map(|field| number(&snapshot[*field])).sum();

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use bulkhead_tests::ledger::{self, Plan};
 
-/// The number of concurrent jobs never exceeds the limit.
+/// Also checks that the number of concurrent jobs never exceeds the limit.
 #[test]
-fn every_job_has_one_true_outcome_and_begins_once() {
+fn every_job_begins_once_and_has_one_outcome() {
     for has_hangs in [true, false] {
         let findings = ledger::keep(Plan { lasts: Duration::from_secs(10), seed: 20_261_122, has_hangs });
         assert!(findings.faults.is_empty(), "{findings:#?}");
@@ -16,9 +16,9 @@ fn every_job_has_one_true_outcome_and_begins_once() {
     }
 }
 
-/// Runs the ledger with an embedded supervisor, on a separate thread and on the clients' threads.
+/// Runs the embedded supervisor on a separate thread, and then on the thread of the clients.
 #[test]
-fn ledger_holds_for_an_embedded_supervisor() {
+fn every_job_has_one_outcome_with_embedded_supervisor() {
     for mode in ["embedded", "embedded-local"] {
         let kept = ledger::embedded::keep_in_process(&["10", "20261123", mode]);
         kept.unwrap_or_else(|fault| panic!("{mode}: {fault}"));

@@ -40,7 +40,7 @@ fn run(command: &mut Command) {
 }
 
 #[test]
-fn the_tests_of_the_package_pass() {
+fn python_package_tests_pass() {
     let Some(python) = interpreter() else { return };
     let spread = ["-n", PROCESSES, "--dist", "worksteal"];
     run(Command::new(python)
@@ -49,7 +49,7 @@ fn the_tests_of_the_package_pass() {
 }
 
 #[test]
-fn its_types_and_its_style_are_clean() {
+fn python_package_passes_mypy_and_ruff() {
     let Some(python) = interpreter() else { return };
     let caches = tempfile::tempdir().unwrap();
     run(Command::new(&python).args(["-m", "mypy", "--cache-dir"]).arg(caches.path()));

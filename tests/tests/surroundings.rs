@@ -23,9 +23,9 @@ fn state(pid: u32) -> Option<char> {
 
 // The configuration file.
 
-/// Covers start, reload and stop.
+/// Covers reload, `--check` and shutdown.
 #[test]
-fn fifo_as_configuration_is_refused_without_hanging() {
+fn fifo_as_configuration_is_rejected_without_hanging() {
     let mut supervisor = Supervisor::start(B);
     let file = supervisor.file("workers.toml");
     std::fs::remove_file(&file).unwrap();
@@ -76,7 +76,7 @@ impl Hanging {
 }
 
 #[test]
-fn hanging_file_system_delays_neither_jobs_nor_stop() {
+fn hanging_file_system_delays_neither_jobs_nor_shutdown() {
     let Some(hanging) = Hanging::mount() else {
         return not_run!("this machine cannot mount a FUSE file system");
     };
@@ -101,7 +101,7 @@ fn hanging_file_system_delays_neither_jobs_nor_stop() {
         }
         supervisor.signal(Signal::SIGTERM);
         if twice {
-            wait_for("it drains", || supervisor.log().contains("draining").then_some(()));
+            wait_for("the supervisor drains", || supervisor.log().contains("draining").then_some(()));
             supervisor.signal(Signal::SIGTERM);
         }
         assert!(supervisor.wait().success());
@@ -128,11 +128,11 @@ fn hanging_reload_is_abandoned() {
 // Inherited settings.
 
 #[test]
-fn blocked_signals_and_a_small_limit_of_files_are_no_obstacle() {
+fn supervisor_works_with_blocked_signals_and_file_size_limit() {
     let folder = tempfile::tempdir().unwrap();
     let wrapper = ["env", "--block-signal", "prlimit", "--fsize=4096:4096", "--as=1000000000:"];
     let mut supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
-    wait_for("it has written all that it may", || {
+    wait_for("the log has reached the size limit", || {
         supervisor.signal(Signal::SIGUSR1);
         (supervisor.file_bytes("log") >= 4096).then_some(())
     });
@@ -144,12 +144,12 @@ fn blocked_signals_and_a_small_limit_of_files_are_no_obstacle() {
 }
 
 #[test]
-fn workers_do_not_inherit_what_was_blocked_or_ignored() {
+fn workers_do_not_inherit_blocked_signals() {
     let folder = tempfile::tempdir().unwrap();
     let wrapper = ["env", "--block-signal", "--ignore-signal=XFSZ", "prlimit", "--as=8000000000:"];
     let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
     let log = supervisor.log();
-    assert!(!log.contains("RLIMIT_AS"), "the limit goes as far as it may, which is far enough: {log}");
+    assert!(!log.contains("RLIMIT_AS"), "the address space limit is large enough: {log}");
     let worker = supervisor.worker_pids("b")[0];
     let status = std::fs::read_to_string(format!("/proc/{worker}/status")).unwrap();
     assert!(status.contains("SigBlk:\t0000000000000000"), "{status}");
@@ -162,7 +162,7 @@ fn workers_do_not_inherit_what_was_blocked_or_ignored() {
 /// The supervisor must be able to wait for its children (trials of sandbox layers, and workers) even if
 /// SIGCHLD was ignored at the start.
 #[test]
-fn that_the_end_of_children_was_ignored_takes_no_layer() {
+fn ignored_sigchld_removes_no_sandbox_layer() {
     let folder = tempfile::tempdir().unwrap();
     let wrapper = ["env", "--ignore-signal=CHLD"];
     let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
@@ -178,7 +178,7 @@ fn that_the_end_of_children_was_ignored_takes_no_layer() {
 }
 
 #[test]
-fn refuses_file_limit_too_small_for_any_worker() {
+fn supervisor_rejects_descriptor_limit_below_128() {
     let start = |limit: &str| {
         let folder = tempfile::tempdir().unwrap();
         let wrapper = ["prlimit", limit];
@@ -195,22 +195,24 @@ fn refuses_file_limit_too_small_for_any_worker() {
 // Sockets.
 
 #[test]
-fn a_socket_that_is_removed_is_noticed_and_made_again() {
+fn reload_recreates_removed_sockets() {
     let mut supervisor = Supervisor::start(B);
     let admin = supervisor.file("admin.sock");
     std::fs::remove_file(supervisor.socket()).unwrap();
     let removed = supervisor.wait_events("socket_removed", 1);
     assert_eq!((&removed[0]["socket"], &removed[0]["severity"]), (&"jobs".into(), &"warning".into()));
     std::fs::remove_file(&admin).unwrap();
-    wait_for("both are missed", || (supervisor.log().matches("socket_removed").count() == 2).then_some(()));
+    wait_for("both removals are logged", || {
+        (supervisor.log().matches("socket_removed").count() == 2).then_some(())
+    });
     supervisor.signal(Signal::SIGHUP);
-    wait_for("both are there again", || {
+    wait_for("both sockets exist again", || {
         let connects = |path: &Path| UnixStream::connect(path).is_ok();
         (connects(&supervisor.socket()) && connects(&admin)).then_some(())
     });
     works(&supervisor);
     assert_eq!(supervisor.wait_events("socket_renewed", 2).len(), 2);
-    assert_eq!(supervisor.events("socket_removed").len(), 2, "told once for each");
+    assert_eq!(supervisor.events("socket_removed").len(), 2, "one event per socket");
     supervisor.signal(Signal::SIGTERM);
     assert!(supervisor.wait().success());
     assert!(!supervisor.socket().exists() && !admin.exists());
@@ -219,19 +221,19 @@ fn a_socket_that_is_removed_is_noticed_and_made_again() {
 // Death of the supervisor.
 
 #[test]
-fn killed_supervisor_with_stopped_keeper_leaves_nothing() {
+fn killed_supervisor_with_stopped_keeper_leaves_no_process() {
     let supervisor = Supervisor::start(B);
     let (worker, keeper) = (supervisor.worker_pids("b")[0], supervisor.keeper());
     kill_pid(keeper, Signal::SIGSTOP);
     wait_for("the keeper is stopped", || (state(keeper) == Some('T')).then_some(()));
     supervisor.signal(Signal::SIGKILL);
-    wait_for("nothing is left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
+    wait_for("no process is left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
 }
 
 // Memory.
 
 #[test]
-fn oom_scores_rank_workers_over_keeper_over_supervisor() {
+fn oom_killer_prefers_workers_to_keeper_and_supervisor() {
     let score = |pid: u32| -> i32 {
         let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
         text.trim().parse().unwrap()
@@ -247,13 +249,13 @@ fn oom_scores_rank_workers_over_keeper_over_supervisor() {
 }
 
 #[test]
-fn the_keeper_that_follows_goes_first_as_well() {
+fn replacement_keeper_has_same_oom_score() {
     let supervisor = Supervisor::start(B);
     let score = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
     let (keeper, before) = (supervisor.keeper(), score(supervisor.keeper()));
     kill_pid(keeper, Signal::SIGKILL);
     supervisor.wait_events("supervisor_trouble", 1);
-    wait_for("it is replaced", || (supervisor.keeper() != keeper).then_some(()));
+    wait_for("the keeper is replaced", || (supervisor.keeper() != keeper).then_some(()));
     supervisor.wait_number("b", "limit", 1);
     assert_eq!(score(supervisor.keeper()), before);
     run(async {
@@ -264,7 +266,7 @@ fn the_keeper_that_follows_goes_first_as_well() {
 
 /// Simulates a container, in which processes of `docker exec` leave orphans to process 1.
 #[test]
-fn as_process_1_the_supervisor_reaps_orphans() {
+fn supervisor_reaps_orphans_as_process_1() {
     if !is_root() {
         not_run!("a pid namespace requires root");
         return;
@@ -279,12 +281,12 @@ fn as_process_1_the_supervisor_reaps_orphans() {
         let script = "sleep 1000 </dev/null >/dev/null 2>&1 &";
         let status = Command::new("nsenter").args([&*target, "--pid", "sh", "-c", script]).status();
         assert!(status.unwrap().success());
-        let orphan = wait_for("it has an orphan", || {
+        let orphan = wait_for("the supervisor has an orphan", || {
             children(supervisor).into_iter().find(|&pid| name(pid).is_some_and(|name| name == "sleep"))
         });
         kill_pid(orphan, Signal::SIGKILL);
         let place = format!("/proc/{orphan}");
         wait_for("the orphan was reaped", || (!Path::new(&place).exists()).then_some(()));
     }
-    assert_eq!(children(supervisor).len(), 1, "its keeper alone");
+    assert_eq!(children(supervisor).len(), 1, "only the keeper is left");
 }

@@ -18,14 +18,14 @@
  *
  *     cc -shared -fPIC -o libecho.so echo.c
  *
- * A crash, a hang or a leak in the library affects this process and the jobs
- * in it, never the caller.
+ * A crash, a hang or a leak in the library affects only this worker process
+ * and the jobs in it.
  *
- * A process that the library forks is not the worker. It must end with
- * _exit(), also when exec() fails. If a forked process returns from the
- * handler, the host ends the process with status 1. The library must close
- * only descriptors that it has opened: a worker that loses its link ends
- * immediately or at the next heartbeat.
+ * A process that the library forks is not the worker. A forked process must
+ * end with _exit(), also when exec() fails. If it returns from the handler,
+ * the host ends it with status 1. The library must close only descriptors
+ * that it has opened, because a worker that loses its link ends immediately
+ * or at the next heartbeat.
  */
 #ifndef BULKHEAD_H
 #define BULKHEAD_H
@@ -37,11 +37,12 @@
 extern "C" {
 #endif
 
-/* The ABI version of this header. A host rejects a library with an unknown
+/* The ABI version of this header. The host rejects a library with an unknown
  * version before it calls any function in the library. */
 #define BULKHEAD_ABI_VERSION 1u
 
-/* Version marker of the library. Put it at file scope, exactly once. */
+/* Defines the version marker of the library. Use this macro at file scope,
+ * exactly once. */
 #define BULKHEAD_LIBRARY const uint32_t bulkhead_abi_version = BULKHEAD_ABI_VERSION;
 
 /* A job. All pointers are valid until the handler returns. */
@@ -49,18 +50,18 @@ typedef struct bulkhead_job {
     uint32_t struct_size;      /* sizeof(bulkhead_job) as the host knows it */
     uint32_t reserved;
     uint64_t number;           /* job number, as in outcomes, logs and events, which print it with "%" PRIx64 */
-    const char *operation;     /* never NULL; "" if the client did not set it */
-    const char *tenant;        /* never NULL; "" if the client did not set it */
+    const char *operation;     /* never NULL; "" if the client set no operation */
+    const char *tenant;        /* never NULL; "" if the client set no tenant */
     const uint8_t *payload;    /* never NULL, even if payload_len is 0 */
     size_t payload_len;        /* bytes */
     void *host_data;           /* internal to the host; do not touch */
 } bulkhead_job;
 
 /* Flags of bulkhead_host.error; combine them with |. */
-#define BULKHEAD_RETRYABLE    1u  /* the same job may succeed later */
+#define BULKHEAD_RETRYABLE    1u  /* the same job can succeed later */
 #define BULKHEAD_CALLER_FAULT 2u  /* the payload is at fault, not the library */
 
-/* Functions of the host for handlers. */
+/* Functions of the host that handlers can call. */
 typedef struct bulkhead_host {
     uint32_t struct_size;      /* sizeof(bulkhead_host) as the host knows it */
     uint32_t abi_version;
@@ -71,9 +72,10 @@ typedef struct bulkhead_host {
     int (*result)(const bulkhead_job *job, const void *data, size_t len);
 
     /* Sets the error of the job, before the handler returns non-zero. `code`
-     * is a short word for programs ("bad_header"), `message` a sentence for
-     * people. Both are copied; NULL counts as "". Without this call the code
-     * is "error_N", where N is the handler's return value. */
+     * is a short, machine-readable word ("bad_header"), and `message` is a
+     * human-readable sentence. Both are copied; NULL means "". If the handler
+     * does not call this function, the code is "error_N", where N is the
+     * handler's return value. */
     void (*error)(const bulkhead_job *job, const char *code, const char *message, uint32_t flags);
 
     /* Returns non-zero if the job was cancelled or its deadline has passed. A
@@ -81,7 +83,8 @@ typedef struct bulkhead_host {
      * supervisor from killing the worker. */
     int (*is_cancelled)(const bulkhead_job *job);
 
-    /* Returns the milliseconds until the deadline, or 0 if it has passed. */
+    /* Returns the number of milliseconds until the deadline, or 0 if the
+     * deadline has passed. */
     uint64_t (*remaining_ms)(const bulkhead_job *job);
 
     /* Reports progress to the client: a fraction from 0.0 to 1.0, and a short
@@ -89,12 +92,13 @@ typedef struct bulkhead_host {
     void (*progress)(const bulkhead_job *job, double fraction, const char *text);
 } bulkhead_host;
 
-/* Handles a job. On return value 0 the job ends as `ok` with the bytes passed
- * to host->result; otherwise as `failed` with the error set by host->error. */
+/* Handles a job. If the return value is 0, the job ends as `ok` with the bytes
+ * passed to host->result. Otherwise the job ends as `failed` with the error set
+ * by host->error. */
 int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host);
 
 /* Optional. Runs once before the first job, for at most `start.ready`. Returns
- * 0 if the library is ready. On any other value the worker does not start, and
+ * 0 if the library is ready. For any other value, the worker does not start, and
  * operators see the text in `message` (at most `size` bytes, including the
  * final NUL). */
 int bulkhead_init(char *message, size_t size);

@@ -1,11 +1,11 @@
 //! Async handlers (feature `tokio`).
 //!
-//! Each job in flight has a handler thread, as in every worker, which blocks on the handler's future. The
-//! thread costs little memory, because its stack is hardly used, and the future need not be `Send`. One
+//! As in every worker, each job in flight has a handler thread. The thread blocks on the handler's future,
+//! which need not be `Send`. Such a thread uses little memory, because its stack is mostly unused. A single
 //! runtime per worker drives timers and I/O.
 //!
-//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. So the
-//! handler ends, and the supervisor need not kill the worker.
+//! When a job is cancelled or its deadline passes, the SDK drops the future at the next `await`. This ends
+//! the handler, so that the supervisor does not have to kill the worker.
 
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -37,7 +37,7 @@ where
 }
 
 impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
-    /// Sets an async handler of one operation. The future is dropped when the job is cancelled.
+    /// Sets an async handler for one operation. The future is dropped when the job is cancelled.
     #[must_use]
     pub fn async_operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
@@ -47,7 +47,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.operation(name, blocking(handler))
     }
 
-    /// Sets an async handler of all operations that have no handler; see [`Server::handler`].
+    /// Sets an async handler for all operations without a specific handler; see [`Server::handler`].
     #[must_use]
     pub fn async_handler<R, F>(self, handler: F) -> Server<S>
     where
@@ -68,20 +68,20 @@ where
             tokio::select! {
                 result = handler(job, ctx) => result,
                 () = ctx.metadata.handle.cancelled() => {
-                    Err(HandlerError::new("cancelled", "the client no longer waited"))
+                    Err(HandlerError::new("cancelled", "the client is no longer waiting for the job"))
                 }
             }
         })
     }
 }
 
-/// Returns the runtime for all async handlers of this worker. The first job starts it.
+/// Returns the runtime for all async handlers of this worker. The first call starts the runtime.
 fn runtime() -> std::io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if RUNTIME.get().is_none() {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-        // Another thread may have set the runtime first. The unused one is dropped here, outside of any
-        // runtime.
+        // If another thread has set the runtime first, the unused runtime is dropped here, which is outside
+        // of any async context.
         let _ = RUNTIME.set(runtime);
     }
     RUNTIME.get().ok_or_else(|| std::io::Error::other("no runtime"))

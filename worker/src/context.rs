@@ -32,17 +32,17 @@ impl Job {
         self.loan.as_ref().map_or(&self.payload, |loan| loan.copy())
     }
 
-    /// Returns the payload in its memory file, without a copy. The client can modify the file while the
-    /// handler reads it.
+    /// Returns the payload in its memory file, without copying it. The client can modify the payload while
+    /// the handler reads it.
     ///
-    /// Returns `None` if the payload came over the socket. That depends on the client, the payload size and
-    /// the worker that runs the job.
+    /// Returns `None` if the payload was sent over the socket. Whether the payload is in a memory file
+    /// depends on the client, the payload size and the worker that runs the job.
     pub fn mapped_payload(&self) -> Option<MappedPayload<'_>> {
         self.loan.as_deref().map(MappedPayload)
     }
 
     /// Returns a buffer for a result of `bytes` bytes in a memory file that the client reads. The initial
-    /// contents are unspecified.
+    /// contents of the buffer are unspecified.
     ///
     /// Returns `None` if `bytes` is 0, if the job has no [mapped payload](Self::mapped_payload), or if the
     /// result does not fit. A result as large as the payload always fits.
@@ -81,9 +81,9 @@ impl fmt::Debug for Job {
 #[derive(Default)]
 pub(crate) struct Handle {
     cancelled: AtomicBool,
-    /// Created when a handler first asks for a cancellation descriptor.
+    /// Cancellation descriptor, created when a handler first requests one.
     event: OnceLock<OwnedFd>,
-    /// Created when a handler first reports progress.
+    /// Progress reports of the job, created when the handler first reports progress.
     pub(crate) progress: OnceLock<Box<Progress>>,
     #[cfg(feature = "tokio")]
     notify: tokio::sync::Notify,
@@ -113,7 +113,7 @@ impl Handle {
 
     fn signal_event(&self) {
         if let Some(event) = self.event.get() {
-            // A write fails only if the counter is full, and then the descriptor is readable already.
+            // A write fails only if the counter is full, in which case the descriptor is already readable.
             let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
         }
     }
@@ -129,9 +129,9 @@ pub(crate) struct JobMetadata {
     pub(crate) handle: Arc<Handle>,
 }
 
-/// The context of a job: operation, tenant, deadline, and the state made by [`crate::Server::init`].
+/// The context of a job: operation, tenant, deadline, and the state that [`crate::Server::init`] created.
 pub struct Ctx<S = ()> {
-    // Replaced for each job. The thread keeps the other fields.
+    // Replaced for each job. The other fields stay the same for all jobs of a thread.
     pub(crate) metadata: JobMetadata,
     pub(crate) result_bytes_max: u64,
     pub(crate) writer: Arc<Writer>,
@@ -139,12 +139,12 @@ pub struct Ctx<S = ()> {
 }
 
 impl<S> Ctx<S> {
-    /// Returns the operation that the client named, or an empty string.
+    /// Returns the operation that the client requested, or an empty string if there is none.
     pub fn operation(&self) -> &str {
         &self.metadata.operation
     }
 
-    /// Returns the tenant that the client named, or an empty string.
+    /// Returns the tenant that the job belongs to, or an empty string if the client set none.
     pub fn tenant(&self) -> &str {
         &self.metadata.tenant
     }
@@ -154,18 +154,19 @@ impl<S> Ctx<S> {
         self.metadata.traceparent.as_deref()
     }
 
-    /// Returns the job number that outcomes, events, logs and crash reports use. They write the number in
-    /// hexadecimal, as [`id`](Self::id) does.
+    /// Returns the id of the job as a number. Outcomes, events, logs and crash reports contain this number in
+    /// hexadecimal, which is the format in which [`id`](Self::id) prints it.
     pub fn number(&self) -> u64 {
         self.metadata.number
     }
 
-    /// Returns the job number as a value that prints in the notation of events and logs (hexadecimal).
+    /// Returns the id of the job, which prints in hexadecimal as in events and logs.
     pub fn id(&self) -> JobId {
         JobId(self.metadata.number)
     }
 
-    /// Returns the deadline. When the deadline passes, the client gets the outcome `deadline_exceeded`.
+    /// Returns the deadline of the job. When the deadline passes, the client gets the outcome
+    /// `deadline_exceeded`.
     pub fn deadline(&self) -> Instant {
         self.metadata.deadline
     }
@@ -175,13 +176,13 @@ impl<S> Ctx<S> {
         self.metadata.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Returns the maximum size of a result, in bytes.
+    /// Returns the maximum size of the job's result, in bytes.
     pub fn result_bytes_max(&self) -> u64 {
         self.result_bytes_max
     }
 
-    /// Returns true if no client waits for the result any more. A handler that checks this regularly and
-    /// returns early prevents the supervisor from killing the worker.
+    /// Returns true if no client is waiting for the result any more. The supervisor does not have to kill the
+    /// worker if the handler checks this regularly and returns early.
     pub fn is_cancelled(&self) -> bool {
         self.metadata.handle.is_cancelled()
     }
@@ -200,14 +201,14 @@ impl<S> Ctx<S> {
         Ok(event.as_fd())
     }
 
-    /// Returns the state that [`crate::Server::init`] made.
+    /// Returns the state that [`crate::Server::init`] created.
     pub fn state(&self) -> &S {
         &self.state
     }
 
     /// Reports progress to the client: `fraction` from 0 to 1, and a short text. Handlers can call this at
     /// any rate. The client gets at most ten reports per second, and always the last report before the
-    /// result. Does nothing in a process that the handler forked.
+    /// result. Does nothing if it is called in a process that the handler forked.
     pub fn progress(&self, fraction: f32, text: &str) {
         if !ownership::is_worker() {
             return;
@@ -222,16 +223,17 @@ pub struct StartCtx {
     pub(crate) to: StatusReceiver,
 }
 
-/// Receiver of status and extension messages during the start.
+/// Destination of status messages and of requests for more time while the worker starts.
 pub(crate) enum StatusReceiver {
-    /// The supervisor.
+    /// The supervisor, which receives the messages of a worker.
     Supervisor(Arc<Writer>),
-    /// The keeper; used by a template.
+    /// The keeper, which receives the messages of a template.
     Keeper(Arc<Template>),
 }
 
 impl StartCtx {
-    /// Asks for more time to start: `more` from now, at most `start.ready` per call.
+    /// Extends the time limit for the start: the worker must be ready within `more` from now. Each call can
+    /// request at most `start.ready`.
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
         match &self.to {

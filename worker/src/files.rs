@@ -20,7 +20,7 @@ pub(crate) struct LeaseFiles {
 impl LeaseFiles {
     fn map(lease_ref: LeaseRef, files: Vec<OwnedFd>) -> io::Result<Self> {
         let [payload, result] = <[OwnedFd; FILES_PER_LEASE]>::try_from(files)
-            .map_err(|_| io::Error::other("the files did not arrive"))?;
+            .map_err(|_| io::Error::other("the memory files did not arrive"))?;
         Ok(Self {
             payload: Mapping::new(&payload, lease_ref.bytes, false)?,
             result: Mutex::new(Mapping::new(&result, lease_ref.bytes, true)?),
@@ -36,15 +36,15 @@ impl LeaseFiles {
 #[derive(Default)]
 pub(crate) struct Loans {
     files: HashMap<u64, Arc<LeaseFiles>>,
-    /// Descriptors received before the frame that describes them.
+    /// Received descriptors. The frame that describes them is processed later.
     pub(crate) received_files: Vec<OwnedFd>,
-    /// Leases to confirm to the supervisor.
+    /// Leases whose files were mapped, and which the worker must still confirm to the supervisor.
     pub(crate) unconfirmed: Vec<u64>,
 }
 
 impl Loans {
-    /// Maps the received files. If this fails, the lease stays unconfirmed and the supervisor sends payloads
-    /// over the link.
+    /// Maps the received files of a lease. If this fails, the lease is never confirmed, and the supervisor
+    /// sends payloads over the link.
     pub(crate) fn receive(&mut self, metadata: &[u8]) {
         let received_files = std::mem::take(&mut self.received_files);
         let Ok((lease_ref, _)) = codec::decode::<LeaseRef>(metadata, &[]) else { return };
@@ -76,13 +76,13 @@ impl Loans {
     }
 }
 
-/// A payload in a memory file.
+/// The payload of a job in a memory file, and the file for the result.
 pub(crate) struct Loan {
     lease: u64,
     bytes: usize,
     files: Arc<LeaseFiles>,
     copy: OnceLock<Vec<u8>>,
-    /// Buffer to reuse for the copy.
+    /// Reusable buffer for the copy of the payload.
     pub(crate) copy_buffer: Mutex<Vec<u8>>,
     /// Size of the result written in place, in bytes; 0 if there is none.
     in_place: AtomicU64,
@@ -123,7 +123,7 @@ impl Loan {
         Some(LeaseRef { lease: self.lease, bytes: result.len() as u64 })
     }
 
-    /// Returns the buffers for reuse.
+    /// Returns the buffers of the loan, so that later jobs can reuse them.
     pub(crate) fn into_buffers(self) -> [Vec<u8>; 2] {
         let copy_buffer = self.copy_buffer.into_inner().unwrap_or_else(PoisonError::into_inner);
         [copy_buffer, self.copy.into_inner().unwrap_or_default()]
@@ -131,7 +131,8 @@ impl Loan {
 }
 
 /// A payload in a memory file that the client can write to. **The contents can change at any time.** A parser
-/// must not rely on reading the same bytes twice. [`Job::payload`](crate::Job::payload) returns a copy.
+/// must not rely on reading the same bytes twice. [`Job::payload`](crate::Job::payload) returns a copy that
+/// cannot change.
 #[derive(Clone, Copy)]
 pub struct MappedPayload<'j>(pub(crate) &'j Loan);
 
@@ -146,13 +147,17 @@ impl MappedPayload<'_> {
         self.0.bytes == 0
     }
 
-    /// Copies payload bytes from offset `at` until `into` is full. Panics if the payload ends before that.
+    /// Copies bytes of the payload, starting at offset `at`, until `into` is full. Panics if the payload is
+    /// too short.
     pub fn read(&self, at: usize, into: &mut [u8]) {
-        assert!(at <= self.len() && into.len() <= self.len() - at, "beyond the end of the payload");
+        assert!(
+            at <= self.len() && into.len() <= self.len() - at,
+            "the requested range is beyond the end of the payload"
+        );
         self.0.files.payload.read(at, into);
     }
 
-    /// Returns a pointer to the first byte, for code that reads the payload without a copy.
+    /// Returns a pointer to the first byte, for code that reads the payload without copying.
     pub fn as_ptr(&self) -> *const u8 {
         self.0.files.payload.as_ptr()
     }
@@ -164,8 +169,8 @@ impl fmt::Debug for MappedPayload<'_> {
     }
 }
 
-/// Buffer for a result in a memory file that the client reads. The result counts only after a call of
-/// [`ResultInPlace::finish`].
+/// Buffer for a result in a memory file that the client reads. The result is sent only if
+/// [`ResultInPlace::finish`] is called.
 pub struct ResultInPlace<'j> {
     loan: &'j Loan,
     file: MutexGuard<'j, Mapping>,

@@ -20,7 +20,7 @@ use crate::link;
 
 const USAGE: u8 = 2;
 
-/// Runs the host. `arguments` excludes the program name.
+/// Runs the host. `arguments` does not include the name of the program.
 pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
     let arguments: Vec<String> = arguments.collect();
     let texts: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -34,8 +34,8 @@ pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
     }
 }
 
-/// Returns the inherited descriptor of the program or library. The supervisor passes a descriptor when the
-/// worker's user cannot reach the path.
+/// Returns the inherited descriptor of the program or library. The supervisor passes a descriptor if the
+/// worker's user cannot access the program or library by its path.
 fn inherited_program() -> Option<OwnedFd> {
     link::inherited(PROGRAM_VARIABLE)
 }
@@ -47,8 +47,8 @@ fn place(descriptor: &OwnedFd) -> String {
 
 fn usage() -> ExitCode {
     eprintln!(
-        "run me under bulkhead-supervisor: this program is the host for bulkheads with `exec` or `library`, \
-         which the supervisor starts by itself"
+        "this program is the host for bulkheads with `exec` or `library`, which bulkhead-supervisor starts \
+         automatically"
     );
     ExitCode::from(USAGE)
 }

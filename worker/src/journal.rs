@@ -11,8 +11,8 @@ use bulkhead_shared::journal::{
 };
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// Counters in the journal by which worker and supervisor agree who owns a job. They live as long as the
-/// process.
+/// Counters in the journal with which the worker and the supervisor agree which of them owns a job. The
+/// references are valid for the lifetime of the process.
 #[derive(Clone, Copy)]
 pub(crate) struct Claims {
     begun: &'static AtomicU64,
@@ -25,7 +25,8 @@ impl Claims {
         arrival <= u64::from_le(self.recalled.load(Ordering::Acquire))
     }
 
-    /// Recalls jobs as the supervisor does. Returns the number of the last job begun at that time.
+    /// Recalls all jobs up to the arrival number `up_to`, as the supervisor does. Returns the arrival number
+    /// of the last job that had begun.
     #[cfg(test)]
     pub(crate) fn recall(self, up_to: u64) -> u64 {
         self.recalled.store(up_to.to_le(), Ordering::Release);
@@ -33,12 +34,12 @@ impl Claims {
         u64::from_le(self.begun.load(Ordering::Acquire))
     }
 
-    /// Claims the next job that was not recalled. Returns false if the supervisor recalled the job in the
-    /// meantime. Must not be called by two threads at the same time.
+    /// Claims the job with this arrival number, so that the supervisor can no longer recall it. Returns false
+    /// if the supervisor has already recalled the job. Must not be called by two threads at the same time.
     pub(crate) fn begin(self, arrival: u64) -> bool {
         self.begun.store(arrival.to_le(), Ordering::Release);
-        // The supervisor stores `recalled`, then loads `begun`. The fences ensure that at least one side sees
-        // the other's store.
+        // The supervisor stores `recalled` before it loads `begun`. The fences ensure that at least one side
+        // sees the value that the other has stored.
         fence(Ordering::SeqCst);
         !self.is_recalled(arrival)
     }
@@ -50,7 +51,7 @@ pub(crate) struct Journal {
     used: usize,
 }
 
-// SAFETY: the mapping belongs to no thread, and only the owner of this value writes frames to it.
+// SAFETY: the mapping is not tied to a thread, and only the owner of this value writes frames to it.
 #[expect(unsafe_code, reason = "the pointer refers to a mapping that this value owns")]
 unsafe impl Send for Journal {}
 
@@ -61,16 +62,16 @@ impl Journal {
             return Err(io::Error::other("the journal has an unexpected size"));
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-        // SAFETY: a new mapping at an address of the kernel's choice. The file has exactly this size and is
-        // sealed against shrinking.
+        // SAFETY: this creates a new mapping at an address that the kernel chooses. The file has exactly the
+        // mapped size and is sealed against shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
         let base = unsafe { mmap(null, JOURNAL_BYTES, protection, MapFlags::SHARED, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Self { base, used: 0 })
     }
 
-    /// Returns the time of the last heartbeat in the journal. The reference is valid as long as the process
-    /// lives.
+    /// Returns the place in the journal for the time of the last heartbeat. The reference is valid for the
+    /// lifetime of the process.
     pub(crate) fn heartbeat_time(&self) -> &'static AtomicU64 {
         self.number::<HEARTBEAT_OFFSET>()
     }
@@ -82,7 +83,7 @@ impl Journal {
 
     fn number<const AT: usize>(&self) -> &'static AtomicU64 {
         const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_OFFSET) };
-        // SAFETY: within the mapping, aligned, and never unmapped.
+        // SAFETY: the number is aligned and within the mapping, which is never removed.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             AtomicU64::from_ptr(self.base.as_ptr().add(AT).cast())
@@ -94,7 +95,8 @@ impl Journal {
         if frame.len() > FRAMES_BYTES_MAX - self.used {
             return false;
         }
-        // SAFETY: within the mapping, as checked above, and nothing else in this process points there.
+        // SAFETY: the frame fits in the mapping, as checked above, and nothing else in this process points to
+        // the written bytes.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         unsafe {
             let at = self.base.as_ptr().add(FRAMES_OFFSET + self.used);
@@ -105,7 +107,7 @@ impl Journal {
         true
     }
 
-    /// Removes all frames. Called when they have been sent.
+    /// Removes all frames. Called when the frames have been sent.
     pub(crate) fn clear(&mut self) {
         if self.used > 0 {
             self.used = 0;
@@ -113,9 +115,10 @@ impl Journal {
         }
     }
 
-    /// Publishes the number of valid bytes. Must be called after the bytes are written.
+    /// Tells the supervisor how many bytes of frames are valid. Must be called after the bytes were written.
     fn publish_length(&self) {
-        // SAFETY: the mapping begins with this number, is page-aligned, and lives as long as the process.
+        // SAFETY: the mapping begins with the number of valid bytes, is page-aligned, and lives as long as
+        // the process.
         #[expect(unsafe_code, reason = "this value owns the mapping")]
         let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };
         count.store((self.used as u64).to_le(), Ordering::Release);

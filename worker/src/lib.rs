@@ -1,4 +1,4 @@
-//! The worker SDK: a handler is a function, [`serve`] does the rest.
+//! SDK for workers. A program passes a handler function to [`serve`], which does everything else.
 //!
 //! ```no_run
 //! fn main() -> std::process::ExitCode {
@@ -6,13 +6,13 @@
 //! }
 //! ```
 //!
-//! `bulkhead-supervisor` starts the worker, gives it at most `max_in_flight` jobs at a time, and kills it if
-//! a job does not end. `max_in_flight` can change while the worker runs. The SDK starts handler threads when
-//! jobs need them, and ends surplus threads after their current job.
+//! `bulkhead-supervisor` starts the worker, runs at most `max_in_flight` jobs in the worker at a time, and
+//! kills the worker if a job does not end. `max_in_flight` can change while the worker is running. The SDK
+//! starts handler threads when jobs need them, and ends surplus threads after their current job.
 //!
-//! A handler can block, compute, crash or leak without harm to other processes: only this process and the
-//! jobs in it are affected. [`Server`] supports several operations and state that is initialised once for all
-//! jobs. With feature `tokio`, handlers can be async functions.
+//! A handler can block, use much CPU time, crash or leak memory. This affects only the worker process and the
+//! jobs in it. [`Server`] supports several operations and state that is initialised once for all jobs. With
+//! the feature `tokio`, handlers can be async functions.
 
 mod context;
 mod files;

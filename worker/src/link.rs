@@ -19,16 +19,18 @@ use crate::journal::{Claims, Journal};
 use crate::ownership::{self, kill_self};
 use crate::seal::Seal;
 
-/// Maximum number of bytes per read. Small, because a worker gets few jobs at once.
+/// Maximum number of bytes per read from the link. The number is small, because a worker receives few jobs at
+/// once.
 const READ_BYTES: usize = 64 * 1024;
 
 /// Takes ownership of the descriptor that the supervisor named in the environment variable `variable`.
-/// Returns `None` if there is none, for example because the program was started by hand.
+/// Returns `None` if the variable names no open descriptor, for example because the program was started by
+/// hand.
 pub(crate) fn inherited(variable: &str) -> Option<OwnedFd> {
     let number: RawFd = std::env::var(variable).ok()?.parse().ok().filter(|number| *number > 2)?;
-    // SAFETY: `BorrowedFd` demands an open descriptor. The number is only passed to `fcntl`, which fails if
-    // it is not open. The number comes from this process's environment, is used once, and names nothing else
-    // this early in `main`.
+    // SAFETY: `BorrowedFd` requires an open descriptor. The number is only passed to `fcntl`, which fails if
+    // the descriptor is not open. The number comes from this process's environment and is used once, and
+    // nothing else in this process uses this descriptor so early in `main`.
     #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     // Children must not inherit the descriptor.
@@ -44,23 +46,23 @@ pub(crate) fn is_socket(descriptor: &OwnedFd) -> bool {
 
 /// Contents of the supervisor's welcome.
 pub(crate) struct Welcome {
-    /// Filter to install before the first job.
+    /// Seccomp filter that must be installed before the first job.
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
-    /// Location for the time of the last heartbeat, if the supervisor reads it there instead of expecting
+    /// Place in the journal for the time of the last heartbeat; `None` if the supervisor expects heartbeat
     /// frames.
     pub(crate) heartbeat_time: Option<&'static AtomicU64>,
     pub(crate) result_bytes_max: u64,
 }
 
-/// Returns the maximum number of handler threads for `max_in_flight`. At least one thread is kept, and the
-/// ceiling bounds the number of threads whatever the supervisor sends.
+/// Returns the maximum number of handler threads for `max_in_flight`, which is at least one and at most
+/// [`IN_FLIGHT_CEILING`].
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
 }
 
-/// The receiving half.
+/// The receiving half of the link.
 pub(crate) struct Reader {
     pub(crate) inbox: Inbox,
     pub(crate) scratch: Scratch,
@@ -74,8 +76,8 @@ impl Reader {
     }
 }
 
-/// Sends the hello and waits for the welcome. Frames behind the welcome stay in the inbox. Errors are
-/// messages for people.
+/// Sends the hello and waits for the welcome. Frames that arrive after the welcome stay in the inbox. Errors
+/// are human-readable messages.
 pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
@@ -106,10 +108,12 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.keep_rest();
-                    // The supervisor relies on the journal from here on.
+                    // After the welcome, the supervisor relies on the journal.
                     let mut heartbeat_time = None;
                     if has_journal {
-                        let file = files.pop().ok_or("the journal did not arrive: see `rlimits.nofile`")?;
+                        let file = files
+                            .pop()
+                            .ok_or("the journal's descriptor did not arrive: raise `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("the journal: {error}"))?;
                         let is_read = welcome.capabilities & welcome_capability::JOURNAL_HEARTBEATS != 0;
                         heartbeat_time = is_read.then(|| journal.heartbeat_time());
@@ -139,7 +143,7 @@ pub(crate) fn handshake(link: &OwnedFd, reader: &mut Reader, writer: &Writer) ->
 }
 
 fn wait(link: &OwnedFd, flags: PollFlags) {
-    // The next read or write reports any error.
+    // Errors are ignored, because the next read or write on the link reports them.
     let _ = poll(&mut [PollFd::new(link, flags)], None);
 }
 
@@ -147,7 +151,7 @@ fn identity(link: &OwnedFd) -> rustix::io::Result<(u64, u64)> {
     rustix::fs::fstat(link).map(|found| (found.st_dev, found.st_ino))
 }
 
-/// Ends a worker that can no longer use its link.
+/// Ends the worker, because it can no longer use the link.
 pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
     match error {
         // The supervisor is gone.
@@ -165,25 +169,26 @@ pub(crate) fn end_without_link(error: rustix::io::Errno) -> ! {
     }
 }
 
-/// The sending half, shared by all threads.
+/// The sending half of the link, shared by all threads.
 pub(crate) struct Writer {
     link: OwnedFd,
-    /// Device and inode of the link.
+    /// Device and inode number of the link's socket.
     identity: (u64, u64),
     unsent: Mutex<Unsent>,
 }
 
-/// Unsent frames.
+/// Frames that have not been sent yet.
 #[derive(Default)]
 struct Unsent {
     outbox: Outbox,
     pool: BufferPool,
-    /// Journal in which replies survive this process until they are sent.
+    /// Journal that stores replies until they are sent, so that they survive the death of this process.
     journal: Option<Journal>,
 }
 
 impl Unsent {
-    /// Returns true if nothing is left to send. An error on the link ends the worker.
+    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent. An error ends the
+    /// worker.
     fn flush(&mut self, link: &OwnedFd) -> bool {
         let is_sent = self
             .outbox
@@ -201,8 +206,7 @@ impl Writer {
         Ok(Self { link: link.try_clone()?, identity: identity(link)?, unsent: Mutex::default() })
     }
 
-    /// Ends the worker if one of its descriptors of the link, `other` or the writer's, now refers to another
-    /// file.
+    /// Ends the worker if `other` or the writer's descriptor no longer refers to the link's socket.
     pub(crate) fn check_link(&self, other: &OwnedFd) {
         for link in [&self.link, other] {
             match identity(link) {
@@ -220,26 +224,27 @@ impl Writer {
         }
     }
 
-    /// Returns the counters of begun and recalled jobs. `None` without a journal; the supervisor must not
-    /// prefetch then.
+    /// Returns the counters of begun and recalled jobs. Returns `None` if there is no journal. In this case
+    /// the supervisor must not prefetch jobs.
     pub(crate) fn claims(&self) -> Option<Claims> {
         self.lock()?.journal.as_ref().map(Journal::claims)
     }
 
-    /// Returns `None` in a process that a handler forked, because another thread may have held the lock, and
-    /// the link belongs to the worker.
+    /// Locks the queue of unsent frames. Returns `None` in a process that a handler forked, because such a
+    /// process must not use the link, and because another thread may have held the lock during the fork.
     fn lock(&self) -> Option<MutexGuard<'_, Unsent>> {
         ownership::is_worker().then(|| self.unsent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Appends a frame, to be sent by the next flush.
+    /// Queues a frame, which the next flush sends.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
         self.push_reply(kind, number, message, &[], payload);
     }
 
-    /// Appends a frame with extensions, each a tag and its bytes. For the reply of a job, returns true if
-    /// the next job can begin before the reply is sent. With a journal, this requires that the reply is in
-    /// the journal, because only then does the reply survive this process.
+    /// Queues a frame with extensions, each of which consists of a tag and a value. If the frame is the reply
+    /// to a job, returns true if the next job can begin before the reply is sent. If there is a journal, this
+    /// requires that the journal contains the reply, because otherwise the reply would be lost with this
+    /// process.
     pub(crate) fn push_reply(
         &self,
         kind: u8,
@@ -248,7 +253,7 @@ impl Writer {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> bool {
-        // Texts of handlers were truncated before, so the metadata fits.
+        // Texts of handlers are already truncated, so the metadata always fits.
         let Some(mut unsent) = self.lock() else { return true };
         let Unsent { outbox, pool, journal } = &mut *unsent;
         let before = outbox.waiting_bytes();
@@ -258,7 +263,7 @@ impl Writer {
         matches!(kind, kind::RESULT | kind::FAILED) && frame().is_some_and(|frame| journal.append(frame))
     }
 
-    /// Sends all queued frames. Blocks until the supervisor has taken them.
+    /// Sends all queued frames. Blocks until the link has accepted them.
     pub(crate) fn flush(&self) {
         let Some(mut unsent) = self.lock() else { return };
         while !unsent.flush(&self.link) {
@@ -271,8 +276,9 @@ impl Writer {
         self.flush();
     }
 
-    /// Appends a frame and sends what the socket takes. Does nothing and returns false if another thread is
-    /// writing; its bytes prove liveness as well as a heartbeat would.
+    /// Queues a frame and sends as many bytes as the link accepts. Does nothing and returns false if another
+    /// thread is writing. A heartbeat is not needed in this case, because any bytes on the link show that the
+    /// worker is alive.
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
         let Some(mut unsent) = self.try_lock() else { return false };
         let is_pushed = unsent.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
@@ -280,7 +286,7 @@ impl Writer {
         is_pushed
     }
 
-    /// Sends queued frames as far as the socket takes them. Returns true if nothing is left, or if another
+    /// Sends as many queued bytes as the link accepts. Returns true if all bytes were sent, or if another
     /// thread is sending.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut unsent) = self.try_lock() else { return true };

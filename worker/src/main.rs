@@ -1,4 +1,4 @@
-//! `bulkhead-worker`: the host for `exec` and `library`. Only the supervisor starts it.
+//! `bulkhead-worker`: the host for `exec` and `library`. The supervisor starts this program; users do not.
 
 fn main() -> std::process::ExitCode {
     bulkhead_worker::host::main(std::env::args().skip(1))

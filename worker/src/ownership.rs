@@ -1,8 +1,8 @@
 //! Distinguishes the worker process from processes forked by code in the worker. Forked processes must not
 //! use the worker's link or journal.
 //!
-//! The mark is a byte in memory that the kernel clears in a forked process (`MADV_WIPEONFORK`). A check is
-//! one load.
+//! A byte in memory marks the worker process. The kernel clears this byte in a forked process
+//! (`MADV_WIPEONFORK`), so that a check takes a single load.
 
 use std::io;
 use std::sync::OnceLock;
@@ -12,10 +12,10 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 
 static WORKER_MARK: OnceLock<&'static AtomicBool> = OnceLock::new();
 
-/// Size of the mapping. The kernel rounds it up to a page.
+/// Size of the mapping for the mark, in bytes. The kernel rounds the size up to a page.
 const MAPPED_BYTES: usize = 1;
 
-/// Marks this process as the worker. A worker forked by a template calls this again.
+/// Marks this process as the worker. A worker forked by a template must call this again.
 pub(crate) fn mark_worker() -> io::Result<()> {
     if WORKER_MARK.get().is_none() {
         let _ = WORKER_MARK.set(map()?);
@@ -24,12 +24,13 @@ pub(crate) fn mark_worker() -> io::Result<()> {
     Ok(())
 }
 
-/// Returns false in a process that code in the worker forked.
+/// Returns true in the worker process, and false in a process that the worker's code forked.
 pub(crate) fn is_worker() -> bool {
     WORKER_MARK.get().is_none_or(|mark| mark.load(Ordering::Relaxed))
 }
 
-/// Ends a forked process that returned from the worker's code instead of ending itself.
+/// Exits with an error if this process was forked by the worker's code and returned from that code instead of
+/// exiting.
 pub(crate) fn end_forked_process() {
     if !is_worker() {
         exit_with_message(
@@ -39,20 +40,20 @@ pub(crate) fn end_forked_process() {
     }
 }
 
-/// Kills this process. Called when the supervisor is gone or violates the protocol, so that the process has
-/// no further use.
+/// Kills this process. Called when the supervisor is gone or has violated the protocol, because the worker
+/// cannot receive jobs any more.
 pub(crate) fn kill_self() -> ! {
     // `exit` would run the exit handlers of C libraries and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     std::process::abort();
 }
 
-/// Ends this process with a message. Runs no destructors of the worker's code, because a destructor could hang
+/// Prints a message and exits. Does not run destructors of the worker's code, because a destructor could hang
 /// or, in a forked process, release resources that the worker still needs.
 pub(crate) fn exit_with_message(message: &str) -> ! {
-    // Avoids the lock of `std::io::stderr`, which another thread may have held at the fork.
+    // Avoids the lock of `std::io::stderr`, which another thread may have held when this process was forked.
     let _ = rustix::io::write(rustix::stdio::stderr(), message.as_bytes());
-    // SAFETY: ends the process and returns nowhere.
+    // SAFETY: the call ends the process and does not return.
     #[expect(unsafe_code, reason = "_exit(2) has no safe form")]
     unsafe {
         libc::_exit(1)
@@ -61,7 +62,8 @@ pub(crate) fn exit_with_message(message: &str) -> ! {
 
 fn map() -> io::Result<&'static AtomicBool> {
     let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
-    // SAFETY: a new mapping at an address of the kernel's choice, never unmapped. Zero is a valid `AtomicBool`.
+    // SAFETY: this creates a new mapping at an address that the kernel chooses, and the mapping is never
+    // removed. Zero is a valid `AtomicBool`.
     #[expect(unsafe_code, reason = "mmap(2) and madvise(2) have no safe form")]
     unsafe {
         let base = mmap_anonymous(null, MAPPED_BYTES, protection, MapFlags::PRIVATE)?;

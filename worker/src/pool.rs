@@ -1,25 +1,28 @@
-//! The threads of a worker. Jobs run on the thread that read them wherever possible, without a hand-over.
+//! Threads of a worker. Where possible, a job runs on the thread that has read the job from the link, so that
+//! no other thread has to be woken.
 //!
-//! Waking a thread costs more than most jobs, so the distribution of jobs depends on the duration of
-//! handlers.
+//! Waking a thread takes longer than most jobs, so the way in which jobs are distributed depends on the
+//! duration of handlers.
 //!
-//! **Slow handlers** run in parallel. All handlers count as slow until they prove quick. Idle handler threads
-//! wait for the link themselves, all in one epoll instance. For each arrival the kernel wakes one thread,
-//! which reads the jobs, runs the first and calls other threads for the rest. The *dispatch thread* waits for
-//! the link too, in a separate instance. Both instances are registered with `EPOLLEXCLUSIVE`, the handlers'
-//! first. The kernel wakes the first instance that has a waiting thread, so the dispatch thread reads the
-//! link only while all handlers are busy. It then sees cancellations. It also sends the heartbeats.
+//! **Slow handlers** run in parallel. Handlers count as slow until measurements show that they are quick.
+//! Idle handler threads wait for the link themselves, all in the same epoll instance. When jobs arrive, the
+//! kernel wakes one of these threads, which reads the jobs, runs the first, and wakes other threads for the
+//! rest. The *dispatch thread* also waits for the link, in a separate epoll instance. The link is registered
+//! with `EPOLLEXCLUSIVE`, first in the instance of the handler threads, then in that of the dispatch thread.
+//! The kernel wakes the first instance that has a waiting thread, so the dispatch thread reads the link only
+//! while all handlers are busy. This way, cancellations are noticed even then. The dispatch thread also sends
+//! the heartbeats.
 //!
-//! **Quick handlers**, of a few microseconds, end before another thread has woken up, and many threads would
-//! only contend with each other. So a single thread waits for the link, runs the jobs it has read one after
-//! the other, and sends their replies together. The other threads are parked until the backlog justifies
-//! waking them. The *watchdog*, a timer of the dispatch thread, detects that a job takes long after all. From
-//! then on handlers count as slow.
+//! **Quick handlers** take a few microseconds and return before another thread could wake up. Several threads
+//! would only contend with each other. So a single thread waits for the link, runs the jobs that it has read
+//! one after the other, and sends the replies together. The other threads are parked until the backlog is
+//! long enough to justify waking them. The *watchdog*, a timer of the dispatch thread, detects a job that
+//! takes unexpectedly long. Handlers then count as slow again.
 //!
-//! **The number of threads** is limited by the welcome, and later by each LIMITS. Threads are started when
-//! jobs need them. A thread ends instead of taking its next job while there are more threads than allowed.
-//! Only the first thread, which ran `init`, stays permanently. If there are more jobs than threads, jobs wait
-//! in the order of arrival.
+//! **The number of threads** is limited by the welcome, and later by LIMITS frames. Threads are started when
+//! jobs need them. While there are more threads than allowed, a thread that finishes a job ends instead of
+//! taking another. Only the first thread, which ran `init`, stays permanently. If there are more jobs than
+//! threads, jobs wait in the order of arrival.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -60,27 +63,30 @@ const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
 const WATCHDOG: u64 = 3;
 
-/// Handlers are slow if they take longer than this on average, and quick if they take less than half.
+/// Average duration in nanoseconds above which handlers count as slow. Handlers count as quick if the average
+/// is below half of this duration.
 const SLOW_HANDLER_NS: u64 = 20_000;
 
-/// A backlog of quick jobs justifies waking another thread if the estimated duration exceeds this. Jobs of at
-/// most `TINY_HANDLER_NS` never do, because two threads would lose more time by contention than they save.
+/// Estimated run time of all pending quick jobs, in nanoseconds, above which another thread is woken. For
+/// handlers that take at most `TINY_HANDLER_NS`, no thread is woken, because two threads would lose more time
+/// to contention than they save.
 const BACKLOG_NS_MAX: u64 = 100_000;
 const TINY_HANDLER_NS: u64 = 3_000;
 
-/// Assumed duration of handlers, initially and after a job was found stuck.
+/// Assumed duration of handlers in nanoseconds, used initially and after the watchdog has found a slow job.
 const ASSUMED_HANDLER_NS: u64 = 1_000_000;
 
 /// Interval of the watchdog while quick jobs run.
 const WATCHDOG_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Maximum time for which a reply waits to be sent together with later replies (approximate).
+/// Approximate maximum time for which a reply is held back to be sent together with later replies.
 const REPLY_DELAY_MAX: Duration = Duration::from_micros(100);
 
 /// Interval between attempts to send STOPPING while the link is busy.
 const STOPPING_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum time until a deadline, so that additions of times cannot overflow.
+/// Maximum time until a deadline. Longer times are reduced to this maximum, so that adding times cannot
+/// overflow.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
 /// The function that runs a job.
@@ -94,16 +100,16 @@ struct Pending {
     loan: Option<Box<Loan>>,
 }
 
-/// Typical duration of handlers, as measured.
+/// Classification of handlers by their measured duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pace {
-    /// Handlers are slow enough for a thread each. The dispatch thread waits for the link.
+    /// Each job runs on a separate thread. The dispatch thread waits for the link.
     #[default]
     Slow,
-    /// Handlers are too quick to justify a wake-up. The watchdog monitors them, unless nothing has run for a
-    /// while.
+    /// Handlers return too quickly to justify waking a thread for each job. The watchdog is active, unless no
+    /// job has run recently.
     Quick {
-        /// Value of `begun` at the watchdog's last check; `None` while the watchdog sleeps.
+        /// Value of `begun` at the watchdog's last check; `None` while the watchdog is inactive.
         watched: Option<u64>,
     },
 }
@@ -113,31 +119,31 @@ struct State {
     pending: VecDeque<Pending>,
     /// Number of jobs received.
     arrived: u64,
-    /// True if recalled jobs were dropped and the supervisor has not been notified.
+    /// True if recalled jobs were dropped and the supervisor has not been notified yet.
     has_dropped: bool,
     loans: Loans,
-    /// Handles of all jobs received and not answered.
+    /// Handles of all jobs that were received and have no reply yet, by job id.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Number of jobs begun.
     begun: u64,
     pace: Pace,
-    /// Number of waiting handler threads.
+    /// Number of handler threads that are waiting for work.
     idle: usize,
-    /// Number of idle threads that wait for the link; the others wait only for a call.
+    /// Number of idle threads that wait for the link. The other idle threads wait only for a wake request.
     on_link: usize,
     threads: usize,
     /// Maximum number of handler threads; at least one.
     threads_max: usize,
-    /// True if a handler thread has been called and no thread has responded since. Exactly then `wake` is
-    /// readable. Implies that a thread is idle.
+    /// True if a wake request to the handler threads is pending. This means that `wake` is readable and that
+    /// at least one thread is idle.
     is_wake_pending: bool,
-    /// True if the supervisor may send jobs.
+    /// True if READY was queued, so that the supervisor can send jobs.
     is_ready: bool,
     /// True if the supervisor has announced that no more jobs follow.
     is_draining: bool,
 }
 
-/// Progress of announcing that this worker takes no more jobs.
+/// Progress in telling the supervisor that this worker takes no more jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shutdown {
     No,
@@ -150,13 +156,13 @@ enum Shutdown {
 /// Lifetime of a handler thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lifetime {
-    /// Lives as long as the process, because resources made by `init` may depend on this thread.
+    /// The thread lives as long as the process, because resources created by `init` may depend on it.
     Permanent,
-    /// Ends when there are more threads than allowed and this thread runs no job.
+    /// The thread ends when there are more threads than allowed and it is not running a job.
     WhileNeeded,
 }
 
-/// Hashes job numbers. The supervisor chooses them, so the hash need not resist collision attacks.
+/// Hasher for job ids. The supervisor chooses the ids, so the hash need not resist collision attacks.
 #[derive(Default)]
 struct NumberHasher(u64);
 
@@ -189,9 +195,9 @@ pub(crate) struct Pool<S> {
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
-    /// Counters of begun and recalled jobs, if the supervisor may prefetch jobs.
+    /// Counters of begun and recalled jobs; `None` if the supervisor does not prefetch jobs.
     claims: Option<Claims>,
-    /// Smoothed duration of a handler.
+    /// Moving average of the handler duration, in nanoseconds.
     typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
     shared: std::sync::OnceLock<Arc<S>>,
@@ -215,7 +221,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let timer_flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let watchdog = rustix::time::timerfd_create(TimerfdClockId::Monotonic, timer_flags)?;
-        // The order matters; see the module documentation.
+        // The handlers' instance must be registered for the link before that of the dispatch thread; see the
+        // module documentation.
         let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
         epoll::add(&handlers, &link, EventData::new_u64(LINK), flags)?;
         epoll::add(&handlers, &wake, EventData::new_u64(WAKE), flags)?;
@@ -261,8 +268,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             eprintln!("failed to start a handler thread: {error}");
             return ExitCode::FAILURE;
         }
-        // Frames that arrived with the welcome are already in the inbox, so the link does not become readable
-        // for them.
+        // Reads frames that arrived together with the welcome. They are already in the inbox, so the link
+        // does not become readable because of them.
         self.serve_link();
         self.dispatch_loop(signals)
     }
@@ -280,8 +287,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 {
                     self.fail_start(&format!("failed to seal the worker: seccomp: {error}"));
                 }
-                // READY is queued under the lock that guards `is_ready`: a thread that sees `is_ready` sends
-                // its frames after READY.
+                // READY is queued while the lock that guards `is_ready` is held. A thread that sees
+                // `is_ready` therefore sends its frames after READY.
                 let mut state = lock(&self.state);
                 self.writer.push(kind::READY, 0, &Empty, Payload::NONE);
                 state.is_ready = true;
@@ -294,7 +301,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Reports the error and exits, before the worker is ready.
+    /// Tells the supervisor why the worker cannot start, and exits.
     fn fail_start(&self, text: &str) -> ! {
         eprintln!("{text}");
         self.writer.send(kind::STATUS, 0, &Status { text: truncate(text, MESSAGE_BYTES_MAX) });
@@ -306,11 +313,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn handle_jobs(self: &Arc<Self>, lifetime: Lifetime) {
         let mut ctx = None;
         let mut done = None;
-        // End of the previous job, if the next job follows immediately.
+        // Time when the previous job ended, if the next job follows immediately.
         let mut ended = None;
         // Time of the oldest unsent reply.
         let mut unwritten_since = None;
-        // True if no reply would be lost if the next job ended this process.
+        // True if no reply would be lost should the next job end this process.
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
@@ -327,7 +334,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            // A reply must not wait for a slow handler, nor for many quick ones.
+            // A reply must not be held back by a slow handler or by many quick ones.
             let is_late = unwritten_since.is_some_and(|since| began - since > REPLY_DELAY_MAX);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
@@ -343,8 +350,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Removes the finished job `done` from the live jobs, and returns the next job with the current pace.
-    /// Calls another thread for the remaining jobs, or starts the watchdog.
+    /// Removes the finished job `done` from `live`, and returns the next job together with the current pace.
+    /// If necessary, wakes another thread for the remaining jobs and starts the watchdog.
     fn next_job(self: &Arc<Self>, done: Option<u64>, lifetime: Lifetime) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
@@ -358,7 +365,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let job = state.pending.pop_front()?;
         if self.claims.is_some_and(|claims| !claims.begin(job.arrival)) {
             self.return_job(&mut state, &job);
-            // All jobs that arrived before this one were recalled too.
+            // Jobs that arrived after this one may have been recalled as well.
             self.drop_recalled(&mut state);
             return None;
         }
@@ -384,16 +391,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Updates the average with the duration of one more job.
+    /// Updates the average handler duration with the duration of one job.
     fn update_typical_duration(&self, took: Duration) {
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * ASSUMED_HANDLER_NS);
         let typical = self.typical_ns.load(Ordering::Relaxed);
-        // Concurrent updates can be lost, which is acceptable for an estimate.
+        // Concurrent updates can be lost, which is acceptable because the average is only an estimate.
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Switches between slow and quick handlers. The dispatch thread waits for the link only while handlers
-    /// are slow.
+    /// Classifies handlers as slow or quick. The dispatch thread waits for the link only while handlers count
+    /// as slow.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_HANDLER_NS / 2 => {
@@ -413,11 +420,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn set_watchdog(&self, interval: Duration) {
         let interval = Timespec { tv_sec: 0, tv_nsec: interval.subsec_nanos().into() };
         let timer = Itimerspec { it_interval: interval, it_value: interval };
-        // Fails only for invalid times.
+        // The call fails only for invalid times, so the result is ignored.
         let _ = rustix::time::timerfd_settime(&self.watchdog, TimerfdTimerFlags::empty(), &timer);
     }
 
-    /// Runs on each tick of the watchdog. Treats handlers as slow if a job that was expected to be quick is
+    /// Handles a tick of the watchdog. Classifies handlers as slow if a job that was expected to be quick is
     /// still running.
     fn check_quick_handlers(self: &Arc<Self>) {
         let _ = rustix::io::read(&self.watchdog, &mut [0; 8]);
@@ -439,7 +446,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Makes a handler thread look for jobs soon: wakes an idle thread, or starts one within the limit.
+    /// Wakes an idle handler thread, which then looks for jobs. If no thread is idle, starts one, unless the
+    /// maximum number of threads is reached.
     fn wake_or_start_thread(self: &Arc<Self>, state: &mut State) {
         if state.idle > 0 {
             self.wake_idle_thread(state);
@@ -448,12 +456,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
             let spawned = std::thread::Builder::new()
                 .name("handler".into())
                 .spawn(move || pool.handle_jobs(Lifetime::WhileNeeded));
-            // If no thread can be started, jobs run one after the other. Their deadlines still hold.
+            // If no thread can be started, the existing threads run the jobs one after the other. The
+            // supervisor still enforces the deadlines.
             state.threads += usize::from(spawned.is_ok());
         }
     }
 
-    /// Wakes an idle thread to look for jobs. At least one thread must be idle.
+    /// Wakes an idle thread, which then looks for jobs. Must be called only if a thread is idle.
     fn wake_idle_thread(&self, state: &mut State) {
         if !state.is_wake_pending {
             state.is_wake_pending = true;
@@ -463,15 +472,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Returns true if the calling thread, which runs no job, must end. The thread is then no longer counted.
+    /// Returns true if the calling thread is surplus and must end. Such a thread is no longer counted. The
+    /// calling thread must not be running a job.
     fn leave_if_surplus(&self) -> bool {
         let mut state = lock(&self.state);
         if !state.has_surplus() {
             return false;
         }
         state.threads -= 1;
-        // Another thread may be surplus too, or must run remaining jobs, or must wait for the link in place
-        // of this one.
+        // An idle thread is woken if it may be surplus as well, if jobs are pending, or if no other thread
+        // waits for the link.
         let is_needed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
         if is_needed && state.idle > 0 {
             self.wake_idle_thread(&mut state);
@@ -480,7 +490,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Lets surplus idle threads end before the permanent thread waits in the same epoll instance. Otherwise
-    /// the kernel could wake the permanent thread for every call, and the surplus threads would never end.
+    /// the kernel could wake the permanent thread for every wake request, and the surplus threads would never
+    /// end.
     fn end_surplus_threads(&self) {
         let mut state = lock(&self.state);
         while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
@@ -510,9 +521,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Ends a thread's wait. Returns true if a call was pending; the caller then flushes, so that no client
-    /// waits for an unsent reply. The thread answers the call whatever woke it, because it looks for jobs
-    /// next. So a call is never pending without an idle thread.
+    /// Marks the calling thread as no longer idle. If a wake request is pending, the thread handles it,
+    /// whatever has woken the thread, because the thread looks for jobs next. A wake request is therefore
+    /// never pending without an idle thread. Returns true if a wake request was pending. In this case the
+    /// caller must flush, so that no client waits for an unsent reply.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;
@@ -526,8 +538,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         is_wake_pending
     }
 
-    /// Runs a job. Reuses the thread's context, `context`. Returns true if the next job can begin before the
-    /// reply is sent.
+    /// Runs a job and queues the reply. Reuses `context`, the context of the calling thread. Returns true if
+    /// the next job can begin before the reply is sent.
     fn run_job(&self, pending: Pending, context: &mut Option<Ctx<S>>) -> bool {
         let Pending { metadata, payload, loan, .. } = pending;
         let (number, job) = (metadata.number, Job { payload, loan });
@@ -576,7 +588,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Sends a result, with the exit status of the program that ran the job, if any.
+    /// Queues a result. `status` is the exit status of the program that ran the job; `None` if no program
+    /// ran.
     fn succeed(&self, number: u64, result: Vec<u8>, status: Option<i32>, loan: Option<&Loan>) -> bool {
         let most = self.welcome.result_bytes_max;
         if result.len() as u64 > most {
@@ -590,12 +603,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let (lease_ref, status) = (lease_ref.map(LeaseRef::to_bytes), status.map(i32::to_le_bytes));
         let lease_ref = lease_ref.as_ref().map(|lease_ref| (tag::LEASE, &lease_ref[..]));
         let status = status.as_ref().map(|status| (tag::STATUS, &status[..]));
-        // An empty `Vec` allocates nothing.
+        // Collecting no extensions does not allocate memory.
         let extensions: Vec<_> = lease_ref.into_iter().chain(status).collect();
         self.writer.push_reply(kind::RESULT, number, &Empty, &extensions, payload)
     }
 
-    /// Sends an error, with the output and the exit status of the program that ran the job, if any.
+    /// Queues an error. `output` and `status` are the output and exit status of the program that ran the job.
     fn fail(&self, number: u64, error: &HandlerError, mut output: Vec<u8>, status: Option<i32>) -> bool {
         output.truncate(INLINE_PAYLOAD_BYTES_MAX);
         let status = status.map(i32::to_le_bytes);
@@ -614,7 +627,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     // The link.
 
-    /// Reads the link until it is drained, and queues the jobs.
+    /// Reads the link until no more bytes are available, and queues the received jobs.
     fn read_link(&self) {
         let mut reader = lock(&self.reader);
         let Reader { inbox, scratch, pool } = &mut *reader;
@@ -629,7 +642,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             };
             let now = Instant::now();
             let mut state = lock(&self.state);
-            // Recalled jobs must be dropped first, because a job can arrive again under the same number.
+            // Recalled jobs must be dropped first, because a recalled job can arrive again with the same
+            // number.
             self.drop_recalled(&mut state);
             if !files.is_empty() {
                 state.loans.received_files = std::mem::take(&mut files);
@@ -663,7 +677,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Drops jobs that the supervisor has recalled.
+    /// Drops pending jobs that the supervisor has recalled.
     fn drop_recalled(&self, state: &mut State) {
         let Some(claims) = self.claims else { return };
         while state.pending.front().is_some_and(|job| claims.is_recalled(job.arrival))
@@ -674,9 +688,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Hands a job back to the supervisor that was recalled just as it was about to begin. Must happen before
-    /// a handler can begin and answer a later job. The supervisor relies on this order, even if a handler
-    /// ends the process.
+    /// Returns a job to the supervisor that was recalled just before it would have begun. This frame must be
+    /// sent before any later job begins, because the supervisor must receive it before the reply to a later
+    /// job, even if a handler ends the process.
     fn return_job(&self, state: &mut State, job: &Pending) {
         state.remove_live(&job.metadata);
         let arrival = (tag::ARRIVAL, &job.arrival.to_le_bytes()[..]);
@@ -693,7 +707,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Confirms received memory files, so that jobs can use them.
+    /// Confirms received memory files to the supervisor, which can then send jobs that use them.
     fn confirm_files(&self, state: &mut State) {
         if state.loans.unconfirmed.is_empty() {
             return;
@@ -736,7 +750,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 stopping = Shutdown::Sent;
             }
             if !interval.is_zero() && Instant::now() >= next_heartbeat {
-                // A heartbeat asserts that the supervisor can reach this worker.
+                // Checks the link first, because a heartbeat implies that the supervisor can reach this
+                // worker.
                 self.writer.check_link(&self.link);
                 match self.welcome.heartbeat_time {
                     Some(time) => time.store(monotonic_ns().to_le(), Ordering::Release),
@@ -758,14 +773,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let send = |(number, handle): &(u64, Arc<Handle>)| {
             handle.progress.get().is_some_and(|progress| progress.send_delayed(&self.writer, *number))
         };
-        // One write for all reports. `count` visits every job, unlike `any`.
+        // Sends all reports in one write. Uses `count`, because `any` would stop at the first report.
         if live.iter().filter(|job| send(job)).count() > 0 {
             self.writer.flush();
         }
     }
 
-    /// Handles SIGTERM. The supervisor may send jobs until it has processed STOPPING and answered with DRAIN,
-    /// so the worker continues until then. Before READY no job can come, so the worker exits immediately.
+    /// Handles SIGTERM. The supervisor can send jobs until it has processed STOPPING and replied with DRAIN,
+    /// so the worker continues to run until it receives DRAIN. Before READY, no job can arrive, so the worker
+    /// exits immediately.
     fn begin_shutdown(&self) -> Shutdown {
         if !lock(&self.state).is_ready {
             std::process::exit(0);
@@ -773,7 +789,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         Shutdown::Requested
     }
 
-    /// Reads the link for the handlers, and calls a handler thread if jobs are pending.
+    /// Reads the link on behalf of the handler threads, and wakes one of them if jobs are pending.
     fn serve_link(self: &Arc<Self>) {
         self.read_link();
         let mut state = lock(&self.state);
@@ -795,21 +811,21 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
-    /// Removes a job from the live jobs, unless its number now belongs to a job received later.
+    /// Removes a job from `live`, unless a job received later has the same number.
     fn remove_live(&mut self, job: &JobMetadata) {
         if self.live.get(&job.number).is_some_and(|handle| Arc::ptr_eq(handle, &job.handle)) {
             self.live.remove(&job.number);
         }
     }
 
-    /// Returns true if there are more threads than allowed. Surplus threads end instead of taking a job; the
-    /// permanent thread stays.
+    /// Returns true if there are more threads than allowed. Surplus threads end instead of taking another
+    /// job. The permanent thread never ends.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
     }
 
-    /// Returns true if a job is pending and fewer than `threads_max` jobs run. The number of threads does not
-    /// matter, because jobs can be prefetched.
+    /// Returns true if a job is pending and fewer than `threads_max` jobs are running. Prefetched jobs count
+    /// as pending.
     fn can_begin(&self) -> bool {
         let running = self.live.len().saturating_sub(self.pending.len());
         !self.pending.is_empty() && running < self.threads_max
@@ -871,11 +887,11 @@ fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Waits as [`wait_one`] does, with timer slack `slack_max` if there is a timeout. So the kernel can combine
-/// wake-ups of many idle workers. Threads started by this thread do not inherit the slack.
+/// Waits like [`wait_one`], but a timeout can expire up to `slack_max` late. This lets the kernel combine the
+/// wake-ups of many idle workers. Threads that are started by this thread do not inherit the timer slack.
 fn wait_with_slack(epoll: &impl AsFd, timeout: Option<Duration>, slack_max: Duration) -> Option<u64> {
     let slack = timeout.and(NonZeroU64::new(u64::try_from(slack_max.as_nanos()).unwrap_or(u64::MAX)));
-    // On an error the thread is woken on time, which is harmless.
+    // If the timer slack cannot be set, the thread is woken on time, which is harmless.
     let _ = slack.map(|slack| set_current_timer_slack(Some(slack)));
     let woken_by = wait_one(epoll, timeout);
     let _ = slack.map(|_| set_current_timer_slack(None));
@@ -893,8 +909,8 @@ fn wait_one(epoll: &impl AsFd, timeout: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// Runs code of the worker's author. Turns a panic into an error. Ends a process that the code forked instead
-/// of returning in it.
+/// Runs code that the author of the worker has provided. Converts a panic to an error. If the code has forked
+/// a process, this function does not return in that process but ends it.
 pub(crate) fn run_user_code<T>(code: impl FnOnce() -> T) -> Result<T, HandlerError> {
     let done = catch_unwind(AssertUnwindSafe(code)).map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());

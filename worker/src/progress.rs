@@ -1,5 +1,5 @@
-//! Rate limit for the progress reports of a job: at most ten per second. So a handler can report in every
-//! iteration of a loop. The last report is always sent, before the result.
+//! Limits the progress reports of a job to ten per second, so that a handler can report progress in every
+//! iteration of a loop. The last report before the result is always sent.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use bulkhead_shared::worker_protocol::Progressed;
 
 use crate::link::Writer;
 
-/// Minimum interval between two reports.
+/// Minimum interval between two progress reports of a job.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Progress reports of a job.
@@ -24,7 +24,7 @@ struct State {
 }
 
 impl Progress {
-    /// Sends the report, or keeps it until the interval has passed.
+    /// Sends a report, or stores it if the previous report was sent less than [`REPORT_INTERVAL`] ago.
     pub(crate) fn report(&self, writer: &Writer, number: u64, fraction: f32, text: &str) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -36,7 +36,8 @@ impl Progress {
         writer.send(kind::PROGRESSED, number, &Progressed { fraction, text });
     }
 
-    /// Writes the kept report to the outbox, before the next frame. Returns false if there was none.
+    /// Queues the stored report, so that it is sent before the next frame. Returns false if no report is
+    /// stored.
     pub(crate) fn send_delayed(&self, writer: &Writer, number: u64) -> bool {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((fraction, text)) = state.delayed.take() else { return false };

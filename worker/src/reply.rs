@@ -4,19 +4,20 @@ use std::fmt;
 
 use bulkhead_shared::Fault;
 
-/// The error of a handler that could not do the job.
+/// Error of a handler that could not complete a job.
 ///
 /// The `?` operator converts every [`std::error::Error`] into a `HandlerError` with the code `error`,
 /// `fault` set to `Dependency`, and `retryable` set to false.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HandlerError {
-    /// Error code for programs, a short word. At most 128 bytes reach the client.
+    /// Short, machine-readable error code. Longer codes are truncated to 128 bytes.
     pub code: String,
-    /// Message for people. At most 8 KiB reach the client.
+    /// Human-readable message. Longer messages are truncated to 8 KiB.
     pub message: String,
-    /// True if the same job may succeed later.
+    /// True if the same job can succeed later.
     pub retryable: bool,
-    /// The party at fault. Faults of the caller do not count as failures of the bulkhead.
+    /// The party that caused the error. Errors caused by the caller do not count against the health of the
+    /// bulkhead.
     pub fault: Fault,
 }
 
@@ -46,7 +47,7 @@ impl HandlerError {
 }
 
 impl fmt::Display for HandlerError {
-    /// Writes one line for people: `bad_header: the magic is missing`.
+    /// Writes the code and the message, such as `bad_header: the magic is missing`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.code, self.message)
     }
@@ -60,7 +61,7 @@ impl<E: std::error::Error> From<E> for HandlerError {
     }
 }
 
-/// The reply to a job, with all forms that the protocol supports.
+/// Reply to a job, in any form that the protocol supports.
 #[doc(hidden)]
 pub enum Reply {
     /// The job succeeded.
@@ -73,17 +74,17 @@ pub enum Reply {
         status: i32,
         /// Error of the job; `None` if the job succeeded.
         error: Option<HandlerError>,
-        /// Result of a successful job, or payload of the error. The client gets at most the first 64 KiB of
-        /// an error's payload.
+        /// Result of a successful job, or the error payload of a failed job. The client gets at most the
+        /// first 64 KiB of an error payload.
         output: Vec<u8>,
     },
     /// The program that ran the job was killed by a signal.
     ProgramCrashed {
-        /// Process id of the program, as the worker sees it.
+        /// Process id of the program, in the worker's pid namespace.
         process: u32,
         /// Signal number.
         signal: i32,
-        /// Message for people.
+        /// Human-readable message.
         message: String,
     },
 }

@@ -1,15 +1,16 @@
-//! Landlock rules for each program of `exec`, in addition to the worker's rules. They keep programs of one
-//! worker away from each other and from the host. Workers forked by a template get rules in addition to the
-//! template's in the same way. For these, read "worker" for "program" and "template" for "worker" below.
+//! Landlock rules for each program of `exec`, in addition to the worker's rules. They isolate the programs of
+//! a worker from each other and from the host. In the same way, a worker forked by a template gets rules in
+//! addition to those of the template. For such a worker, read "worker" instead of "program" and "template"
+//! instead of "worker" in this module.
 //!
-//! Landlock rules can only remove rights. So the rules of a program repeat the grants of the worker, with the
-//! program's temporary folder in place of the worker's. The rules also set scopes: a program cannot signal or
-//! trace processes other than its descendants, or use their abstract sockets.
+//! Additional Landlock rules can only remove rights. The rules of a program therefore repeat the grants of
+//! the worker, with the program's temporary folder in place of the worker's. The rules also set scopes, so
+//! that a program cannot signal or trace processes that are not its descendants, or connect to their abstract
+//! sockets.
 //!
 //! The keeper passes the grants of the worker (see [`bulkhead_shared::program_rules`]). The host opens the
-//! granted paths once, at the start, so that each program costs one system call per path and no path lookup.
-//! In system folders the host opens only the top-level folders, regardless of the number of granted paths
-//! below.
+//! granted paths once, when it starts, so that starting a program takes one system call per granted path and
+//! no path lookup. If paths in a system folder are granted, the host opens only the top-level folder.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -23,7 +24,7 @@ use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRule
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// Open flags for folders and files that are only inspected or used in rules.
+/// Flags for opening folders and files that are only inspected or used in rules.
 const PATH_FLAGS: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
 /// Rights that apply to files. The kernel rejects a rule for a file with any other right.
@@ -35,20 +36,21 @@ const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
 
-/// System folders. `/dev` is missing because the worker's temporary folder is also mounted at `/dev/shm`.
+/// System folders, each of which is granted as a whole if any path in it is granted. `/dev` is not included,
+/// because the worker's temporary folder is also mounted at `/dev/shm`.
 const SYSTEM_FOLDERS: [&str; 10] =
     ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/sys"];
 
-/// Variables set to the temporary folder, unless `env` sets them.
+/// Environment variables that are set to the temporary folder, unless the configuration key `env` sets them.
 pub(crate) const FOLDER_VARIABLES: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// Flags for `landlock_restrict_self`: none, so that the kernel logs denied accesses.
 const RESTRICT_FLAGS: u32 = 0;
 
-/// Maximum number of parent folders to follow.
+/// Maximum number of parent folders that are checked for a grant.
 const DEPTH_MAX: usize = 256;
 
-/// The grants of a worker, opened so that they can be granted to programs.
+/// Grants of a worker. The granted paths are open, so that rules for programs can be created from them.
 #[derive(Default)]
 pub(crate) struct Rules {
     handled: u64,
@@ -67,10 +69,10 @@ pub(crate) struct Temporary {
 }
 
 impl Rules {
-    /// Reads the rules that the keeper left on standard input; without rules, standard input is the null
-    /// device. The rules of a program only have to withhold the folders of other programs, because the
-    /// worker's rules still apply. So system folders are granted as a whole, and the number of descriptors
-    /// does not depend on the number of granted paths.
+    /// Reads the rules that the keeper has passed on standard input. If there are no rules, standard input is
+    /// the null device. The rules of a program only have to withhold the folders of other programs, because
+    /// the worker's rules still apply. System folders are therefore granted as a whole, which keeps the
+    /// number of open descriptors low.
     pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
@@ -82,7 +84,7 @@ impl Rules {
             .read_to_end(&mut bytes)?;
         let rules = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
         let grants = with_system_folders(&rules)?;
-        // Without a temporary folder there is nothing to withhold from programs.
+        // If the worker has no temporary folder, nothing has to be withheld from programs.
         let handled = if rules.temporary.is_some() { rules.handled } else { 0 };
         Self::open(ProgramRules { handled, grants, ..rules })
     }
@@ -122,8 +124,8 @@ impl Rules {
         self.temporary.as_ref()
     }
 
-    /// Returns true if programs can read each other's temporary files because `read` or `write` grants a
-    /// folder above.
+    /// Returns true if programs can read each other's temporary files, because `read` or `write` grants
+    /// access to a folder that contains the temporary folder.
     pub(crate) fn exposes_temporary_files(&self) -> bool {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
@@ -134,12 +136,13 @@ impl Rules {
         if !self.has_rules() {
             return Ok(None);
         }
-        // Network rights need no entry: programs inherit the restrictions of the worker's rules.
+        // Network rights are not restricted again, because programs inherit the restrictions of the worker's
+        // rules.
         let withheld = HandledAccess { files: self.handled, network: 0, scopes: self.scoped };
         let ruleset = landlock::create_ruleset(withheld)?;
         for (place, access) in self.granted.iter().filter(|_| self.handled != 0) {
             match landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), *access) {
-                // The path was a folder when the rules were made and is a file now.
+                // The path was a folder when the rules were created, and is a file now.
                 Err(Errno::INVAL) => {
                     landlock::add_path_rule(ruleset.as_fd(), place.as_fd(), access & FILE_RIGHTS)?
                 }
@@ -153,8 +156,8 @@ impl Rules {
     }
 }
 
-/// Replaces grants below the folders of [`SYSTEM_FOLDERS`] by a grant for the whole folder, unless the folder
-/// contains the temporary folder.
+/// Replaces grants for paths in [`SYSTEM_FOLDERS`] with a grant for the whole system folder, unless the
+/// system folder contains the temporary folder.
 fn with_system_folders(rules: &ProgramRules) -> io::Result<Vec<Grant>> {
     let temporary = rules.temporary.as_ref().map(|temporary| open_folder(&temporary.path)).transpose()?;
     let is_apart = |place: OwnedFd| {
@@ -178,8 +181,8 @@ fn open_folder(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(path, PATH_FLAGS | OFlags::DIRECTORY, Mode::empty())
 }
 
-/// Returns true if a grant with the right to list folders covers `folder`. Also returns true at more than
-/// `DEPTH_MAX` levels.
+/// Returns true if a grant with the right to list folders covers `folder`. Also returns true if `folder` has
+/// more than `DEPTH_MAX` parent folders.
 fn is_granted(folder: &OwnedFd, granted: &[(OwnedFd, u64)]) -> io::Result<bool> {
     let listed = granted.iter().filter(|(_, access)| access & READ_DIR != 0);
     let listed: Result<Vec<_>, _> = listed.map(|(place, _)| rustix::fs::fstat(place).map(identity)).collect();
@@ -210,7 +213,8 @@ pub(crate) struct Ruleset(OwnedFd);
 
 impl Ruleset {
     /// Restricts this process and its future descendants permanently. Then checks that the worker's temporary
-    /// folder, `worker`, can no longer be listed. Makes only system calls, because it runs in a forked child.
+    /// folder, `worker`, can no longer be listed. Makes only system calls, because this function runs in a
+    /// forked child.
     pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
         landlock::restrict_self(self.0.as_fd(), RESTRICT_FLAGS)?;
         let Some(folder) = worker else { return Ok(()) };
@@ -224,20 +228,21 @@ impl Ruleset {
 }
 
 impl Temporary {
-    /// Returns the folder used to verify a program's rules: with the rules in force the program cannot list
-    /// it. Returns `None` if a grant covers the folder.
+    /// Returns the temporary folder of the worker, which a program cannot list if the program's rules are in
+    /// force. Used to verify the rules. Returns `None` if a grant covers the folder.
     pub(crate) fn hidden_folder(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }
 
-    /// Creates a subfolder.
+    /// Creates a subfolder of the temporary folder.
     pub(crate) fn make(&self, name: &str) -> rustix::io::Result<OwnedFd> {
         self.restore_owner_rights();
         rustix::fs::mkdirat(&self.folder, name, Mode::RWXU)?;
         rustix::fs::openat(&self.folder, name, FOLDER_FLAGS | OFlags::PATH, Mode::empty())
     }
 
-    /// Restores the owner's rights on the folder. Programs run as the host's user and can remove them.
+    /// Restores the owner's rights on the folder. Programs run as the host's user, so they can remove these
+    /// rights.
     fn restore_owner_rights(&self) {
         let is_open = rustix::fs::fstat(&self.folder)
             .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
@@ -246,8 +251,8 @@ impl Temporary {
         }
     }
 
-    /// Removes a subfolder, at most `entries_max` entries per call. Returns true if no further call is
-    /// needed.
+    /// Removes a subfolder of the temporary folder. Each call removes at most `entries_max` entries. Returns
+    /// true if no further call is needed.
     pub(crate) fn remove(&self, name: &CStr, entries_max: usize) -> bool {
         let parent = self.folder.as_fd();
         self.restore_owner_rights();
@@ -255,7 +260,7 @@ impl Temporary {
             return true;
         }
         let Ok(folder) = folder::open(parent, name, Mode::RWXU) else { return true };
-        // Entries that cannot be removed are removed with the worker's own folder.
+        // Entries that cannot be removed now are removed later, together with the worker's temporary folder.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }

@@ -1,4 +1,4 @@
-//! [`Server`], which assembles a worker from handlers and shared state, and [`serve`].
+//! [`Server`], which combines handlers and shared state into a worker, and [`serve`].
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -20,7 +20,7 @@ use crate::template::{self, Template};
 /// Exit status of a program that was not started as a worker.
 const USAGE: u8 = 2;
 
-/// Serves jobs of all operations with one function, until the supervisor ends the worker.
+/// Serves jobs of all operations with one function until the supervisor ends the worker.
 ///
 /// Returns only if the program was not started as a worker, or if the worker cannot start.
 pub fn serve<R, F>(handler: F) -> ExitCode
@@ -83,16 +83,17 @@ pub struct Server<S = (), Stage = Configured> {
     after_fork: Option<AfterFork<S>>,
     operations: BTreeMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
-    /// A method that was called twice. The second call would silently replace the value of the first.
+    /// Method that was called twice. This is reported as an error, because the second call would silently
+    /// replace the value of the first.
     repeated: Option<String>,
     stage: PhantomData<Stage>,
 }
 
-/// The stage of a [`Server`] that still accepts an [`init`](Server::init).
+/// Stage of a [`Server`] in which [`init`](Server::init) can still be called.
 #[derive(Debug)]
 pub enum Blank {}
 
-/// The stage of a [`Server`] that has an `init`, a handler or a hook.
+/// Stage of a [`Server`] that has an `init`, a handler or a hook.
 #[derive(Debug)]
 pub enum Configured {}
 
@@ -108,14 +109,14 @@ impl Server<(), Blank> {
         Self::started_by(Box::new(|_| Ok(())))
     }
 
-    /// Sets the function that runs before the first job and makes the state that all handlers share as
-    /// [`Ctx::state`]. `init` runs on the first handler thread, which exists as long as the worker. Other
-    /// handler threads are started and ended as needed.
+    /// Sets the function that runs before the first job and creates the state that all handlers share.
+    /// Handlers access the state with [`Ctx::state`]. `init` runs on the first handler thread, which lives as
+    /// long as the worker. Other handler threads are started and ended as needed.
     ///
     /// `init` can take as long as `start.ready`, and can ask for more time. If `init` fails, the worker does
     /// not start, and operators see the reason.
     ///
-    /// Must be called before handlers and hooks are added, because they depend on the type of the state.
+    /// Must be called before handlers and hooks are added, because these depend on the type of the state.
     pub fn init<S, E, I>(self, init: I) -> Server<S>
     where
         E: Into<HandlerError>,
@@ -140,7 +141,7 @@ impl<S, Stage> Server<S, Stage> {
 }
 
 impl<S> Server<S> {
-    /// Records a method call that replaced an earlier value.
+    /// Records the name of the called method if the call has replaced the value of an earlier call.
     fn set(mut self, is_again: bool, call: impl FnOnce() -> String) -> Self {
         self.repeated = self.repeated.or_else(|| is_again.then(call));
         self
@@ -166,9 +167,10 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     }
 
     /// Sets a hook that runs in each forked worker before the first job, on the first handler thread
-    /// (`start.mode = "fork"`). Without this hook, forked workers duplicate the state of the program's random
-    /// generators, share file offsets and connections, and lack threads, timers and file locks. The hook must
-    /// recreate these where needed. If the hook fails, the worker does not start.
+    /// (`start.mode = "fork"`). All forked workers start with the same state in the program's random number
+    /// generators, and share file offsets and connections. They do not inherit threads, timers or file locks
+    /// of the template. The hook must recreate whatever the worker needs. If the hook fails, the worker does
+    /// not start.
     #[must_use]
     pub fn after_fork<E, F>(self, hook: F) -> Server<S>
     where
@@ -181,7 +183,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || "after_fork".into())
     }
 
-    /// Sets the handler of one operation.
+    /// Sets the handler for one operation.
     #[must_use]
     pub fn operation<R, F>(self, name: impl Into<String>, handler: F) -> Server<S>
     where
@@ -193,8 +195,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         server.set(is_again, || format!("operation({name:?})"))
     }
 
-    /// Sets the handler of all operations that have no handler. Without this handler, jobs of such operations
-    /// fail as `unknown_operation`.
+    /// Sets the handler for all operations without a specific handler. If no such handler is set, jobs with
+    /// other operations fail with the code `unknown_operation`.
     #[must_use]
     pub fn handler<R, F>(self, handler: F) -> Server<S>
     where
@@ -204,7 +206,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         self.configured().with_fallback(boxed(handler))
     }
 
-    /// Sets a handler that can return every [`Reply`].
+    /// Sets a handler that can return any kind of [`Reply`].
     #[doc(hidden)]
     #[must_use]
     pub fn raw_handler<F>(self, handler: F) -> Server<S>
@@ -219,7 +221,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
     pub fn serve(mut self) -> ExitCode {
         let Some(link) = link::inherited(LINK_VARIABLE).filter(link::is_socket) else {
             eprintln!(
-                "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n    \
+                "this program is a worker, which bulkhead-supervisor must start. In workers.toml:\n\n    \
                  [bulkhead.NAME]\n    command = [\"{}\"]",
                 std::env::args().next().unwrap_or_default().escape_debug()
             );
@@ -229,7 +231,7 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         // descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
         if let Some(call) = self.repeated.take() {
-            let message = format!("`{call}` of `Server` is called twice: remove a call");
+            let message = format!("`{call}` of `Server` is called twice: remove one of the calls");
             self.init = Box::new(|_| Err(HandlerError::new("server", message)));
         }
         let claimed = ownership::mark_worker().map_err(|error| format!("madvise(MADV_WIPEONFORK): {error}"));
@@ -241,7 +243,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
         })
     }
 
-    /// Initialises the template once. Returns only in forked workers, each of which then serves jobs.
+    /// Initialises the template, which then forks workers. In each forked worker, this function serves jobs.
+    /// In the template, it returns only on an error.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
         let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback, .. } = self;
@@ -258,7 +261,8 @@ impl<S: Send + Sync + 'static, Stage> Server<S, Stage> {
             ownership::end_forked_process();
         };
         let link = template.serve(before).map_err(refused)?;
-        // Now in the forked worker; the link has replaced the template's socket.
+        // From here on, this process is a forked worker, in which the link has replaced the template's
+        // socket.
         ownership::mark_worker().map_err(|error| error.to_string())?;
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {
@@ -304,9 +308,9 @@ where
     })
 }
 
-/// Returns a descriptor that becomes readable on SIGTERM. Leaves the environment variable of the link set:
-/// changing the environment is not safe once a C library has started threads. Children do not inherit the
-/// link's descriptor.
+/// Returns a descriptor that becomes readable on SIGTERM. Does not remove the environment variable of the
+/// link, because changing the environment is unsafe once a C library has started threads. Child processes
+/// inherit the variable, but not the link's descriptor.
 fn termination() -> std::io::Result<OwnedFd> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     ours.set_nonblocking(true)?;

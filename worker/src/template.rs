@@ -1,12 +1,13 @@
-//! A template (`start.mode = "fork"`): this process initialises once and forks the bulkhead's workers, each
-//! as a child of the keeper. A template runs no jobs.
+//! Templates (`start.mode = "fork"`). A template is a process that is initialised once and then forks the
+//! workers of a bulkhead. Each worker becomes a child of the keeper. A template runs no jobs.
 //!
-//! `fork` copies only the calling thread. So a template must have a single thread; otherwise it names the
-//! other threads and exits. A worker does not inherit the template's socket, parent-death signal, session or
-//! subreaper attribute.
+//! `fork` copies only the calling thread, so a template must have a single thread. A template with more
+//! threads reports their names and exits. A forked worker replaces the template's socket with its link, and
+//! sets a new session, parent-death signal and child-subreaper attribute.
 //!
-//! In a sandbox each worker applies additional Landlock rules, so that it cannot reach the template or other
-//! workers. Before its first job the seal (`seal.rs`) removes the template's right to fork siblings.
+//! In a sandbox, each worker applies additional Landlock rules, so that it cannot reach the template or other
+//! workers. Before the first job, the seal (`seal.rs`) takes away the right to fork siblings, which only the
+//! template needs.
 #![expect(unsafe_code, reason = "forking a sibling and renumbering descriptors have no safe form")]
 
 use std::collections::VecDeque;
@@ -26,10 +27,11 @@ use rustix::process::{Pid, Signal};
 use crate::ownership;
 use crate::rules::{FOLDER_VARIABLES, Rules, Temporary};
 
-/// Maximum number of surplus threads that a message names.
+/// Maximum number of threads that the error message about surplus threads names.
 const THREADS_NAMED_MAX: usize = 8;
 
-/// Maximum number of entries of a temporary folder that are removed at once, between two orders.
+/// Maximum number of entries of a temporary folder that are removed before the template checks for the next
+/// order.
 const REMOVED_ENTRIES_MAX: usize = 256;
 
 /// Returns true if this process must become a template.
@@ -37,9 +39,9 @@ pub(crate) fn is_wanted() -> bool {
     std::env::var_os(TEMPLATE_VARIABLE).is_some()
 }
 
-/// The template's end of the keeper's socket.
+/// A template, with a socket to the keeper.
 pub(crate) struct Template {
-    /// Workers reuse the descriptor number of this socket for the link.
+    /// Socket to the keeper. A forked worker reuses its descriptor number for the link.
     socket: ManuallyDrop<OwnedFd>,
     /// The keeper, or the first process of the pid namespace.
     parent: Option<Pid>,
@@ -47,7 +49,7 @@ pub(crate) struct Template {
     rules: Rules,
 }
 
-/// The failed step, and the error.
+/// Name of the step that failed, and the error number.
 type StepError = (&'static str, Errno);
 
 fn in_step(step: &'static str) -> impl Fn(Errno) -> StepError {
@@ -59,7 +61,7 @@ fn fork_failed(worker: u64, errno: Errno, step: &str) -> TemplateMessage<'_> {
 }
 
 impl Template {
-    /// Reads the rules that the keeper left on standard input.
+    /// Reads the Landlock rules that the keeper has passed on standard input.
     pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
         let failed = |error: io::Error| format!("failed to read the sandbox rules from the keeper: {error}");
         let rules = Rules::inherited().map_err(failed)?;
@@ -80,16 +82,16 @@ impl Template {
         rustix::io::retry_on_intr(send).map(drop)
     }
 
-    /// Sends a message to the keeper. Does nothing in a process that the initialisation forked.
+    /// Sends a message to the keeper. Does nothing in a process that was forked by the initialisation.
     pub(crate) fn report(&self, message: TemplateMessage<'_>) {
         if ownership::is_worker() {
-            // An error means that the keeper is gone. This process ends with it.
+            // An error means that the keeper is gone, in which case the kernel kills this process.
             let _ = self.send(message);
         }
     }
 
-    /// Reports that the template is ready, and forks a worker for each order. Returns the link in each forked
-    /// worker. In the template, returns only on an error.
+    /// Reports that the template is ready, then forks a worker for each order to fork. In each forked worker,
+    /// returns the link. In the template, returns only on an error.
     pub(crate) fn serve(&self, mut before_fork: impl FnMut()) -> Result<OwnedFd, String> {
         self.check_threads()?;
         let failed = |error: Errno| format!("failed to use the keeper's socket: {error}");
@@ -100,15 +102,15 @@ impl Template {
             let ((worker, secret), descriptors) = self.next_fork(&mut removals).map_err(failed)?;
             before_fork();
             self.check_threads()?;
-            // Unwritten output would be written by both processes.
+            // Flushes standard output, because both processes would otherwise write the buffered output.
             let _ = io::stdout().flush();
             match fork() {
                 Ok(0) => {
                     if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
                         // If the message cannot be sent, the keeper is gone.
                         let _ = self.send(fork_failed(worker, errno, step));
-                        // SAFETY: ends the process. `_exit` runs no exit handlers that the template
-                        // registered.
+                        // SAFETY: the call ends the process. `_exit` does not run exit handlers that the
+                        // template has registered.
                         unsafe { libc::_exit(1) }
                     }
                     let [link, ..] = descriptors;
@@ -120,16 +122,17 @@ impl Template {
         }
     }
 
-    /// Replaces the socket by the worker's link, at the descriptor number that the environment names.
+    /// Replaces the socket to the keeper with the worker's link, keeping the descriptor number, which is also
+    /// in the environment variable `BULKHEAD_LINK_FD`.
     fn replace_socket(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
         let number = self.socket.as_raw_fd();
-        // SAFETY: nothing in this process uses the socket any more, and its owner never closes this number.
+        // SAFETY: nothing in this process uses the socket any more, and `self.socket` is never dropped.
         errno::check(unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) })?;
-        // SAFETY: `dup3` has just opened this number, and the owner of the socket does not drop it.
+        // SAFETY: `dup3` has just opened this descriptor, and `self.socket` is never dropped.
         Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
-    /// Waits for an order to fork. Meanwhile removes the folders in `removals`.
+    /// Waits for an order to fork. Until one arrives, removes the folders in `removals`.
     fn next_fork(
         &self,
         removals: &mut VecDeque<CString>,
@@ -169,13 +172,13 @@ impl Template {
             };
             match descriptors.try_into() {
                 Ok(descriptors) => return Ok(((worker, secret), descriptors)),
-                // This process may have reached its limit of open descriptors.
+                // Descriptors are missing if this process has reached its limit on open descriptors.
                 Err(_) => self.send(fork_failed(worker, Errno::MFILE, "descriptors"))?,
             }
         }
     }
 
-    /// Removes some entries of a folder that a dead worker left behind.
+    /// Removes some entries of the first folder in `removals`, which a dead worker has left behind.
     fn remove_some(&self, removals: &mut VecDeque<CString>) {
         let (Some(name), Some(temporary)) = (removals.front(), self.rules.temporary()) else {
             return removals.clear();
@@ -185,7 +188,7 @@ impl Template {
         }
     }
 
-    /// Fails if this process has more than one thread. The error names the other threads.
+    /// Returns an error that names the other threads if this process has more than one thread.
     fn check_threads(&self) -> Result<(), String> {
         // The link count of `/proc/self/task` is the number of threads plus 2.
         let count = rustix::fs::stat(c"/proc/self/task").map(|found| found.st_nlink as usize);
@@ -234,7 +237,7 @@ impl Template {
         self.send(TemplateMessage::Started { worker }).map_err(in_step("keeper"))
     }
 
-    /// Makes a temporary folder for this worker, and restricts this process by additional Landlock rules.
+    /// Creates a temporary folder for this worker, and restricts this process with additional Landlock rules.
     fn isolate(&self, worker: u64, secret: u128, template: Pid) -> Result<(), StepError> {
         if !self.rules.has_rules() {
             return Ok(());
@@ -252,7 +255,7 @@ impl Template {
         if let Some(ruleset) = ruleset {
             ruleset.restrict(hidden_folder.as_ref().map(AsFd::as_fd)).map_err(failed)?;
         }
-        // Verifies the rules: the template must be out of reach.
+        // Verifies that the rules are in force: this process must not be able to signal the template.
         match rustix::process::test_kill_process(template) {
             Err(Errno::PERM) => {}
             Err(errno) => return Err(("the worker's template has ended", errno)),
@@ -282,20 +285,20 @@ fn fork() -> Result<u32, Errno> {
 
 /// Duplicates a descriptor to the given number.
 fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> Result<(), Errno> {
-    // SAFETY: the number is that of a standard stream, which no owner closes.
+    // SAFETY: `number` is that of a standard stream, which no value in this process owns.
     errno::check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
 /// Seeds the C library's random generators, which would otherwise return the same numbers in all workers.
 fn reseed() -> Result<(), Errno> {
     let mut seed = [0; 8];
-    // SAFETY: the buffer has that many bytes.
+    // SAFETY: the buffer has the given length.
     if unsafe { libc::getrandom(seed.as_mut_ptr().cast(), seed.len(), 0) } != seed.len() as isize {
         return Err(Errno::IO);
     }
     let [a, b, c, d, e, f, g, h] = seed;
     let (low, high) = (u32::from_ne_bytes([a, b, c, d]), u32::from_ne_bytes([e, f, g, h]));
-    // SAFETY: these calls change state of the C library, which no other thread can use meanwhile.
+    // SAFETY: these calls change global state of the C library, and this process has only one thread.
     unsafe {
         libc::srand(low);
         libc::srand48(high.into());

@@ -1,5 +1,5 @@
 //! Sends LIMITS, as a supervisor does, over a real link to real worker processes: an SDK worker, which is
-//! this program, and the host of `exec`.
+//! this program, and the `exec` host.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -15,10 +15,10 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, Limits, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Maximum time for conditions that become true immediately on a healthy, idle machine.
+/// Maximum time to wait for a condition. On an idle machine, each condition becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Environment variable that makes this program run as a worker, in the role it names.
+/// Environment variable that makes this program run as a worker. The value selects the role of the worker.
 const ROLE: &str = "LIMITS_TEST_WORKER";
 
 /// Number of `meet` jobs that wait for each other.
@@ -26,7 +26,7 @@ const MEETING_SIZE: usize = 3;
 
 #[test]
 #[ignore = "not a test: the worker process that the tests start"]
-fn the_worker() {
+fn helper_child_runs_as_worker() {
     match std::env::var(ROLE).as_deref() {
         Ok("threads") => {
             let (met, all) = (Mutex::new(0), Condvar::new());
@@ -71,10 +71,10 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    /// Starts this program as a worker in a role of [`the_worker`].
+    /// Starts this program as a worker in one of the roles that [`helper_child_runs_as_worker`] defines.
     fn sdk(role: &str) -> Self {
         let program = std::env::current_exe().unwrap();
-        let arguments = ["the_worker", "--exact", "--ignored", "--nocapture"];
+        let arguments = ["helper_child_runs_as_worker", "--exact", "--ignored", "--nocapture"];
         Self::start(program.to_str().unwrap(), &arguments, &[(ROLE, role)])
     }
 
@@ -87,7 +87,7 @@ impl Worker {
 
     fn start(program: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let (link, theirs) = UnixStream::pair().unwrap();
-        // The shell moves the link to descriptor 3, closes all other copies, and becomes the worker.
+        // The shell moves the link to descriptor 3, closes all other copies, and executes the worker.
         let child = Command::new("/bin/sh")
             .args(["-c", "exec \"$0\" \"$@\" 3<&0 </dev/null", program])
             .args(arguments)
@@ -101,7 +101,7 @@ impl Worker {
         Self { child, link, inbox, scratch, read: Vec::new() }
     }
 
-    /// Waits for the hello, and answers with a welcome and `more` in one write.
+    /// Waits for the hello, then sends a welcome and the frames of `more` in one write.
     fn welcome(&mut self, max_in_flight: u32, more: impl FnOnce(&mut Outbox)) {
         let (hello, number, metadata) = self.next();
         assert_eq!((hello, number), (kind::HELLO, MAGIC));
@@ -150,7 +150,7 @@ impl Worker {
         self.read.remove(0)
     }
 
-    /// Returns the jobs of the next `count` results, in order.
+    /// Returns the job numbers of the next `count` results, in order of arrival.
     fn results(&mut self, count: usize) -> Vec<u64> {
         let mut result = || {
             let (kind, number, metadata) = self.next();
@@ -202,7 +202,7 @@ fn push_drain(outbox: &mut Outbox) {
     outbox.push(kind::DRAIN, 0, &Empty, &[], Payload::NONE).unwrap();
 }
 
-/// Jobs that wait for each other, with a higher limit than in the welcome.
+/// Runs jobs that wait for each other, after raising the limit. Then lowers the limit and runs more jobs.
 fn check_limits(mut worker: Worker) {
     worker.open(1, |_| {});
     worker.send(|outbox| {
@@ -214,7 +214,7 @@ fn check_limits(mut worker: Worker) {
     worker.wait_threads(MEETING_SIZE);
     worker.send(|outbox| push_limits(outbox, 1));
     worker.wait_threads(1);
-    // More jobs than the limit run one after the other.
+    // With a limit of one, the jobs run one after the other.
     worker.send(|outbox| (4..=20).for_each(|number| push_job(outbox, number, "")));
     assert_eq!(worker.results(17), Vec::from_iter(4..=20));
     assert_eq!(worker.handler_threads(), 1);
@@ -223,18 +223,18 @@ fn check_limits(mut worker: Worker) {
 }
 
 #[test]
-fn threads_follow_the_limits() {
+fn handler_thread_count_follows_limits() {
     check_limits(Worker::sdk("threads"));
 }
 
 #[cfg(feature = "tokio")]
 #[test]
-fn async_handlers_follow_the_limits() {
+fn async_handler_count_follows_limits() {
     check_limits(Worker::sdk("tasks"));
 }
 
 #[test]
-fn limits_sent_with_the_welcome_take_effect() {
+fn limits_sent_with_welcome_take_effect() {
     let mut worker = Worker::sdk("threads");
     worker.open(1, |outbox| push_limits(outbox, MEETING_SIZE as u32));
     worker.send(|outbox| (1..=MEETING_SIZE as u64).for_each(|number| push_job(outbox, number, "meet")));
@@ -242,7 +242,7 @@ fn limits_sent_with_the_welcome_take_effect() {
 }
 
 #[test]
-fn limits_during_a_drain_lose_no_jobs() {
+fn limit_changes_during_drain_lose_no_jobs() {
     let mut worker = Worker::sdk("threads");
     worker.open(2, |_| {});
     worker.send(|outbox| {
@@ -250,14 +250,14 @@ fn limits_during_a_drain_lose_no_jobs() {
         push_drain(outbox);
         push_limits(outbox, 0);
     });
-    // Two of the three jobs wait for the third, which needs another thread.
+    // Two of the three jobs are running and wait for the third, which needs a third thread.
     worker.send(|outbox| push_limits(outbox, 3));
     assert_eq!(worker.results(MEETING_SIZE).len(), MEETING_SIZE);
     assert_eq!(worker.end().code(), Some(0));
 }
 
 #[test]
-fn drain_sent_with_the_welcome_takes_effect() {
+fn drain_sent_with_welcome_takes_effect() {
     let mut worker = Worker::sdk("threads");
     worker.welcome(1, push_drain);
     assert_eq!(worker.end().code(), Some(0));
@@ -265,9 +265,9 @@ fn drain_sent_with_the_welcome_takes_effect() {
 
 #[cfg(feature = "host")]
 #[test]
-fn exec_host_follows_the_limits() {
+fn exec_host_follows_limits() {
     let folder = tempfile::tempdir().unwrap();
-    // Each program waits for the others.
+    // Each program waits until all three programs have started.
     let script = "read -r _; : > \"$FOLDER/$BULKHEAD_JOB\"; set -- \"$FOLDER\"/*; \
                   until [ $# -ge 3 ]; do sleep 0.01; set -- \"$FOLDER\"/*; done";
     let mut worker = Worker::exec_host(script, folder.path().to_str().unwrap());

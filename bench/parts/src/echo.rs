@@ -1,4 +1,4 @@
-//! The end of the bare chain.
+//! The echo process at the end of the bare chain.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;

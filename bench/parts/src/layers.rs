@@ -1,6 +1,6 @@
-//! Layers of confinement like those of a template and its workers, with a minimum of system calls. The server gets
-//! namespaces, Landlock rules and a filter. Each child gets a session, Landlock rules, a temporary folder and a
-//! filter. Nothing is read back or recorded.
+//! Confinement layers like those of a template and its workers, with as few system calls as possible. The
+//! server gets namespaces, Landlock rules and a seccomp filter. Each child gets a session, Landlock rules, a
+//! temporary folder and a seccomp filter. Nothing is read back or recorded.
 #![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe wrapper")]
 
 use std::collections::HashMap;
@@ -16,27 +16,27 @@ use crate::Result;
 
 const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// All file access rights, and the scopes, of Landlock ABI version 6.
+/// All access rights for files in Landlock ABI version 6. `SCOPES` contains all its scopes.
 const FILES: u64 = (1 << 16) - 1;
 const SCOPES: u64 = 3;
 const WITHHELD: HandledAccess = HandledAccess { files: FILES, network: 0, scopes: SCOPES };
 
-/// ABI version that makes `restrict_self` set no flags, so that denials stay in the audit log.
+/// ABI version for which `restrict_self` sets no flags, so that denials are written to the audit log.
 const NO_VERSION: u32 = 0;
 
-/// Top-level folders that the Landlock rules allow, as for a forked worker.
+/// Top-level folders that the Landlock rules allow. The same folders are allowed for a forked worker.
 const FOLDERS: [&str; 12] =
     ["/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/root", "/sbin", "/usr", "/var"];
 
 pub(crate) struct Layers {
     folder: OwnedFd,
     given: Vec<OwnedFd>,
-    /// Names of temporary folders by process.
+    /// Names of temporary folders, by process id.
     folders: HashMap<Pid, String>,
     next: u64,
 }
 
-/// Forks. Returns `None` in the child.
+/// Forks this process. Returns `None` in the child.
 pub(crate) fn fork() -> io::Result<Option<Pid>> {
     // SAFETY: this process has one thread.
     match unsafe { libc::fork() } {
@@ -46,7 +46,7 @@ pub(crate) fn fork() -> io::Result<Option<Pid>> {
 }
 
 impl Layers {
-    /// Confines the server. Returns in a new process, which is the first of its pid namespace.
+    /// Confines the server. Returns in a new process, which is the first process of its pid namespace.
     pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
         let namespaces = match profile {
             "strict" => {
@@ -59,7 +59,7 @@ impl Layers {
             _ => libc::CLONE_NEWNS | libc::CLONE_NEWPID,
         };
         let user = if rustix::process::geteuid().is_root() { 0 } else { libc::CLONE_NEWUSER };
-        // SAFETY: `unshare` takes a number; this process has one thread.
+        // SAFETY: `unshare` only takes a number, and this process has one thread.
         check(unsafe { libc::unshare(namespaces | user) }.into())?;
         if let Some(pid) = fork()? {
             rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty())?;
@@ -71,7 +71,7 @@ impl Layers {
         let layers = Self { folder, given: given.collect(), folders: HashMap::new(), next: 0 };
         rustix::thread::set_no_new_privs(true)?;
         layers.restrict(&layers.folder)?;
-        // All other system calls stay allowed.
+        // All other system calls remain allowed.
         filter(&[libc::SYS_bpf, libc::SYS_mount, libc::SYS_ptrace, libc::SYS_unshare])?;
         Ok(layers)
     }
@@ -81,7 +81,7 @@ impl Layers {
         rustix::process::setsid()?;
         rustix::process::set_child_subreaper(Some(Pid::INIT))?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // SAFETY: `prctl` takes numbers here.
+        // SAFETY: with this option, `prctl` only takes numbers.
         check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }.into())?;
         let name = self.next.to_string();
         rustix::fs::mkdirat(&self.folder, &name, Mode::RWXU)?;
@@ -106,7 +106,7 @@ impl Layers {
     /// Removes the temporary folder of a process.
     pub(crate) fn ended(&mut self, pid: Pid) {
         if let Some(name) = self.folders.remove(&pid) {
-            // A process that failed to confine itself may have no folder.
+            // A process that failed to confine itself may not have a temporary folder.
             let _ = rustix::fs::unlinkat(&self.folder, name, AtFlags::REMOVEDIR);
         }
     }
@@ -116,7 +116,7 @@ fn check(result: libc::c_long) -> io::Result<()> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Installs a filter that refuses the given system calls.
+/// Installs a seccomp filter that refuses the given system calls.
 fn filter(refused: &[libc::c_long]) -> io::Result<()> {
     let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
     let mut steps = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0)];
@@ -128,6 +128,7 @@ fn filter(refused: &[libc::c_long]) -> io::Result<()> {
     steps.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW));
     steps.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, refusal));
     let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
-    // SAFETY: the kernel copies the program, whose length is given, and writes to no memory of this process.
+    // SAFETY: the kernel copies the program, whose length is part of the argument, and does not write to the
+    // memory of this process.
     check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &program) })
 }

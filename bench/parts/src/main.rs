@@ -1,5 +1,5 @@
-//! A part of a chain: `worker`, `slow-worker`, `echo [SOCKET]`, or `fork-server [PROFILE FOLDER]`. Started by
-//! `bulkhead-bench`.
+//! Runs one part of a chain: `worker`, `slow-worker`, `echo [SOCKET]`, or `fork-server [PROFILE FOLDER]`.
+//! Started by `bulkhead-bench`.
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 
-/// Duration of the initialisation of the slow worker.
+/// Time that the slow worker takes to initialise.
 const SLOW_START: Duration = Duration::from_secs(1);
 
-/// Serves until the supervisor ends the worker, after an initialisation of a second.
+/// Initialises for one second, and then runs jobs until the supervisor ends the worker.
 pub fn serve_slowly() -> ExitCode {
     Server::new()
         .init(|_| {
@@ -19,7 +19,7 @@ pub fn serve_slowly() -> ExitCode {
         .serve()
 }
 
-/// Serves until the supervisor ends the worker.
+/// Runs jobs until the supervisor ends the worker.
 pub fn serve() -> ExitCode {
     bulkhead_worker::serve(|job: &Job, ctx: &Ctx| handle(job, ctx))
 }
@@ -42,13 +42,13 @@ fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             std::process::abort()
         }
-        // Dies and leaves many processes in separate sessions.
+        // Dies and leaves many processes behind, each in its own session.
         "orphans" => {
             let script = "for n in $(seq 1500); do setsid sleep 100 & done";
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        // Stops all threads of the worker, like a call that holds an interpreter's lock.
+        // Stops all threads of the worker, as a call that holds an interpreter's lock would do.
         "hold" => {
             let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;

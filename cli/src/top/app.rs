@@ -1,5 +1,5 @@
-//! State of the screen: latest sample, selection, and handling of keys. Independent of the terminal, sockets
-//! and the clock.
+//! State of the screen: latest sample, selection, and handling of keys. This module does not access the
+//! terminal, sockets or the clock.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -15,14 +15,14 @@ use crate::output::{Failure, exit};
 /// Maximum length of a filter in characters.
 const FILTER_CHARS_MAX: usize = 64;
 
-/// Grace time after a missed sample before the supervisor counts as silent.
+/// Time after a missed sample from which the supervisor is shown as not responding.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// Next step after a key.
+/// Action that follows a key press.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Stay,
-    /// Exits with this status.
+    /// Exits with the given status.
     Leave(u8),
     /// Suspends the program, as ^Z does.
     Suspend,
@@ -32,7 +32,7 @@ pub(super) enum Step {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Page {
     List,
-    /// A single bulkhead, with the number of workers scrolled past.
+    /// The page of a single bulkhead. `scroll` is the number of workers above the first displayed one.
     Bulkhead {
         name: String,
         scroll: usize,
@@ -43,7 +43,7 @@ pub(super) enum Page {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Browse,
-    /// The user is typing a filter; `before` is the previous one.
+    /// The user is typing a filter. `before` is the previous filter.
     Filter {
         before: String,
     },
@@ -53,7 +53,7 @@ pub(super) enum Mode {
 /// Sort order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// Worst state and service first.
+    /// Bulkheads with the worst state and service come first.
     Worst,
     Name,
     Utilisation,
@@ -83,7 +83,7 @@ impl Sort {
     }
 
     fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
-        // Current rates come before totals.
+        // Compares current rates first, then totals.
         let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
             let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
@@ -99,14 +99,14 @@ impl Sort {
     }
 }
 
-/// State of the contact with the supervisor.
+/// State of the connection to the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionState {
     Live,
     Paused,
-    /// The supervisor has not responded for this time.
+    /// The supervisor has not responded for the given time.
     Silent(Duration),
-    /// The supervisor has been unreachable for this time.
+    /// The supervisor has been unreachable for the given time.
     Lost(Duration),
 }
 
@@ -120,7 +120,7 @@ pub(super) struct App {
     pub(super) events: Events,
     /// Index of the first displayed row. Drawing adjusts the index to keep the selected row visible.
     pub(super) top: usize,
-    /// Number of rows per page, from the last drawing.
+    /// Number of rows per page when the screen was last drawn.
     pub(super) page_rows: usize,
     pub(super) interval: Duration,
     pub(super) socket: String,
@@ -128,7 +128,7 @@ pub(super) struct App {
     selected: Selection,
     /// Time of the last sample, or of the end of a pause.
     last_contact: Instant,
-    /// Error of the last sample.
+    /// Error of the last attempt to take a sample.
     error: Option<String>,
     is_paused: bool,
     sampled_at: Instant,
@@ -167,7 +167,7 @@ impl App {
 
     // Samples.
 
-    /// Stores a sample, or the error of a failed sample.
+    /// Stores a sample, or the error if taking the sample failed.
     pub(super) fn store(&mut self, result: Result<Sample, Failure>) -> Step {
         match result {
             Ok(sample) => self.store_sample(sample),
@@ -333,7 +333,7 @@ impl App {
 
     fn move_by(&mut self, by: isize) {
         if let Page::Bulkhead { scroll, .. } = &mut self.page {
-            // Drawing limits the value to the last row.
+            // `draw` limits the value to the last row.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }
@@ -348,7 +348,7 @@ fn step(rows: usize) -> isize {
     isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
 }
 
-/// Returns the first row to display, so that the selected row is visible and the display moves as little as
+/// Returns the index of the first row to display. Keeps the selected row visible and scrolls as little as
 /// possible.
 pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
     let first = (selected + 1).saturating_sub(page);
@@ -394,7 +394,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sorts_and_filters_rows() {
+    fn keys_sort_and_filter_rows() {
         let mut app = app(Instant::now());
         assert_eq!(names(&app), "a b c");
         for (key, order) in [('u', "b c a"), ('r', "c b a"), ('c', "a b c"), ('n', "a b c"), ('s', "b c a")] {
@@ -402,21 +402,21 @@ pub(super) mod tests {
             assert_eq!(names(&app), order, "{key}");
         }
         types(&mut app, "/B");
-        assert_eq!(names(&app), "b", "while it is typed");
+        assert_eq!(names(&app), "b", "the filter applies while it is typed");
         press(&mut app, KeyCode::Enter);
         assert_eq!((names(&app), &app.mode), ("b".to_owned(), &Mode::Browse));
         types(&mut app, "/xyz");
         assert_eq!((names(&app), app.selected(&[])), (String::new(), 0));
         press(&mut app, KeyCode::Esc);
-        assert_eq!(app.filter, "B", "the one before");
+        assert_eq!(app.filter, "B", "Escape restores the previous filter");
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
-        assert_eq!(names(&app), "b c a", "no filter any more");
+        assert_eq!(names(&app), "b c a", "a second Escape clears the filter");
         types(&mut app, &format!("/{}\u{1b}\u{7}", "x".repeat(100)));
         assert_eq!(app.filter.len(), FILTER_CHARS_MAX);
     }
 
     #[test]
-    fn sorts_worst_first_by_default() {
+    fn default_order_lists_worst_bulkhead_first() {
         let mut all = ["a", "b", "c", "d"].map(|name| bulkhead(name, 0, 0, 0));
         for (index, state, service) in
             [(1, "ready", "failing"), (2, "failed", "ok"), (3, "ready", "degraded")]
@@ -432,7 +432,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn sorts_by_current_rates() {
+    fn sort_by_rejections_uses_current_rates() {
         let start = Instant::now();
         let mut app = app(start);
         types(&mut app, "r");
@@ -445,7 +445,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn selection_follows_bulkhead() {
+    fn selection_follows_bulkhead_when_rows_move() {
         let start = Instant::now();
         let mut app = app(start);
         assert_eq!(selected(&app), "a");
@@ -457,15 +457,15 @@ pub(super) mod tests {
         assert_eq!(selected(&app), "a");
         for key in [KeyCode::Down, KeyCode::PageDown, KeyCode::End] {
             press(&mut app, key);
-            assert_eq!(selected(&app), "a", "there is nothing below");
+            assert_eq!(selected(&app), "a", "the last row stays selected");
         }
         app.store(Ok(sample(start, &[bulkhead("b", 0, 0, 0)])));
-        assert_eq!(selected(&app), "b", "it is gone, so the last one");
+        assert_eq!(selected(&app), "b", "the selected bulkhead is gone, so the last row is selected");
         app.store(Ok(sample(start, &[])));
         for key in [KeyCode::Up, KeyCode::Home, KeyCode::Enter] {
             press(&mut app, key);
         }
-        assert_eq!(app.page, Page::List, "there is nothing to open");
+        assert_eq!(app.page, Page::List, "an empty list has no page to open");
     }
 
     #[test]
@@ -477,8 +477,8 @@ pub(super) mod tests {
         press(&mut app, KeyCode::Down);
         assert_eq!(app.page, Page::Bulkhead { name: "b".into(), scroll: 1 });
         types(&mut app, "/?");
-        assert_eq!(app.mode, Mode::Help, "and / is for the list");
-        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key leaves the help");
+        assert_eq!(app.mode, Mode::Help, "`/` has no effect on a page");
+        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key closes the help");
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
         assert_eq!(app.page, Page::List);
         assert_eq!(press(&mut app, KeyCode::Esc), Step::Leave(0));
@@ -491,7 +491,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn computes_rates_between_samples() {
+    fn rates_are_computed_between_two_samples() {
         let start = Instant::now();
         let mut app = app(start);
         let rejected =
@@ -505,14 +505,14 @@ pub(super) mod tests {
         };
         assert_eq!(sampled_rate(2, 10, false), Some(5.0));
         assert_eq!(sampled_rate(3, 10, false), Some(0.0));
-        assert_eq!(sampled_rate(4, 3, false), None, "counters that go back are a restart");
+        assert_eq!(sampled_rate(4, 3, false), None, "lower counters mean a restart");
         assert_eq!(sampled_rate(5, 4, false), Some(1.0));
-        assert_eq!(sampled_rate(6, 9, true), None, "so is another ring of events");
-        assert_eq!(sampled_rate(6, 9, false), None, "no time has passed");
+        assert_eq!(sampled_rate(6, 9, true), None, "another event log means a restart");
+        assert_eq!(sampled_rate(6, 9, false), None, "no time has passed between the samples");
     }
 
     #[test]
-    fn reports_silence_loss_and_pause() {
+    fn connection_state_shows_silence_loss_and_pause() {
         let start = Instant::now();
         let mut app = app(start);
         let after = |seconds| start + Duration::from_secs(seconds);
@@ -523,17 +523,21 @@ pub(super) mod tests {
         assert!(app.is_paused());
         assert_eq!(app.connection_state(after(60)), ConnectionState::Paused);
         app.press(Input::Key(KeyCode::Char('p').into()), after(60));
-        assert_eq!(app.connection_state(after(61)), ConnectionState::Live, "it was not asked");
+        assert_eq!(
+            app.connection_state(after(61)),
+            ConnectionState::Live,
+            "the supervisor was not polled during the pause"
+        );
         app.store(Err(Failure::new(69, "gone\u{1b}[2J")));
         assert_eq!(app.connection_state(after(70)), ConnectionState::Lost(Duration::from_secs(70)));
         assert_eq!(app.error(), Some("gone\\u{1b}[2J"));
-        assert_eq!(names(&app), "a b c", "what was there is shown on");
+        assert_eq!(names(&app), "a b c", "the last sample stays visible");
         app.store(Ok(sample(after(71), &[bulkhead("a", 0, 0, 0)])));
         assert_eq!((app.connection_state(after(71)), names(&app)), (ConnectionState::Live, "a".to_owned()));
     }
 
     #[test]
-    fn window_contains_selected_row() {
+    fn visible_window_contains_selected_row() {
         for rows in 0..12 {
             for page in 0..12 {
                 let mut top = 0;

@@ -1,4 +1,4 @@
-//! The columns of the table of bulkheads: contents, and the choice for a given width.
+//! Columns of the table of bulkheads: their contents, and the choice of columns for a given width.
 
 use super::sample::{Bulkhead, Counts};
 use super::text::{rate, short, width};
@@ -6,8 +6,8 @@ use super::text::{rate, short, width};
 /// Width of a bar in screen columns.
 pub(super) const BAR_COLUMNS: usize = 6;
 
-/// Minimum width of a name in screen columns, before other columns get any. A name gets more only if there is
-/// space left.
+/// Width in screen columns that is reserved for names before other columns get space. Longer names get more
+/// only if space is left over.
 const NAME_COLUMNS_MIN: usize = 14;
 
 /// A column of the table, in display order.
@@ -119,10 +119,11 @@ impl Column {
     }
 }
 
-/// A column and the width in screen columns.
+/// A column of the table, and the width of this column in screen columns.
 pub(super) type ColumnWidth = (Column, usize);
 
-/// Returns the columns that fit, in display order, separated by one space. The name is always included.
+/// Returns the columns that fit in a line of `columns` screen columns, in display order. Columns are
+/// separated by one space. The name is always included.
 pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<ColumnWidth> {
     let mut left = columns;
     let mut widths: Vec<ColumnWidth> = Vec::new();
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_most_important_columns_that_fit() {
+    fn narrow_table_keeps_most_important_columns() {
         let rows = [&bulkhead("thumbnail"), &bulkhead("ocr")];
         let at_76 =
             ["NAME", "STATE", "SERVICE", "INFLIGHT", "QUEUE", "OK/s", "REJ/s", "FAIL/s", "LATE/s", "CRASH/s"];
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn names_use_remaining_width() {
+    fn name_column_uses_remaining_width() {
         let long = bulkhead(&"n".repeat(40));
         let name = |columns| choose(&[&long], columns)[0].1;
         assert_eq!((name(0), name(5), name(14)), (0, 5, 14));
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_cells() {
+    fn cells_show_dash_until_rates_are_known() {
         let mut one = bulkhead("b");
         let cells = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
         assert_eq!(cells(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");

@@ -12,13 +12,13 @@ use super::text::{fit, width};
 use super::widgets::{bold, draw_line, table_head, table_row, take_top};
 use crate::admin::WORKER_COLUMNS;
 
-/// Number of screen rows reserved for workers before tenants and counters get any.
+/// Number of screen rows that are reserved for workers before tenants and counters get rows.
 const WORKER_ROWS_RESERVED: usize = 4;
 
 /// Width of a tenant's name in screen columns.
 const TENANT_COLUMNS: usize = 20;
 
-/// Draws the page. Returns the number of workers that fit.
+/// Draws the page of a bulkhead. Returns the number of workers that fit.
 pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let Page::Bulkhead { name, scroll } = &app.page else { return 1 };
     let (name, scroll) = (name.clone(), *scroll);

@@ -15,23 +15,23 @@ use super::events::Event;
 use super::text::fit;
 use super::widgets::{bold, draw_line, table_head, table_row, take_bottom, take_top};
 
-/// Minimum screen height for the event pane.
+/// Minimum height of the screen, in rows, at which the event pane is drawn.
 const EVENT_PANE_HEIGHT_MIN: u16 = 10;
 
-/// Minimum screen height for the footer.
+/// Minimum height of the screen, in rows, at which the footer is drawn.
 const FOOTER_HEIGHT_MIN: u16 = 4;
 
 const HELP: &[(&str, &str)] = &[
     ("↑ ↓ j k", "select a bulkhead, or scroll"),
     ("PgUp PgDn", "a page"),
-    ("Home End", "the first, the last"),
-    ("Enter", "open: workers, tenants, rejections, events"),
-    ("Esc", "back; without a filter, leave"),
+    ("Home End", "the first or the last row"),
+    ("Enter", "open a bulkhead: workers, tenants, rejections, events"),
+    ("Esc", "go back, clear the filter, or leave"),
     ("/", "filter by name; Enter applies the filter, Esc cancels"),
     ("s", "switch to the next sort order"),
-    ("w n u r c", "the worst first; by name, utilisation, rejections, crashes"),
+    ("w n u r c", "sort: worst first, by name, utilisation, rejections, crashes"),
     ("p", "pause, continue"),
-    ("Ctrl-Z", "back to the shell; `fg` continues"),
+    ("Ctrl-Z", "suspend and return to the shell; `fg` continues"),
     ("q Ctrl-C", "leave"),
 ];
 
@@ -92,7 +92,7 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
 fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
     let text = match (&app.mode, app.error(), &app.page) {
         (Mode::Filter { .. }, ..) => format!("/{}_  Enter applies the filter, Esc cancels", app.filter),
-        (Mode::Help, ..) => format!("any key goes back; watching {}", app.socket),
+        (Mode::Help, ..) => format!("watching {} (press any key to go back)", app.socket),
         (Mode::Browse, Some(error), _) => error.to_owned(),
         (Mode::Browse, None, Page::List) => {
             let by = app.sort.name();
@@ -132,7 +132,7 @@ fn help(buffer: &mut Buffer, mut rest: Rect) {
 
 // Table.
 
-/// Draws the rows that fit. Returns the number of rows per page.
+/// Draws the rows of the table that fit on the screen. Returns the number of rows per page.
 fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     let rows = app.rows();
     let selected = app.selected(&rows);

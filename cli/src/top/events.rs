@@ -1,4 +1,5 @@
-//! Recent events as lines. Events of a restarted supervisor are appended to the earlier ones.
+//! Recent events, formatted as lines. If the supervisor is restarted, its events are appended to the earlier
+//! events.
 
 use std::collections::VecDeque;
 
@@ -9,7 +10,7 @@ use serde_json::Value;
 use super::text::clean;
 use crate::admin::event_words;
 
-/// Maximum number of stored events, as in the supervisor.
+/// Maximum number of stored events, which equals that of the supervisor.
 pub(super) const EVENTS_MAX: usize = 4096;
 
 /// An event, formatted for display.
@@ -21,10 +22,10 @@ pub(super) struct Event {
 }
 
 impl Event {
-    /// Returns `None` if the event is malformed.
+    /// Formats an event for display. Returns `None` if the event is malformed.
     pub(super) fn new(event: &Value) -> Option<Self> {
         let event = bulkhead_api::Event::deserialize(event).ok()?;
-        // Shows only the time of day, in seconds.
+        // Shows only the time of day, to the second.
         let at = event.at.get(11..19).unwrap_or(&event.at);
         let line = clean(&format!("{at} {}", event_words(&event)));
         Some(Self { bulkhead: event.bulkhead.as_deref().map(clean), severity: event.severity, line })
@@ -68,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_event_in_one_escaped_line() {
+    fn event_is_formatted_as_one_escaped_line() {
         let one = event(1, "b");
         assert!(one.line.starts_with("14:07:35 warning  worker_exited b operation="), "{}", one.line);
         assert!(one.line.is_ascii() && !one.line.contains(char::is_control), "{}", one.line);
@@ -78,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_newest_events() {
+    fn event_list_keeps_newest_events() {
         let mut events = Events::default();
         for seq in 0..EVENTS_MAX + 10 {
             events.add(vec![event(seq, if seq % 2 == 0 { "even" } else { "odd" })]);

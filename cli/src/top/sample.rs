@@ -17,7 +17,7 @@ use crate::args::Args;
 use crate::output::Failure;
 use crate::severity::rank;
 
-/// A sample of the supervisor.
+/// State of all bulkheads at one time, and the events since the previous sample.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) at: Instant,
@@ -45,7 +45,7 @@ pub(super) struct Bulkhead {
     pub(super) name: String,
     pub(super) state: String,
     pub(super) service: String,
-    /// Severity, for sorting.
+    /// Severity of the bulkhead's state, used to sort the table.
     pub(super) rank: (u8, u8),
     pub(super) detail: Option<String>,
     pub(super) service_cause: Option<String>,
@@ -71,7 +71,7 @@ pub(super) struct Bulkhead {
 #[derive(Clone, Debug)]
 pub(super) struct Worker {
     pub(super) tenant: Option<String>,
-    /// Cells as in `bulkhead status`.
+    /// Cells of the worker's row in the table of workers, as in `bulkhead status`.
     pub(super) cells: [String; 8],
 }
 
@@ -154,7 +154,8 @@ fn worker(worker: &bulkhead_api::Worker) -> Worker {
     Worker { tenant, cells: worker_cells(worker).map(|cell| clean(&cell)) }
 }
 
-/// Returns the rates per second between two samples. `None` if counters were reset, or if no time has passed.
+/// Returns the rates per second between two samples. Returns `None` if counters were reset, or if no time has
+/// passed.
 pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) -> Option<Counts<f64>> {
     let seconds = elapsed.as_secs_f64();
     let rate = |before: u64, now: u64| {
@@ -173,9 +174,9 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
 /// The supervisor's responses for one sample.
 pub(super) struct RawSample {
     pub(super) at: Instant,
-    /// Unparsed documents.
+    /// Unparsed documents about the bulkheads.
     pub(super) bulkheads: Vec<Value>,
-    /// Parsed documents. Malformed ones are empty.
+    /// Snapshots that were parsed from `bulkheads`. A malformed document yields an empty snapshot.
     pub(super) snapshots: Vec<Snapshot>,
     pub(super) events: Vec<Value>,
     pub(super) was_restarted: bool,
@@ -246,25 +247,26 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// The origin of received events.
+/// New events, or the information that the supervisor was restarted.
 enum EventLog {
-    /// Unchanged supervisor, with the new events.
+    /// The supervisor was not restarted, and has recorded these new events.
     Same(Vec<Value>),
-    /// A restarted supervisor, whose event numbers start again at one.
+    /// The supervisor was restarted, so that event numbers start at one again.
     Restarted,
 }
 
 fn new_events(last: Option<&Value>, mut events: Vec<Value>) -> EventLog {
     let Some(last) = last else { return EventLog::Same(events) };
     match events.first() {
-        // A supervisor always keeps the newest event.
+        // Without a restart, the list would contain the last known event, because a supervisor always keeps
+        // the newest event.
         None => EventLog::Restarted,
         Some(first) if first == last => {
             events.remove(0);
             EventLog::Same(events)
         }
         Some(first) if first["seq"] == last["seq"] => EventLog::Restarted,
-        // More events have occurred than the supervisor keeps.
+        // The last known event is missing, because more events have occurred than the supervisor keeps.
         Some(_) => EventLog::Same(events),
     }
 }
@@ -275,13 +277,13 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Parses a snapshot as far as possible.
+    /// Creates a bulkhead from a document that can be malformed.
     pub(in super::super) fn bulkhead(document: &Value) -> Bulkhead {
         Bulkhead::new(&parse_snapshot(document))
     }
 
     #[test]
-    fn accepts_empty_snapshot() {
+    fn malformed_snapshot_yields_default_values() {
         for odd in [json!({}), json!(null), json!({"workers": 3, "rejected": [], "limit": -1, "name": ["x"]})]
         {
             let bulkhead = bulkhead(&odd);
@@ -290,7 +292,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn escapes_control_characters_of_snapshots() {
+    fn snapshot_texts_contain_no_control_characters() {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
             "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},
@@ -309,7 +311,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rates_are_never_negative() {
+    fn lower_counters_yield_no_rates() {
         let before = Counts { ok: 10, rejected: 5, failed: 0, late: 2, crashed: 1 };
         let now = Counts { ok: 30, rejected: 5, failed: 1, late: 5, crashed: 1 };
         let two = Duration::from_secs(2);
@@ -323,7 +325,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn computes_utilisation() {
+    fn utilisation_divides_in_flight_jobs_by_limit() {
         let share = |in_flight: u64, limit: u64| {
             bulkhead(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
         };
@@ -331,7 +333,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn detects_restarted_supervisor() {
+    fn event_log_reveals_restarted_supervisor() {
         let event = |seq: u64, at: &str| json!({"seq": seq, "at": at});
         let last = event(7, "noon");
         let same = |events: Vec<Value>| match new_events(Some(&last), events) {

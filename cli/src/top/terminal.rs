@@ -1,5 +1,5 @@
-//! The terminal: acquired when the screen opens, and restored on every exit, including a panic. Also keyboard
-//! input and signals.
+//! Acquires the terminal when the screen opens, and restores it on every exit, including a panic. Also
+//! handles keyboard input and signals.
 
 use std::io::{self, BufWriter, Stdout, stdout};
 use std::sync::Once;
@@ -28,10 +28,10 @@ const KEYS_MAX: usize = 64;
 /// Size of the output buffer for a frame, in bytes.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// True while this process owns the terminal. Global, because the panic hook needs it.
+/// True while this process owns the terminal. This is a global variable, because the panic hook needs it.
 static OWNS_TERMINAL: AtomicBool = AtomicBool::new(false);
 
-/// The full screen, which is restored when this value is dropped.
+/// The full screen. Dropping this value restores the terminal.
 pub(super) struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stdout>>>,
 }
@@ -58,12 +58,13 @@ impl Screen {
         release();
     }
 
-    /// Acquires the terminal again, after a suspension in which other programs may have used it.
+    /// Acquires the terminal again after a suspension, during which other programs may have used the
+    /// terminal.
     pub(super) fn reenter(&mut self) -> io::Result<()> {
         release();
         acquire()?;
-        // Not `clear`, because it queries the cursor position, and the keyboard thread would receive the
-        // answer.
+        // Does not use `clear`, because `clear` queries the cursor position, and the keyboard thread would
+        // receive the reply.
         let size = self.terminal.size()?;
         self.terminal.resize(Rect::from((Position::ORIGIN, size)))
     }
@@ -82,7 +83,7 @@ fn acquire() -> io::Result<()> {
 
 fn release() {
     if OWNS_TERMINAL.swap(false, Ordering::SeqCst) {
-        // If the terminal is gone, errors do not matter.
+        // Errors are ignored, because they mean that the terminal is gone.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
@@ -117,7 +118,7 @@ pub(super) fn keys() -> io::Result<mpsc::Receiver<io::Result<Event>>> {
 
 /// Action requested by a signal.
 pub(super) enum SignalAction {
-    /// Exit with this status.
+    /// Exit with the given status.
     End(u8),
     Stop,
     Continue,
@@ -171,13 +172,13 @@ pub(super) fn can_suspend() -> bool {
 /// Suspends the foreground process group, as the terminal does on ^Z outside of raw mode.
 pub(super) fn request_suspend() {
     if can_suspend() {
-        // The process group exists as long as this process.
+        // The call cannot fail, because the process group exists as long as this process.
         let _ = kill_current_process_group(Number::TSTP);
     }
 }
 
 /// Suspends this process until it is continued.
 pub(super) fn suspend() {
-    // A process can always stop itself.
+    // The call cannot fail, because a process can always stop itself.
     let _ = kill_process(getpid(), Number::STOP);
 }

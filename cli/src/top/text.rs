@@ -5,7 +5,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 use crate::output::escape;
 
-/// Maximum number of characters of a text.
+/// Maximum number of characters of a text that are displayed.
 const TEXT_CHARS_MAX: usize = 2000;
 
 /// Maximum number of characters in one grapheme cluster.
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_fit_exactly() {
+    fn fitted_text_has_requested_width() {
         let zalgo = format!("a{}", "\u{301}".repeat(500));
         let family = "👨\u{200d}👩\u{200d}👧 ❤\u{fe0f} 🇩🇪";
         for text in
@@ -123,7 +123,7 @@ mod tests {
                 for fitted in [fit(&text, columns), fit_right(&text, columns)] {
                     assert_eq!(width(&fitted), columns, "{fitted:?}");
                     let by_char: usize = fitted.chars().filter_map(UnicodeWidthChar::width).sum();
-                    assert_eq!(by_char, columns, "every terminal agrees: {fitted:?}");
+                    assert_eq!(by_char, columns, "the sum of the character widths differs: {fitted:?}");
                 }
             }
         }
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn escapes_control_characters() {
+    fn clean_text_contains_no_control_characters() {
         let hostile = "\u{1b}[2J\r\n\t\u{9b}31m\u{202e}\u{2066}\0\u{7f}\u{2028}x";
         let actual = clean(hostile);
         assert!(!actual.contains(char::is_control), "{actual:?}");
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_short() {
+    fn short_numbers_take_at_most_four_characters() {
         for (number, expected) in [
             (0, "0"),
             (9_999, "9999"),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_bars() {
+    fn bar_length_is_proportional_to_value() {
         assert_eq!(bar(0.0, 4), "    ");
         assert_eq!(bar(0.5, 4), "██  ");
         assert_eq!(bar(0.001, 4), "▏   ");

@@ -1,4 +1,4 @@
-//! Incoming frames about jobs and leases.
+//! Handles incoming frames about jobs and leases.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -19,11 +19,11 @@ use crate::reply::{JobError, Progress, Reply};
 use crate::success::SuccessRecord;
 use crate::waiters::{JobResult, Waiter};
 
-/// Maximum number of outcomes delivered under one lock.
+/// Maximum number of outcomes that are delivered before the lock is released.
 const OUTCOMES_PER_LOCK_MAX: usize = 64;
 
-/// Handler for the frames of one read. Delivers outcomes under one lock, and then wakes the waiting tasks
-/// together.
+/// Handles the frames of one read. Delivers many outcomes while holding the lock, then releases the lock and
+/// wakes the waiting tasks.
 pub(crate) struct Frames<'r> {
     requests: &'r Arc<Requests>,
     state: Option<MutexGuard<'r, State>>,
@@ -35,7 +35,7 @@ impl<'r> Frames<'r> {
         Self { requests, state: None, wakers: Vec::new() }
     }
 
-    /// Handles a frame. An error ends the connection.
+    /// Handles a frame. The caller must close the connection if this returns an error.
     pub(crate) fn handle(&mut self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         if header.kind != kind::OUTCOME {
             self.wake();
@@ -48,7 +48,7 @@ impl<'r> Frames<'r> {
         Ok(())
     }
 
-    /// Returns a buffer for the payload of an announced outcome. `None` if the caller no longer waits.
+    /// Returns a buffer for the payload of an announced outcome. Returns `None` if the job was cancelled.
     pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
         let state = self.state.get_or_insert_with(|| self.requests.lock());
         state.waiters.get(header.number)?;
@@ -58,7 +58,7 @@ impl<'r> Frames<'r> {
     fn outcome(&mut self, number: u64, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
         let state = self.state.get_or_insert_with(|| self.requests.lock());
-        // A caller that no longer waits has cancelled the job.
+        // A job without a waiter was cancelled, so the outcome is ignored.
         let Some(mut waiter) = state.waiters.take(number) else { return Ok(()) };
         let bulkhead = std::mem::take(&mut waiter.bulkhead);
         if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
@@ -69,7 +69,8 @@ impl<'r> Frames<'r> {
             }
             return Ok(());
         }
-        // The following copies a result and takes the lock where needed.
+        // Releases the lock, because the next call can copy a large result and takes the lock itself when
+        // needed.
         self.state = None;
         let result = self.requests.finish_leased_job(waiter, &message, (bulkhead, &extensions), payload)?;
         let state = self.state.insert(self.requests.lock());
@@ -77,7 +78,7 @@ impl<'r> Frames<'r> {
         self.requests.notify_if_idle(state);
         match result {
             Ok(waker) => self.wakers.extend(waker),
-            // Dropping a mapped result returns its lease, which takes the lock.
+            // Releases the lock, because dropping a mapped result returns the lease, which takes the lock.
             Err(result) => {
                 self.state = None;
                 drop(result);
@@ -104,7 +105,7 @@ fn job_result(
     extensions: &Extensions<'_>,
     payload: Vec<u8>,
 ) -> JobResult {
-    // The outcome usually names the requested bulkhead.
+    // Reuses the string if possible, because the outcome usually names the requested bulkhead.
     let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
     let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     let run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
@@ -147,7 +148,7 @@ impl Requests {
         Ok(())
     }
 
-    /// Returns the result of a job in a memory file, mapped or as a copy.
+    /// Returns a result that the worker has written to a memory file, either mapped or as a copy.
     fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, lease_ref: &[u8]) -> Result<FileResult, String> {
         let lease_ref = LeaseRef::from_bytes(lease_ref);
         let lease = waiter.lease.take().filter(|lease| {
@@ -155,7 +156,9 @@ impl Requests {
                 .is_some_and(|found| found.lease == lease.number && found.bytes <= lease.result.len() as u64)
         });
         let (Some(lease), Some(lease_ref)) = (lease, lease_ref) else {
-            return Err("the supervisor reported a result in a file that this client does not have".into());
+            return Err(
+                "the supervisor reported a result in a memory file that this client does not have".into()
+            );
         };
         let bytes = lease_ref.bytes as usize;
         if !lease.is_whole() {
@@ -192,7 +195,8 @@ impl Requests {
             }
         }
         if let Some(lease) = waiter.lease.take() {
-            // After any other outcome the worker may still be using the files, so the lease is not reused.
+            // Reuses the lease only if the worker has replied. Otherwise the worker may still be using the
+            // files.
             let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
             if is_answered { self.reuse_lease(*lease) } else { self.return_lease(*lease) }
         }
@@ -211,12 +215,13 @@ impl Requests {
             kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
             kind::PROGRESS => {
                 let message = decode::<ProgressMessage<'_>>(metadata)?;
-                // The handler can send any value.
+                // The handler can report any number as the fraction.
                 let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
                 let progress = Progress { fraction, text: message.text.to_owned() };
                 let of = |waiter: &mut Waiter| waiter.progress.clone();
                 let sender = self.lock().waiters.get(header.number).and_then(of);
-                // Runs without the lock, because the woken task may drop jobs, which takes the lock.
+                // Sends the report without holding the lock, because the woken task may drop jobs, which
+                // takes the lock.
                 if let Some(sender) = sender {
                     let _ = sender.try_send(progress);
                 }
@@ -227,8 +232,7 @@ impl Requests {
                 Err(format!("the supervisor ended the connection: {message}"))
             }
             unknown if header.is_critical() => Err(format!(
-                "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
-                 update this program"
+                "the supervisor sent a critical frame of the unknown kind {unknown}: update this program"
             )),
             _ => Ok(()),
         }

@@ -11,7 +11,7 @@ use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
 use bulkhead_worker::{Ctx, HandlerError, Job};
 
 fn main() -> ExitCode {
-    // Must come first. Does not return in the keeper.
+    // Must be called first. In the keeper, this call does not return.
     keeper_main_if_asked();
     if std::env::args().nth(1).is_some_and(|argument| argument == "worker") {
         return bulkhead_worker::serve(count);
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The untrusted code, which runs in a worker process.
+/// The untrusted code. It runs in a worker process.
 fn count(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "words" => Ok(String::from_utf8_lossy(job.payload()).split_whitespace().count().to_string().into()),
@@ -46,8 +46,8 @@ fn application() -> Result<(), Box<dyn Error>> {
         grace = \"100ms\"
         "
     );
-    // Relative paths in the text start from the folder of this path. `config::load_embedded` reads a file
-    // instead.
+    // Relative paths in the configuration start from the folder of this path. To read a file instead, use
+    // `config::load_embedded`.
     let config = config::parse_embedded(&text, Path::new("workers.toml"))?;
     let supervisor = Supervisor::start_blocking(config)?;
     let client = supervisor.blocking_client()?;
@@ -55,7 +55,7 @@ fn application() -> Result<(), Box<dyn Error>> {
     ask(&client, "crash", "");
     ask(&client, "hang", "");
     ask(&client, "words", "still here");
-    // Returns when all processes and threads of the supervisor have ended.
+    // Returns after all processes and threads of the supervisor have ended.
     Ok(supervisor.shutdown()?)
 }
 

@@ -23,7 +23,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "spin" => loop {
             std::hint::spin_loop();
         },
-        // Forks a process tree that leaves the session and ignores SIGTERM, and hangs.
+        // Starts processes that leave the session and ignore SIGTERM, and then hangs.
         "fork" => {
             let script =
                 "trap '' TERM; (setsid sleep 1000 &); (setsid sh -c 'sleep 1000 & sleep 1000' &); true";
@@ -52,7 +52,8 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
 fn segfault() -> ! {
     let nowhere = std::ptr::without_provenance_mut::<u8>(8);
     #[expect(unsafe_code, reason = "this operation demonstrates a memory bug")]
-    // SAFETY: none. The first page is never mapped, so this ends the process and does nothing else.
+    // SAFETY: none, but the first page is never mapped, so this write has no other effect than ending the
+    // process.
     unsafe {
         nowhere.write_volatile(1);
     }

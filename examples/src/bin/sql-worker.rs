@@ -1,10 +1,11 @@
-//! A real SQL engine behind a bulkhead: SQLite runs arbitrary SQL of tenants. Each tenant has a separate
-//! in-memory database.
+//! A real SQL engine behind a bulkhead. SQLite runs arbitrary SQL that tenants send. Each tenant has a
+//! separate in-memory database.
 //!
-//! - By default the worker does not watch the query. A runaway query ends at the deadline, together with the
-//!   process.
-//! - The operation `polite` stops the query when no client waits for the result, and the process survives.
-//! - A query that uses too much memory ends at SQLite's own limit.
+//! - By default, the worker does not watch its queries. A query that does not end is killed at its deadline,
+//!   together with the process.
+//! - With the operation `polite`, the worker stops the query when no client waits for the result any longer,
+//!   and the process continues.
+//! - A query that uses too much memory ends at a limit of SQLite itself.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -19,13 +20,13 @@ use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
 
-/// Maximum number of cached databases. Above this number the worker drops all of them.
+/// Maximum number of databases that are kept. Above this number, the worker drops all databases.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum heap size of SQLite per process, in bytes. Must be well below the `as` limit in `workers.toml`.
+/// Maximum heap size of SQLite per process, in bytes. The heap must stay well below the `as` limit in `workers.toml`.
 const HEAP_BYTES_MAX: u32 = 64 << 20;
 
-/// Number of SQLite instructions between two checks for cancellation.
+/// Number of SQLite instructions between two checks for a cancellation.
 const STEPS_PER_LOOK: i32 = 10_000;
 
 type Databases = Mutex<HashMap<String, Connection>>;
@@ -35,12 +36,12 @@ fn main() -> ExitCode {
 }
 
 fn prepare() -> rusqlite::Result<Databases> {
-    // The limit applies to the whole process, whichever connection sets it.
+    // The limit applies to the whole process, so any connection can set the limit.
     Connection::open_in_memory()?.pragma_update(None, "hard_heap_limit", HEAP_BYTES_MAX)?;
     Ok(Databases::default())
 }
 
-/// Runs the query to the end, or until no client waits for the rows.
+/// Runs the query until it ends, or until no client waits for the rows any longer.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -48,7 +49,7 @@ fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     })
 }
 
-/// Runs the query to the end.
+/// Runs the query until it ends.
 fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     answer(job, ctx, |database| database.progress_handler(0, None::<fn() -> bool>))
 }
@@ -102,8 +103,8 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// Decides who is responsible for an error. Errors in a query are the caller's fault. Only internal errors of
-/// SQLite count against the bulkhead.
+/// Decides who is responsible for an error. An error in the query is the caller's fault. Only internal errors
+/// of SQLite count against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
     use ErrorCode as C;
     let message = error.to_string();

@@ -1,6 +1,6 @@
-//! The tour: supervises the examples and sends ordinary and hostile jobs at the same time. Prints the outcome
-//! of each job, and checks that only hostile jobs failed. The checks are independent of the speed and load of
-//! the machine.
+//! The tour runs all examples under one supervisor, and sends ordinary and hostile jobs at the same time. The tour
+//! prints the outcome of each job, and checks that only hostile jobs failed. The checks do not depend on the
+//! speed or the load of the machine.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -10,24 +10,24 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_linux::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
-/// Maximum time to start, to stop, or for an ordinary job on a busy machine. On an idle machine each takes
-/// milliseconds.
+/// Maximum time for starting or stopping the supervisor, and for an ordinary job on a busy machine. On an
+/// idle machine, each takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Deadline of jobs that never end. Doubled after each expiry in the queue, because such a job proves
-/// nothing.
+/// Deadline of jobs that never end. If such a job expires in the queue, the deadline is doubled and the job
+/// is sent again, because a job that never began proves nothing.
 const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// A job with the expected outcomes.
+/// A job and the expected outcomes.
 struct Case {
     bulkhead: &'static str,
     operation: &'static str,
     tenant: String,
     what: String,
     payload: Vec<u8>,
-    /// Acceptable outcomes.
+    /// Outcomes that are acceptable.
     expected: &'static [&'static str],
     /// True if the job never ends by itself.
     is_endless: bool,
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
 
 fn tour() -> Result<()> {
     let programs = build()?;
-    // Orphans become children of this process, so that the tour finds every process that is left behind.
+    // Makes this process the parent of orphans, so that the tour finds every process that is left behind.
     set_child_subreaper(Some(getpid()))?;
     let folder = tempfile::tempdir()?;
     let thumbnails = programs.join("tour-thumbnails");
@@ -81,7 +81,7 @@ fn tour() -> Result<()> {
     Ok(())
 }
 
-/// The supervisor's process, which is killed if the tour ends early.
+/// Process of the supervisor. It is killed if the tour ends early.
 struct Supervisor(Child);
 
 impl Supervisor {
@@ -103,7 +103,7 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        // The keeper then kills all other processes.
+        // When the supervisor is killed, the keeper kills all other processes.
         if let Ok(None) = self.0.try_wait() {
             let _ = self.0.kill();
             let _ = self.0.wait();
@@ -111,7 +111,7 @@ impl Drop for Supervisor {
     }
 }
 
-/// Returns the supervisor, the keeper, the workers, and all descendants.
+/// Returns the supervisor, the keeper, the workers, and all descendants of the workers.
 fn processes() -> Result<Vec<u32>> {
     Ok(descendants_of(std::process::id())?)
 }
@@ -130,7 +130,7 @@ fn nothing_left() -> Result<()> {
     }
 }
 
-/// Builds the programs in the profile of this program, and returns the output folder.
+/// Builds the programs in the build profile of this program. Returns the folder that contains them.
 fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("the path of this program has no folder")?.to_owned();
@@ -210,7 +210,7 @@ fn cases() -> Result<Vec<Case>> {
     cases.push(Case { expected: &["failed/out_of_memory"], ..case });
     let case = mallory("a query with a mistake", "SELEKT 1");
     cases.push(Case { expected: &["failed/sql"], ..case });
-    // The endless queries come last, because they occupy both workers until their deadline.
+    // Queries that never end come last, because they occupy both workers until their deadlines.
     cases.push(mallory("a query that never ends", runaway).endless());
     let case = mallory("the same, watched by its worker", runaway).endless();
     cases.push(Case { operation: "polite", ..case });
@@ -231,8 +231,8 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
-    // Both sequences run at the same time. Hostile jobs run sequentially, because a job behind a hanging job
-    // would expire in the queue.
+    // Both sequences run at the same time. Within a sequence, hostile jobs run one after the other, because a
+    // job that is queued behind a hanging job would expire.
     let sequence = async {
         let mut done = Vec::new();
         for case in hostile {
@@ -296,7 +296,7 @@ async fn send(client: &Client, case: &Case) -> std::result::Result<Reply, JobErr
     let mut deadline = if case.is_endless { ENDLESS } else { PATIENCE };
     loop {
         let result = job(client, case).deadline(deadline).send().await;
-        // The job never began, so the outcome proves nothing yet.
+        // The job never began, so its outcome proves nothing yet.
         if deadline >= PATIENCE || outcome(&result) != "deadline_exceeded/queued" {
             return result;
         }

@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 
 import sys
 
-#: Copy of ``sys.platform``. A direct comparison would make type checkers treat the rest as unreachable elsewhere.
+#: Copy of ``sys.platform``. With a direct comparison, type checkers on other systems would treat the rest of the module
+#: as unreachable.
 _platform: str = sys.platform
 if _platform != "linux":
     raise ImportError(f"bulkhead runs only on Linux, because of features of the kernel; this is {_platform}")

@@ -13,7 +13,7 @@ RESPONSE_SECONDS_MAX = 10.0
 
 
 class AdminError(RuntimeError):
-    """The admin socket answered with a status other than 200. The text contains the status and the body."""
+    """The supervisor responded with a status other than 200. The text of the error contains the status and the body."""
 
 
 def request(admin: str, path: str) -> tuple[socket.socket, bytes]:

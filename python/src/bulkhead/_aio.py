@@ -1,7 +1,7 @@
 """The asyncio client. All jobs of an event loop share one connection.
 
-Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks, and runs in an
-executor thread.
+Frames that are queued in the same iteration of the loop are sent together. Only the handshake blocks. It therefore runs
+in an executor thread.
 """
 
 from __future__ import annotations
@@ -205,14 +205,17 @@ class _Connection:
                 job.set_exception(lost_error(reason))
 
     def abandon(self) -> None:
-        """Abandons the connection in a forked child, because loop, connection and jobs belong to the parent."""
+        """Abandons the connection in a forked child, because the event loop and the jobs belong to the parent."""
         self.is_lost = True
         self._socket.close()
         self._jobs = {}
 
 
 class _LoopState:
-    """State of a client for one event loop: a connection, or jobs that wait for one. Used only in the loop's thread."""
+    """State of a client for one event loop: a connection, or jobs that wait for a connection.
+
+    Only the loop's thread uses it.
+    """
 
     def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
@@ -245,7 +248,7 @@ class _LoopState:
         self.connecting = None
         for job, *_ in waiting:
             if not job.done():
-                # A copy for each job, because each raise modifies the traceback.
+                # Each job gets a copy of the exception, because each raise modifies the traceback.
                 kind, arguments = error.__reduce__()
                 job.set_exception(kind(*arguments))
 
@@ -300,7 +303,10 @@ class AsyncClient(BaseClient):
         cost: int = 1,
         traceparent: str | None = None,
     ) -> AsyncJob:
-        """Submits a job and returns a future to await. Must be called in the event loop. Parameters as for ``call``."""
+        """Submits a job and returns a future to await.
+
+        Must be called in the event loop. The parameters are those of ``call``.
+        """
         options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
         return self._start(options, payload)
 
@@ -342,7 +348,7 @@ class AsyncClient(BaseClient):
         for loop, state in states.items():
             if loop is not here and loop.is_running():
                 with suppress(RuntimeError):
-                    # RuntimeError if the loop was closed meanwhile.
+                    # Raises RuntimeError if the loop has been closed in the meantime.
                     loop.call_soon_threadsafe(state.lose, "this program closed the client")
             else:
                 state.lose("this program closed the client")

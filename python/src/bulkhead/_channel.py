@@ -16,7 +16,7 @@ from . import _files, _wire
 from ._connection import open_connection
 from .errors import Disconnected, Rejected
 
-#: Maximum size of a write for which small payloads are joined into one buffer.
+#: Maximum size of a write, in bytes, for which small payloads are joined into one buffer.
 _JOINED_BYTES_MAX = 64 * 1024
 #: Maximum number of frames per write, with two pieces each. The kernel accepts 1024 pieces.
 _FRAMES_MAX = 256
@@ -78,7 +78,7 @@ class Channel:
             raise
 
     def recover(self) -> None:
-        """Delegates sending to another thread, after an exception of a signal handler anywhere in this class."""
+        """Delegates sending to another thread, after a signal handler raised an exception anywhere in this class."""
         while self._writing._is_owned():  # type: ignore[attr-defined]
             self._writing.release()
         self._hand_on()
@@ -87,7 +87,7 @@ class Channel:
         try:
             threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
         except RuntimeError:
-            # No thread can be started. Ending the connection is better than frames that wait for ever.
+            # No thread can be started. Closing the connection is better than leaving frames unsent forever.
             self.end()
 
     def _finish(self) -> None:
@@ -99,8 +99,8 @@ class Channel:
     def _drain(self, may_wait: bool) -> bool:
         """Writes the queued frames. Returns false if the socket could not take all of them.
 
-        An exception of a signal handler can come after any function call. Therefore the same call that removes or sends
-        a frame also records this.
+        A signal handler can raise an exception after any function call. Therefore each removal or transmission of a
+        frame is recorded by the function call that performs it.
         """
         outgoing, taken, gone = self.outgoing, self._taken, self._gone
         flags = socket.MSG_NOSIGNAL if may_wait else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
@@ -148,7 +148,7 @@ class Channel:
                 together = list(frames)
                 frames.clear()
                 handle(together)
-                # Drops the references before the next frames arrive.
+                # Drops the references to the handled frames before the next frames arrive.
                 del together
 
     def has_unread(self) -> bool:
@@ -157,7 +157,7 @@ class Channel:
         try:
             poll.register(self._socket, select.POLLIN)
         except ValueError:
-            # The socket was closed meanwhile.
+            # The socket has been closed in the meantime.
             return True
         return bool(poll.poll(0))
 

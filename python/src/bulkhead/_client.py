@@ -44,7 +44,7 @@ def as_buffer(payload: object) -> _wire.Buffer:
 
 
 def submission_with(remembered: dict[tuple[Any, ...], bytes], options: tuple[Any, ...]) -> bytes:
-    """Returns the metadata of a SUBMIT frame, cached by the options."""
+    """Returns the metadata of a SUBMIT frame with these options. The result is cached."""
     metadata = remembered.get(options)
     if metadata is None:
         metadata = _wire.submission(*options)

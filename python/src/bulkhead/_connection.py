@@ -81,9 +81,9 @@ class Connection:
     # Sending.
 
     def _push(self, *buffers: _wire.Buffer) -> None:
-        """Sends the buffers, and blocks until the supervisor has read enough.
+        """Sends the buffers. Blocks while the socket's buffer is full.
 
-        If an exception of a signal handler interrupts this method, the remaining data is sent before the next frame.
+        If a signal handler interrupts this method with an exception, the remaining data is sent before the next frame.
         """
         if self._writing._is_owned():  # type: ignore[attr-defined]
             # Called by a signal handler or the garbage collector during a send, which then also sends these buffers.
@@ -150,7 +150,7 @@ class Connection:
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         """Sends the buffers from a callback in the thread that reads the socket.
 
-        Continues to receive meanwhile, because the supervisor stops reading from clients that do not read results.
+        Receives data while it waits, because the supervisor stops reading from clients that do not read results.
         """
         try:
             while not self._writing.acquire(timeout=0.005):
@@ -158,7 +158,7 @@ class Connection:
             self._outgoing.extend([(buffer, []) for buffer in buffers])
             self._drain(_socket.MSG_DONTWAIT)
         finally:
-            # An exception of a signal handler may have come before or after the lock was taken.
+            # A signal handler may have raised an exception before or after the lock was acquired.
             if self._writing._is_owned():  # type: ignore[attr-defined]
                 self._writing.release()
 
@@ -268,13 +268,13 @@ class Connection:
             self._reading_thread == thread
             or self._writing._is_owned()  # type: ignore[attr-defined]
             or self._lock._is_owned()  # type: ignore[attr-defined]
-            # A call with an outcome may still be listed if an exception of a signal handler came when it was answered.
+            # A call that has an outcome is still listed if a signal handler interrupted the handling of the outcome.
             or any(other.thread == thread and other.outcome is None for other in list(self._calls.values()))
         )
 
     def _forget(self, number: int, call: _Call) -> None:
-        """Abandons a call, and hands the duties of its thread over to another thread."""
-        # An exception of a signal handler that comes while a lock is taken can leave it taken.
+        """Abandons a call. If its thread was reading the socket, another thread takes over."""
+        # A signal handler that raises an exception while a lock is being acquired can leave the lock held.
         for lock in (self._writing, self._lock):
             while lock._is_owned():  # type: ignore[attr-defined]
                 lock.release()
@@ -355,7 +355,7 @@ class Connection:
     def _wake_reader(self) -> None:
         """Wakes a thread to read the socket, if no thread reads and one is needed. The caller holds the lock.
 
-        An exception of a signal handler can interrupt this method, and the methods below, between any two steps. The
+        A signal handler can interrupt this method, and the methods below, with an exception between any two steps. The
         steps are therefore idempotent.
         """
         if self._leader is not None:
@@ -466,7 +466,7 @@ class Connection:
             try:
                 sleep_lock.release()
             except RuntimeError:
-                # Another thread has just released it.
+                # Another thread has just released the lock.
                 pass
 
     def abandon(self) -> None:
@@ -506,14 +506,14 @@ def open_connection(path: str, seconds: float = HANDSHAKE_SECONDS_MAX) -> tuple[
             retryable = reason in ("draining", "unavailable", "overloaded")
             raise Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
         if kind != _wire.CLIENT_WELCOME:
-            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome")
+            raise _wire.Malformed(f"the supervisor sent a frame of kind {kind} instead of a welcome frame")
         capabilities = _wire.client_welcome(metadata)
         link.settimeout(None)
         return link, reader, capabilities
     except BaseException as error:
         link.close()
         if isinstance(error, EOFError):
-            raise Disconnected(f"the supervisor at {path} closed the connection before sending a welcome") from None
+            raise Disconnected(f"the supervisor at {path} closed the connection before its welcome frame") from None
         if isinstance(error, (OSError, _wire.Unreadable)) and not isinstance(error, JobError):
             said = getattr(error, "strerror", None) or error
             raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None

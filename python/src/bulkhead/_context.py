@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Handler = Callable[..., Any]
 
     class _Server(Protocol):
-        """The part of the job loop that a context uses."""
+        """Interface of the job loop that a ``Context`` uses."""
 
         state: Any
 
@@ -84,7 +84,7 @@ class Context:
         self._arrival = arrival
         self._deadline = deadline
         self._payload = payload
-        # Progress report that was not sent yet; False after the job was answered.
+        # Progress report that has not been sent yet; False after the reply was sent.
         self._progress: tuple[float, str] | bool | None = None
         self._progress_sent_at = 0.0
         self._task: Any = None

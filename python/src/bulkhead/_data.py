@@ -42,12 +42,13 @@ QUICK_MAX, QUICK_PER_BYTE = 1 << 16, 4
 WORK_MAX, WORK_PER_BYTE = 1 << 20, 16
 #: Maximum number of bits of a number in a range or a slice.
 INDEX_BITS_MAX = 128
-#: Maximum size of a pickle in which ``pickle`` may hash numbers. Crafted numbers make each insertion probe all others.
+#: Maximum size of a pickle in which ``pickle`` may hash numbers. In a larger pickle, crafted numbers could make each
+#: insertion probe all other keys.
 HASHING_MAX = 1 << 14
 #: Maximum number of keys that may be numbers in a larger pickle.
 NUMERIC_KEYS_MAX = 1000
-#: Size of texts up to which comparing is free, in bytes. For a longer text, maximum product of its size and the
-#: pickle's size.
+#: Maximum size of a text, in bytes, whose comparisons are not counted; and for a longer text, the maximum product of
+#: the sizes of the text and of the pickle.
 COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
 #: Maximum size of a time zone's name, and of texts in a slice.
 NAME_MAX = 255
@@ -95,7 +96,7 @@ def loads(
         reason = "the pickle is truncated, or uses a missing object"
     except (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError) as error:
         reason = f"the pickle cannot be read: {type(error).__name__}: {error!s:.200}"
-    # A new exception, because the frames of the original exception contain unchecked values.
+    # Raises a new exception, because the frames of the original exception contain unchecked values.
     raise DataOnly(reason)
 
 
@@ -120,7 +121,7 @@ def _refuse(what: str) -> NoReturn:
     raise DataOnly(f"{what}, which is not plain data")
 
 
-# Pickles that are left to ``pickle``.
+# Pickles that the module ``pickle`` reads.
 
 #: Patterns for texts, bytes and numbers whose length is stored in one byte.
 _SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]
@@ -130,7 +131,7 @@ _SHORT = b"|".join(
 )
 #: Opcodes of texts, bytes and numbers of at most 64 bits, of the memo, and of frames.
 _SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
-#: The simple opcodes and those of dictionaries and sets; the simple opcodes and those of tuples.
+#: Patterns of the simple opcodes combined with those of dictionaries and sets; and combined with those of tuples.
 _HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
 _SCALAR = (
@@ -228,7 +229,7 @@ class _Name:
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
-        #: A function of the reader and the arguments; or an allowed class; or the buffer.
+        #: Function that takes the reader and the arguments, or an allowed class, or the buffer.
         self.make = make
 
 
@@ -256,7 +257,8 @@ def _make_slice(_reader: _Reader, arguments: tuple[Any, ...]) -> slice:
 def _make_counter(reader: _Reader, arguments: tuple[Any, ...]) -> collections.Counter[Any]:
     counts: collections.Counter[Any] = collections.Counter()
     for counted in _checked(arguments, 1, {dict}):
-        # `pickle` writes a new dictionary for each Counter. A reused one would give many Counters for few bytes.
+        # `pickle` writes a new dictionary for each Counter. A pickle that uses the same dictionary repeatedly could
+        # create many Counters with few bytes.
         if id(counted) in reader.counted:
             _refuse("a second Counter made from the same dictionary")
         reader.counted[id(counted)] = counted
@@ -356,7 +358,7 @@ def _maker_of_exception(module: str, name: str) -> Callable[[_Reader, tuple[Any,
     """Returns a function that builds a built-in exception or an exception of a library; None for other names."""
     if module != "builtins" and module not in _libraries.ERROR_MODULES:
         return None
-    # Not with getattr, because a module's `__getattr__` may import another module.
+    # Does not use getattr, because a module's `__getattr__` may import another module.
     kind = vars(sys.modules.get(module, object)).get(name)
     if not isinstance(kind, type) or not _is_raisable(kind) or kind.__module__ != module:
         return None
@@ -459,7 +461,7 @@ _CONTAINERS: set[type] = {*_SEQUENCES, *_MAPPINGS, *_EXCEPTIONS, _Name}
 _COPIED = _SEQUENCES | {bytearray}
 
 
-#: Functions for the size of types without members that can be large.
+#: Functions that return the size of a value, by type, for types without members whose values can be large.
 _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     **dict.fromkeys((str, bytes, bytearray), len),
     **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), lambda path: len(str(path))),
@@ -552,7 +554,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
     found = value.args, vars(value).values()
     if isinstance(value, OSError):
         return *found, (value.filename, value.filename2)
-    # Included separately, because the list that a group was made from may have changed since.
+    # The members of a group are included separately, because the list that the group was made from may have changed.
     return (*found, value.exceptions) if isinstance(value, _GROUPS) else found
 
 
@@ -572,7 +574,7 @@ _QUICK_KEYS = frozenset({str, bytes, float, bool, type(None)})
 #: The quick types and numbers, which are quick if they have at most 64 bits.
 _QUICK_KEYS_WITH_NUMBERS = _QUICK_KEYS | {int}
 _NUMBER_BYTES = 8
-#: Consecutive numbers, which ``pickle`` reads.
+#: Pattern for consecutive numbers, which ``pickle`` reads.
 _NUMBERS = re.compile(rb"(?:K.|[N\x88\x89]|M..|J.{4}|G.{8}){4,2000}", re.DOTALL)
 _FLOAT = Struct(">d")
 _INT = Struct("<i")
@@ -586,7 +588,7 @@ _SIZED: Mapping[int, tuple[int, Callable[[memoryview], Any]]] = {
 
 
 class _Reader:
-    """Reads one pickle and keeps account of the work."""
+    """Reads one pickle, and limits the work of reading it."""
 
     def __init__(
         self, data: bytes | bytearray, buffers: Iterable[Any], allowed: Mapping[tuple[str, str], type]
@@ -598,7 +600,8 @@ class _Reader:
         self._quick_keys = _QUICK_KEYS_WITH_NUMBERS
         #: Counts of hashes of keys that are not quick, by id of the container. The container is kept alive.
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        #: Types of which there are large numbers, so that hashing takes time and hashes are not cached.
+        #: Number types of which the pickle contains large values. Hashing these values takes time, and their hashes are
+        #: not cached.
         self.large: frozenset[type] = frozenset()
         self._has_frozensets = False
         #: Size of the longest text, bytes or number.
@@ -608,7 +611,7 @@ class _Reader:
         #: Deques that contain deques.
         self._holders: dict[int, Any] = {}
         self._seconds_left = KEYS_SECONDS + KEYS_SECONDS_PER_BYTE * len(data)
-        #: Dictionaries that a Counter was built from.
+        #: Dictionaries from which Counters were built, by id.
         self.counted: dict[int, dict[Any, Any]] = {}
 
     def work(self, amount: int) -> None:
@@ -792,7 +795,7 @@ class _Reader:
 
     def insert(self, target: Any, items: Any, size: int) -> None:
         """Inserts items with a limit for the time, because the cost of equal hashes cannot be predicted."""
-        # Counter.update would count the items.
+        # Counter.update would count the items instead of inserting them.
         update = target.update if type(target) is not collections.Counter else super(collections.Counter, target).update
         if size <= 64 and len(target) <= 256 and self.longest <= COMPARED_MAX:
             update(items)

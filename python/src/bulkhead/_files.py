@@ -38,11 +38,12 @@ _MAPPINGS_MAX = 32
 _HUGE_BYTES_MIN = 4 << 20
 #: `MADV_POPULATE_WRITE`, available since Linux 5.14.
 _POPULATE_WRITE = 23
-#: Maximum number of leases that a client requests at a time.
+#: Maximum number of leases in one request of a client.
 _REQUESTS_MAX = 4
-#: Seconds after a refusal before a client requests another lease.
+#: Time after a refusal before a client requests another lease, in seconds.
 _RETRY_SECONDS = 0.25
-#: Idle time in seconds after which a lease may have been recalled unnoticed, because this process was stopped.
+#: Idle time of a lease, in seconds, after which the supervisor may have recalled the lease while this process was
+#: stopped.
 _FRESH_SECONDS = 4.0
 
 
@@ -103,7 +104,7 @@ def copied(view: memoryview) -> bytearray | mmap.mmap:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        # The kernel has no huge pages.
+        # The kernel does not support huge pages.
         pass
     memory[:] = view
     return memory
@@ -124,7 +125,7 @@ def receiver(socket: _socket.socket, descriptors: list[int]) -> Callable[[int, i
 
 
 class Pair:
-    """Two files of equal size. Each side writes to one of them."""
+    """Two memory files of equal size. Each side of the connection writes to one of the files."""
 
     def __init__(self, size: int, descriptors: list[int], own: int) -> None:
         pair, descriptors[:] = descriptors[:2], descriptors[2:]
@@ -160,14 +161,17 @@ class Lease(Pair):
         return _wire.with_extension(submission, _wire.LEASE_REF, lease_ref)
 
     def read(self, lease_ref: bytes) -> list[Any]:
-        """Returns copies of the parts of a result. Raises ``ValueError`` if it is invalid or its lease was revoked."""
+        """Returns copies of the parts of a result.
+
+        Raises ``ValueError`` if the result is invalid or the lease was revoked.
+        """
         number, size = _LEASE_REF.unpack(lease_ref)
         if number != self.number or size > len(self.other):
             raise ValueError("the result is not in the memory file of the call")
         pickled, *buffers = parts(self.other[:size])
         found = [bytes(pickled), *buffers]
         if os.fstat(self.other_file).st_mode & 0o777:
-            raise ValueError("the supervisor revoked the result before this program read the result")
+            raise ValueError("the supervisor revoked the result before this program read it")
         return found
 
 
@@ -184,8 +188,8 @@ class Leases:
         self._requested: dict[int, bytes] = {}
         self._last_request = 0
         self._refused_at = -_RETRY_SECONDS
-        #: True if the last request was answered. Callers poll it, because a blocking wait would hold a lock, and a
-        #: signal handler during the wait can submit calls or raise an exception.
+        #: True if the supervisor has replied to the last request. Callers poll this flag, because a blocking wait would
+        #: hold a lock, and a signal handler during the wait can submit calls or raise an exception.
         self.is_answered = True
 
     def _send_empty(self, kind: int, number: int) -> None:
@@ -218,7 +222,7 @@ class Leases:
     def put_back(self, lease: Lease, *, is_answered: bool = True) -> None:
         """Ends the use of a lease by a call.
 
-        If the call was not answered, its worker may still write to the file, so the lease is returned to the
+        If the call has no outcome yet, its worker may still write to the file, so the lease is returned to the
         supervisor.
         """
         if self.used.get(lease.number) is not lease:
@@ -290,7 +294,7 @@ class Loan:
                 self._mappings.append(mapping)
                 return mapping
             except OSError:
-                # Not allowed by `rlimits`. A copy may still fit; otherwise it raises MemoryError.
+                # The mapping exceeds `rlimits`. A copy may still fit; if not, copying raises MemoryError.
                 pass
         return copied(self._files.other[place])
 

@@ -1,4 +1,4 @@
-"""Futures of jobs. A separate module, because importing ``concurrent.futures`` takes long."""
+"""Futures of jobs. This is a separate module because importing ``concurrent.futures`` is slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Condition(threading.Condition):
-    """A condition that an exception in a signal handler cannot leave locked: ``with`` uses the lock's own methods."""
+    """A condition that a signal handler's exception cannot leave locked: ``with`` uses the lock's own methods."""
 
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
@@ -68,7 +68,8 @@ class CancellableFuture(Future[T]):
         return True
 
     def _is_cancelled(self) -> bool:
-        # Without the future's lock, because the caller may hold the pool's lock. A cancelled future stays cancelled.
+        # Does not hold the future's lock, because the caller may hold the pool's lock. A cancelled future stays
+        # cancelled.
         return self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED)
 
     def _withdraw(self) -> None:
@@ -109,7 +110,7 @@ class JobFuture(CancellableFuture[Reply]):
         if cancel_job is not None:
             cancel_job(self._number)
 
-    # Called by the connection.
+    # Methods that the connection calls.
 
     def started(self, cancel_job: Callable[[int], None], number: int) -> None:
         """Sets the state to running. Called before the job is sent. ``cancel_job`` cancels the job by its number."""
@@ -138,7 +139,7 @@ class JobFuture(CancellableFuture[Reply]):
                 listener(*progress)
             except BaseException as error:
                 if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                    # May come from a signal handler.
+                    # The exception may come from a signal handler.
                     raise
                 _states.LOGGER.exception("calling a listener for %r", self)
 

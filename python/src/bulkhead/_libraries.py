@@ -41,7 +41,7 @@ _MODES = {
 _PIXEL_BITS = {mode: bits for bits, modes in _MODES.items() for mode in modes.split()}
 _PANDAS_DTYPE = re.compile(r"object|str|string|boolean|U?Int(8|16|32|64)|Float(32|64)")
 _ZONE = re.compile(r"(?!dateutil)[A-Za-z0-9_+:-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,2}")
-#: Maximum number of hashed values that are not all texts, because numbers with equal hashes can be constructed.
+#: Maximum number of hashed values, unless all are texts. A worker could otherwise send many numbers with equal hashes.
 _HASHED_MAX = 4096
 #: Limits for the total size of texts, in bytes: a fixed amount, plus a multiple of the size of the distinct texts.
 _TEXT_BYTES_MAX, _TEXT_TIMES_MAX = 1 << 28, 64
@@ -151,7 +151,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _check_bools(array: Any) -> None:
-    """Refuses bytes other than 0 and 1 in boolean arrays, because numpy would count them as more than one."""
+    """Refuses bytes other than 0 and 1 in boolean arrays, because numpy counts larger bytes more than once."""
     for name in array.dtype.names or ():
         _check_bools(array[name])
     if array.dtype.kind == "b" and array.size and array.view("u1").max() > 1:

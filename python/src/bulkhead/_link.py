@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-# Taken before a main module that workers import can replace it, as gevent does.
+# Copied before the caller's main module is imported, because the main module can replace this function, as gevent does.
 _Lock = _thread.allocate_lock
 
 LINK_VARIABLE = "BULKHEAD_LINK_FD"
@@ -39,7 +39,7 @@ def _journal(descriptor: int) -> memoryview:
 
 
 class Link:
-    """The socket, with a lock for writers."""
+    """Socket of the link to the supervisor, with a lock for writers."""
 
     __slots__ = ("_identity", "_owner", "_writing", "socket")
 
@@ -173,9 +173,9 @@ def handshake(
                 welcome = _wire.WorkerWelcome(metadata)
                 if not is_lent:
                     return welcome, None
-                # The supervisor relies on the journal from here on.
+                # From now on, the supervisor relies on the journal.
                 if not lent:
-                    raise Refused("the journal did not arrive: see `rlimits.nofile`")
+                    raise Refused("the journal's descriptor did not arrive: raise `rlimits.nofile`")
                 journal = _journal(lent[-1])
                 for descriptor in lent:
                     os.close(descriptor)

@@ -20,13 +20,13 @@ from typing import Any
 from . import _admin
 from ._private import PrivateSupervisor
 
-#: Maximum number of seconds that results wait for a blocked output stream.
+#: Maximum time that results wait for a blocked output stream, in seconds.
 CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")
 
 
 def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
-    """Writes to the current ``sys.stdout`` or ``sys.stderr``: a terminal, a notebook cell, a test's capture."""
+    """Writes to the current ``sys.stdout`` or ``sys.stderr``: a terminal, a notebook cell or a test's capture."""
     stream: Any = getattr(sys, name, None)
     try:
         buffer = getattr(stream, "buffer", None)
@@ -53,7 +53,10 @@ class Output:
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Waits until all earlier output is written or the stream is blocked. By default, does not wait."""
+        """Waits until all earlier output is written or the stream is blocked.
+
+        The default implementation does not wait.
+        """
 
     def end(self, seconds_max: float | None = CATCH_UP_SECONDS_MAX) -> None:
         """Waits until all output is written or ``seconds_max`` have passed. Called after the workers have ended."""
@@ -94,7 +97,7 @@ class Fifos(Output):
                 supervisor.keep(path, partial(self._recreate, supervisor, path, name))
             #: Capacity of a FIFO in bytes.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
-            # Held from reading data until the data is written.
+            # This lock is held from reading data until the data is written.
             self._forwarding = threading.Lock()
             # Number of rounds in which all available data was forwarded.
             self._rounds = 0

@@ -32,22 +32,21 @@ from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
 T = TypeVar("T")
 
-#: The name of the one bulkhead of the private supervisor.
+#: Name of the private supervisor's only bulkhead.
 NAME = "pool"
-#: Maximum number of calls at the supervisor in addition to one per worker. The second value applies while calls are
-#: quick, because prefetching needs a backlog. The third applies while they are slow, so that most cancellations need no
-#: message.
+#: Maximum number of calls at the supervisor in addition to one per worker: initially; while calls are quick, because
+#: prefetching needs a backlog; and while calls are slow, so that most cancellations need no message.
 WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
 #: Mean run time in µs below which calls are quick, and above which they are slow.
 QUICK_US, SLOW_US = 2_000, 20_000
-#: Total size of outstanding payloads, in bytes, from which on no further call is sent to the supervisor.
+#: Total size of outstanding payloads, in bytes. At this size, no further call is sent to the supervisor.
 WINDOW_BYTES_MAX = 256 << 20
 #: Maximum size of a pickled call: the maximum size of a frame, minus that of the metadata.
 CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
-#: Maximum number of seconds that a large call waits for a memory file before it is sent through the socket.
+#: Maximum time that a large call waits for a memory file before it is sent through the socket, in seconds.
 LEASE_SECONDS_MAX = 1.0
 LEASE_PAUSE_SECONDS = 0.0005
-#: Outcomes after which no worker uses the call any more: ok and failed.
+#: Outcomes (ok and failed) after which no worker uses the call any more.
 _ANSWERED = frozenset((0, 1))
 _LEASE_KINDS = frozenset((_wire.LEASED, _wire.LEASE_ENDED, _wire.LEASE_REFUSED))
 #: Interval between checks for a removed folder while all calls succeed, in seconds.
@@ -107,7 +106,7 @@ class PoolFuture(CancellableFuture[T]):
         self._pool.cancelled(self)
 
     def running(self) -> bool:
-        """Returns true for the oldest calls without an outcome, one per worker."""
+        """Returns true if the call is one of the oldest calls without an outcome, counting one call per worker."""
         return self._state == RUNNING and self._pool.is_among_oldest(self._number)
 
     def result(self, timeout: float | None = None) -> T:
@@ -132,7 +131,8 @@ class PoolFuture(CancellableFuture[T]):
     def _begin(self) -> bool:
         """Sets the state to running. Returns false if the future was cancelled."""
         with self._lock:
-            # A call is sent again in state RUNNING if an exception in a signal handler interrupted the first attempt.
+            # A call in the state RUNNING is sent again if a signal handler interrupted the first attempt with an
+            # exception.
             if self._state not in (PENDING, RUNNING):
                 return False
             self._state = RUNNING
@@ -204,7 +204,8 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = pickler
-        #: Classes whose instances are accepted as results in addition to plain data. `None` accepts everything.
+        #: Classes whose instances are accepted as results in addition to plain data. With `None`, all results are
+        #: accepted.
         self._allowed = allowed
         self._is_confined = bulkhead.get("sandbox", {}).get("profile") != "none"
         #: Reason why the pool accepts no more calls, or None.
@@ -304,8 +305,8 @@ class Pool:
     def _give_up(self, call: Call, error: BaseException) -> None:
         """Cleans up after a failed ``submit``.
 
-        The error can be an exception of a signal handler, which can occur after any function call. If the call was not
-        sent, its future fails. If it was queued for sending, another thread sends it.
+        The error can come from a signal handler, which can raise an exception after any function call. If the call was
+        not sent, its future fails. If it was queued for sending, another thread sends it.
         """
         channel = self._channel
         with self._lock:
@@ -319,7 +320,7 @@ class Pool:
         self._continue_elsewhere()
 
     def _requeue(self, call: Call) -> None:
-        """Cleans up after an exception of a signal handler in ``_fill``.
+        """Cleans up after a signal handler raised an exception in ``_fill``.
 
         The call belongs to another ``submit``, so it becomes the next waiting call again.
         """
@@ -329,7 +330,7 @@ class Pool:
             is_pickling = call in self._pickling
             if is_pickling:
                 self._undo_preparation(call)
-            # Or the call was put down because of a problem, and its future was not settled.
+            # A problem may also have removed the call from `_pickling` before its future was settled.
             if is_pickling or not (call.future._number or call.future._state not in (PENDING, RUNNING)):
                 is_lost = self._channel is None or self.broken is not None
                 if not is_lost:
@@ -394,8 +395,9 @@ class Pool:
             problem, data = error, b""
         payload = []
         call.bytes = len(data)
-        # The call may have been cancelled during pickling. Called without the pool's lock, because a thread that waits
-        # for futures holds their locks. A signal handler in that thread may end the pool, which needs the pool's lock.
+        # The call may have been cancelled during pickling. This code does not hold the pool's lock, because a thread
+        # that waits for futures holds their locks. A signal handler in that thread may end the pool, which needs the
+        # pool's lock.
         is_begun = problem is None and future._begin()
         with self._lock:
             channel = self._channel
@@ -417,7 +419,7 @@ class Pool:
                 number = self._next_number
                 frame = _wire.head(_wire.SUBMIT, number, metadata, len(data)), data
                 put = channel.outgoing.append
-                # No function calls from here on, so that no exception of a signal handler can interrupt the update.
+                # There are no function calls from here on, so that no signal handler can interrupt the update.
                 del self._pickling[call]
                 self._deferred = self._deferred + 1 if is_deferred else 0
                 future._number = number
@@ -445,7 +447,10 @@ class Pool:
         return True
 
     def _lease(self, call: Call, size: int, may_wait: bool) -> _files.Lease | None:
-        """Returns a memory file for a large call, or None. The first calls wait until the supervisor has made one."""
+        """Returns a memory file for a large call, or None.
+
+        The first large calls wait until the supervisor has created the file.
+        """
         channel = self._channel
         for is_last in (not may_wait, True):
             if channel is None:
@@ -472,7 +477,7 @@ class Pool:
                         is_over = self._is_over()
                         break
                     call = self._waiting[0]
-                    # No function calls from here on, so that no exception of a signal handler can interrupt the update.
+                    # There are no function calls from here on, so that no signal handler can interrupt the update.
                     self._pickling[call] = None
                     del self._waiting[0]
                     self._placed += 1
@@ -513,7 +518,7 @@ class Pool:
             self._send_cancel(numbers, _CANCEL_UNLESS_BEGUN)
 
     def is_among_oldest(self, number: int) -> bool:
-        """Returns true if the call is among the oldest calls at the supervisor, counting one per worker."""
+        """Returns true if the call is one of the oldest calls at the supervisor, counting one call per worker."""
         with self._lock:
             return number in itertools.islice(self._sent, self.workers)
 
@@ -558,7 +563,7 @@ class Pool:
             self._fill(may_wait=False)
 
     def _restore_folder(self, settled: list[tuple[PoolFuture[Any], bytes, list[Any]]]) -> None:
-        """Restores the supervisor's folder, which new workers need: periodically, and if a worker may have died."""
+        """Restores the supervisor's folder for new workers, periodically and after a worker may have died."""
         now = time.monotonic()
         if now > self._next_folder_check or any(metadata[0] for _, metadata, _ in settled):
             self._next_folder_check = now + FOLDER_CHECK_SECONDS
@@ -731,7 +736,7 @@ class Pool:
         """Handles the end of the connection, whether by a shutdown or by the death of the supervisor."""
         with self._lock:
             if session not in self._sessions:
-                # Its start failed and cleaned up. Another session may exist already.
+                # The session failed to start and was cleaned up. Another session may exist already.
                 return
             self._channel = self._supervisor = None
             left = [call.future for call in self._sent.values()]
@@ -750,7 +755,8 @@ class Pool:
             try:
                 self._start_again()
             finally:
-                # Last, because the output stream may be blocked until its reader gets one of the outcomes above.
+                # This comes last, because the output stream may be blocked until its reader gets one of the outcomes
+                # above.
                 session.finish()
                 with self._lock:
                     self._sessions.remove(session)
@@ -823,7 +829,7 @@ class Pool:
     def abandoned(self) -> None:
         """Shuts the pool down after its executor was dropped.
 
-        The garbage collector calls this between any two steps of any thread, so the work is delegated to a new thread.
+        The garbage collector can call this method between any two steps of any thread, so a new thread does the work.
         """
         self.is_shut_down = True
         self._run_in_thread(self._fill_quietly)
@@ -847,7 +853,8 @@ class Pool:
             _thread.start_new_thread(task, ())
 
     def _fill_quietly(self) -> None:
-        # At interpreter exit, parts of the module may be gone. `_at_exit` then ends the pool.
+        # At interpreter exit, parts of this module may already have been removed. In this case, `_at_exit` ends the
+        # pool.
         with suppress(Exception):
             self._fill(may_wait=False)
 
@@ -881,7 +888,7 @@ class _Session:
         self.output: Output | None = None
 
     def stop(self, *, at_once: bool) -> None:
-        """Ends the processes, and waits for the remaining output unless the output stream is blocked."""
+        """Ends the supervisor and its workers. Waits for the remaining output unless the output stream is blocked."""
         if self.channel is not None:
             self.channel.end()
             self.channel.close()
@@ -907,8 +914,8 @@ class _Session:
 class _Thread(threading.Thread):
     """The receiving thread of a session.
 
-    Up to CPython 3.12, if an exception of a signal handler interrupts ``join``, the thread is considered finished, and
-    later calls of ``join`` return immediately. This class waits for its own flag instead.
+    Up to CPython 3.12, if a signal handler interrupts ``join`` with an exception, the thread is considered finished,
+    and later calls of ``join`` return immediately. This class waits for its own flag instead.
     """
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -957,7 +964,7 @@ def _remote(text: str) -> BaseException:
 
 
 def _explain_denial(error: Any) -> None:
-    """Adds to a file error of a confined worker that the sandbox was the cause, if this process can read the path."""
+    """Explains in a confined worker's file error that the sandbox denied access, if this process can read the path."""
     try:
         is_readable = error.filename is not None and os.access(error.filename, os.R_OK)
     except (TypeError, ValueError):

@@ -26,9 +26,9 @@ UNREADABLE = b"U"
 #: The initializer raised an exception: traceback as text. The worker never runs a job.
 INITIALIZER_FAILED = b"I"
 
-#: Variable with the preparation of confined workers. Other workers read the preparation from a file.
+#: Environment variable with the preparation data of confined workers. Other workers read the data from a file.
 PREPARATION_VARIABLE = "PYTHON_BULKHEAD_PREPARATION"
-#: Variable of a template that imports nothing. Each of its workers then imports the modules.
+#: Environment variable of a template that imports no modules, so that each of its workers imports them.
 _BARE = "PYTHON_BULKHEAD_BARE"
 #: Picklers whose output ``pickle`` can read.
 READ_BY_PICKLE = ("pickle", "cloudpickle")
@@ -131,7 +131,7 @@ def with_hint(error: BaseException) -> BaseException:
 
 
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
-    """Serialises an exception as a result. If it cannot be pickled, the pickling error takes its place."""
+    """Serialises an exception as a result. If the exception cannot be pickled, the pickling error is used instead."""
     try:
         import traceback
 
@@ -170,7 +170,7 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
         value = function(*arguments, **keywords)
         # Output must be written before the result is sent.
         _stdio.flush()
-        # Drops the references, so that their objects are freed with this call and not during the next one.
+        # Drops the references, so that the objects are freed at the end of this call and not during the next call.
         del function, arguments, keywords
         result = pickler.dump(value)
         return b"".join(result) if loan is None else loan.write(result)
@@ -183,7 +183,7 @@ def _run(pickler: Pickler, payload: Any, _context: Any) -> bytes | _files.Writte
 
 
 def _prepare(preparation: dict[str, Any]) -> None:
-    """Makes this interpreter like the caller's: environment, paths, working directory, authkey, main module."""
+    """Copies the state of the caller's interpreter: environment, paths, working directory, authkey and main module."""
     own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
     os.environ.update(preparation["environment"])
     os.environ.update(own)
@@ -219,7 +219,8 @@ class _Worker:
             if names:
                 import warnings
 
-                # Like the standard forkserver, which forks in spite of threads, this works, but it is slower.
+                # The standard forkserver forks in spite of such a thread. This pool starts the template again, without
+                # imports.
                 warnings.warn(
                     f"the main module or a module of `preload` leaves the thread {', '.join(names[:8])} running, so "
                     "that each worker imports the modules again, which is slower: start threads in functions",
@@ -232,7 +233,7 @@ class _Worker:
         """Prepares a worker that was forked from a template."""
         self._join_output()
         os.umask(self._preparation["umask"])
-        # Removed so that programs and pools started by calls do not inherit it.
+        # The variable is removed so that programs and pools started by calls do not inherit it.
         if os.environ.pop(_BARE, None) is not None:
             self._import()
         self._initialize()
@@ -264,7 +265,7 @@ class _Worker:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def _initialize(self) -> None:
-        # It may be large, and programs started by calls do not need it.
+        # The variable may be large, and programs started by calls do not need it.
         os.environ.pop(PREPARATION_VARIABLE, None)
         self._calls = partial(_run, self._pickler)
         try:
@@ -272,7 +273,7 @@ class _Worker:
             if initializer is not None:
                 initializer(*arguments)
         except BaseException:
-            # Returned as the result of the first call, which ends the pool immediately and with the traceback.
+            # The report becomes the result of the first call, which breaks the pool immediately with this traceback.
             report = INITIALIZER_FAILED + _traceback()
             self._calls = lambda _payload, _context: report
 
@@ -294,7 +295,7 @@ outer_folder: str | None = None
 def main(path: str) -> None:
     """Serves the calls of an executor; does not return.
 
-    ``path`` is the file with the preparation. If ``path`` is empty, the preparation is in an environment variable.
+    ``path`` is the file with the preparation data. If ``path`` is empty, an environment variable contains the data.
     """
     global is_worker, outer_folder
     is_worker = True

@@ -1,7 +1,7 @@
 """A private supervisor: its folder, program, process and shutdown.
 
-The supervisor ends with this process in all cases. It holds a pidfd of this process (``--while-open``), stops when the
-pidfd reports the exit, and removes the folder (``--own-folder``). This module knows nothing about jobs.
+The supervisor ends with this process in all cases. The supervisor holds a pidfd of this process (``--while-open``),
+stops when the pidfd reports the exit, and removes the folder (``--own-folder``). This module knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SERVICE_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_F
 SOCKET_PATH_BYTES_MAX = 107
 #: Longest name of a socket or lock in the folder.
 LONGEST_NAME = "admin.sock.lock"
-#: Maximum number of seconds until the supervisor listens.
+#: Maximum time from the supervisor's start until it listens, in seconds.
 START_SECONDS_MAX = 30.0
-#: Maximum number of seconds for workers without jobs to exit by themselves.
+#: Maximum time that workers without jobs have to exit by themselves, in seconds.
 STOP_SECONDS_MAX = 10.0
 
-#: Maximum number of seconds that a crashed call waits for its crash report.
+#: Maximum time that a crashed call waits for its crash report, in seconds.
 REPORT_SECONDS_MAX = 0.5
-#: Maximum total size of the variables that workers get before their interpreters start. The preparation contains the
-#: remaining variables, because arguments and environment together are limited to 96 KiB.
+#: Maximum total size of the variables that workers get before their interpreters start. Workers get the remaining
+#: variables with their preparation data, because arguments and environment together are limited to 96 KiB.
 PASSED_BYTES_MAX = 24 * 1024
 #: Surrogate characters, which stand for undecodable bytes and cannot occur in the configuration.
 _UNDECODED = re.compile("[\ud800-\udfff]")
@@ -149,8 +149,8 @@ def _make_folder(outer: str | None) -> str:
 class PrivateSupervisor:
     """A supervisor that this process starts and that ends with this process.
 
-    The constructor creates the folder, so that files can be added before the start. Forked children leave the
-    supervisor alone.
+    The constructor creates the folder, so that files can be added before the start. A forked child does not use or end
+    the supervisor.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class PrivateSupervisor:
             log = os.dup(self._log.fileno())
             try:
                 ends = ["--while-open", str(caller), "--own-folder", self.folder]
-                # Assigned before the start, because an exception of a signal handler can interrupt the wait for exec.
+                # Assigned before the start, because a signal handler can interrupt the wait for exec.
                 self._process = subprocess.Popen.__new__(subprocess.Popen)
                 self._process.__init__(  # type: ignore[misc]
                     [program, "--config", config, "--log-level", "error", "--log-output", "off", *ends],

@@ -24,7 +24,7 @@ _READ_DIR = 1 << 3
 _FILE_RIGHTS = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 _RULES_BYTES_MAX = 64 << 20
 _DEPTH_MAX = 256
-#: Maximum number of entries that are removed per step.
+#: Maximum number of folder entries that are removed in one step.
 ENTRIES_AT_ONCE = 256
 
 _PATH_FLAGS = os.O_PATH | os.O_CLOEXEC
@@ -38,7 +38,7 @@ class Temporary:
         self.path = path
         self.access = access
         self.folder = os.open(path, _PATH_FLAGS | os.O_DIRECTORY)
-        #: True if no granted path leads to the folder.
+        #: True if the folder is not below any granted path.
         self.is_hidden = False
 
     def make(self, name: bytes) -> int:
@@ -114,7 +114,10 @@ class _TooMany(Exception):
 
 
 def _folders(folder: int, budget: Iterator[int]) -> Iterator[bytes]:
-    """Removes the files of a folder, and yields the names of its subfolders. Raises ``_TooMany`` after the budget."""
+    """Removes the files of a folder, and yields the names of its subfolders.
+
+    Raises ``_TooMany`` when the budget is used up.
+    """
     for name, is_folder in _entries(folder):
         if next(budget, None) is None:
             raise _TooMany
@@ -142,7 +145,7 @@ def _emptied(top: int, entries_max: int) -> bool:
                 try:
                     os.rmdir(name, dir_fd=top)
                 except OSError:
-                    # Retried in the next round.
+                    # The removal is tried again in the next round.
                     pass
     except _TooMany:
         return False
@@ -183,7 +186,7 @@ class Rules:
             try:
                 place = os.open(path, _PATH_FLAGS)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
-                # The path may have disappeared meanwhile.
+                # The path may have been removed in the meantime.
                 continue
             self._granted.append((place, access))
         self.temporary = None if temporary is None else Temporary(*temporary)
@@ -240,7 +243,7 @@ class Rules:
         try:
             self._call(_ADD_RULE, self._ruleset, _PATH_BENEATH, struct.pack("<Qi", access, place), 0)
         except OSError as error:
-            if error.errno != 22 or not access & ~_FILE_RIGHTS:  # EINVAL: rights of folders, granted for a file.
+            if error.errno != 22 or not access & ~_FILE_RIGHTS:  # EINVAL: some rights are not valid for files.
                 raise
             self._grant(place, access & _FILE_RIGHTS)
 

@@ -39,7 +39,7 @@ def install(instructions: bytes) -> None:
 
     program = Program(count, instructions)
     libc = ctypes.CDLL(None, use_errno=True)
-    # prctl(2) first, because the filter may forbid it.
+    # prctl(2) is called first, because the filter may forbid this call.
     if libc.prctl(ctypes.c_int(_PR_SET_DUMPABLE), *[ctypes.c_ulong(0)] * 4) != 0:
         raise SealFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
     result = libc.syscall(
@@ -49,6 +49,6 @@ def install(instructions: bytes) -> None:
         ctypes.byref(program),
     )
     if result > 0:
-        raise SealFailed(f"thread {result} has a separate filter")
+        raise SealFailed(f"thread {result} has a seccomp filter that the other threads do not have")
     if result != 0:
         raise SealFailed(f"seccomp: {os.strerror(ctypes.get_errno())}")

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
     from ._context import Handler
 
-# Taken before a main module that workers import can replace them, as gevent does.
+# Copied before the caller's main module is imported, because the main module can replace these functions, as gevent
+# does.
 _Lock, _start_thread, _epoll = _thread.allocate_lock, _thread.start_new_thread, select.epoll
 
-#: Maximum number of handler threads.
+#: Maximum number of handler threads of a worker.
 THREADS_MAX = 4096
 #: Handlers with a shorter mean run time are quick.
 QUICK_SECONDS = 0.0005
@@ -44,7 +45,7 @@ PROGRESS_SECONDS = 0.1
 TICK_SECONDS = 0.01
 #: Minimum interval between reads of the link while jobs are pending, in seconds.
 READ_INTERVAL_SECONDS = 0.001
-#: Run time that is assumed for a job that was found stuck, and the maximum that counts for the mean, in seconds.
+#: Assumed run time of a stuck job, and maximum run time of a job that counts towards the mean, in seconds.
 ASSUMED_SECONDS = 1.0
 
 _COROUTINE_FLAG = 0x80
@@ -126,7 +127,7 @@ class Server:
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
-            # The prepared code has closed the stream.
+            # The code that ran during preparation has closed the stream.
             pass
         self.report_status(text)
         os._exit(1)
@@ -195,7 +196,8 @@ class Server:
     def _end_if_child(self, error: BaseException | None) -> None:
         """Ends a process that a handler has forked and that returned from the handler.
 
-        The process must not answer for the worker. Its exit status is that of ``SystemExit``, if raised.
+        Such a process must not send a reply in place of the worker. If ``SystemExit`` was raised, the process exits
+        with its status.
         """
         if self._link.is_own():
             return
@@ -256,7 +258,7 @@ class Server:
                     self._read_link()
 
     def _wait_alone(self) -> list[tuple[int, int]]:
-        """Waits for the link and takes over the duties of the missing watcher."""
+        """Waits for data on the link, and performs the duties of the missing watcher."""
         interval = self.welcome.heartbeat_ms / 1e3 or None
         while not (events := self._handlers.poll(interval)):
             self._link.heartbeat()
@@ -269,7 +271,10 @@ class Server:
         return bool(self._pending) and self._running < self._limit
 
     def _next(self, done: Context | None, is_main: bool) -> Context | None:
-        """Ends the answered job ``done``, and returns the next job to run. Wakes another thread for further jobs."""
+        """Ends the job ``done``, whose reply has been sent, and returns the next job to run.
+
+        Wakes another thread for further jobs.
+        """
         now = time.monotonic()
         if self._pending and now - self._read_at > READ_INTERVAL_SECONDS:
             self._read_link()
@@ -285,9 +290,10 @@ class Server:
                 job = self._pending.popleft()
                 if journal is not None:
                     journal[1] = job._arrival
-                    # The supervisor writes its word and then reads ours, so one of the two sides sees the conflict.
+                    # The supervisor first writes its word of the journal and then reads this worker's word, so at least
+                    # one side sees a conflict.
                     if job._arrival <= journal[3]:
-                        # Sent under the lock, so that it precedes the replies to later jobs.
+                        # The frame is sent under the lock, so that it precedes the replies to later jobs.
                         self._remove_live(job)
                         arrival = _wire.extensions((_wire.ARRIVAL, job._arrival.to_bytes(8, "little")))
                         self._link.send(_wire.RETURNED, job.number, arrival)
@@ -317,7 +323,7 @@ class Server:
             del self._live[job.number]
 
     def _end(self, job: Context) -> None:
-        """Updates the state after a job was answered. The caller holds the lock."""
+        """Updates the state after the reply to a job was sent. The caller holds the lock."""
         self._remove_live(job)
         self._running -= 1
 
@@ -337,7 +343,7 @@ class Server:
             try:
                 threading.Thread(target=self._run_handlers, name="bulkhead-handler", daemon=True).start()
             except RuntimeError:
-                # The jobs then run one after the other, and their deadlines still hold.
+                # Without the new thread, jobs run one after the other. Their deadlines still apply.
                 self._threads -= 1
 
     def _run_job(self, job: Context) -> bool:
@@ -450,7 +456,8 @@ class Server:
 
         task = job._task = self._loop.create_task(run())
         if job.cancelled:
-            # The job was cancelled meanwhile. `call_soon` cancels after the first step, like a later cancellation.
+            # The job has been cancelled in the meantime. `call_soon` cancels after the first step, like a later
+            # cancellation.
             self._loop.call_soon(task.cancel)
         task.add_done_callback(lambda _: self._end_async(job, task))
 
@@ -520,7 +527,7 @@ class Server:
             try:
                 self._loans[number] = _files.Pair(_wire.NUMBER.unpack_from(metadata, 8)[0], self._descriptors, 1)
             except (OSError, ValueError) as error:
-                # Payloads are then sent as bytes.
+                # Without memory files, the supervisor sends payloads in frames.
                 print(f"memory files cannot be used: {error}", file=sys.stderr)
             else:
                 self._link.send(_wire.FILES_TAKEN, number)
@@ -563,7 +570,7 @@ class Server:
                     self._serve_link()
             if not is_on_link and not events:
                 if seen == self._begun:
-                    # Idle or stuck. In both cases the watcher must react to the link again.
+                    # The handler threads are idle or stuck. In both cases the watcher must react to the link again.
                     if self._running:
                         self._typical = ASSUMED_SECONDS
                     self._watcher.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
@@ -601,7 +608,7 @@ def _clamped(limit: int) -> int:
 
 
 def _was_cancelled() -> HandlerError:
-    return HandlerError("cancelled", "the client no longer waited", fault="caller")
+    return HandlerError("cancelled", "the client is no longer waiting for the job", fault="caller")
 
 
 def _as_bytes(result: object) -> bytes | memoryview:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Exit code of a program that was not started by a supervisor.
 USAGE = 2
 
-#: Receivers during a start: this worker, or this template.
+#: Receiver of calls such as ``status`` during the start: this worker or this template.
 receivers: list[_serve.Server | _template.TemplateStart] = []
 
 
@@ -30,10 +30,10 @@ def run(
     is_for_one_job: bool = False,
     takes_files: bool = False,
 ) -> NoReturn:
-    """Performs the handshake, prepares, serves and exits. In a template, only ``prepare`` runs before the fork.
+    """Performs the handshake, prepares the worker, serves jobs and exits.
 
-    A worker for one job does not notice cancellations and needs no watcher thread. With ``takes_files``, the handler
-    gets payloads in memory files as a ``Loan``.
+    In a template, only ``prepare`` runs before the fork. A worker for one job does not notice cancellations and needs
+    no watcher thread. With ``takes_files``, the handler gets payloads in memory files as a ``Loan``.
     """
     is_forked = _template.is_wanted()
     if is_forked:
@@ -42,7 +42,7 @@ def run(
     if socket is None:
         program = " ".join(["python3", *sys.argv])
         print(
-            "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n"
+            "this program is a worker, which bulkhead-supervisor must start. In workers.toml:\n\n"
             f'    [bulkhead.NAME]\n    command = ["{program}"]',
             file=sys.stderr,
         )

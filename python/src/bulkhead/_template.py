@@ -79,7 +79,7 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         while True:
             worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
-            # Otherwise both processes would write the buffered output.
+            # Without the flush, both processes would write the buffered output.
             _stdio.flush()
             pid = system.fork()
             if pid == 0:
@@ -112,7 +112,7 @@ def _sandbox(system: _System) -> Rules | None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if rules is not None:
-        # Prevents other processes of this user from reading this process's memory and taking its descriptors.
+        # Prevents other processes of this user from reading the memory or duplicating the descriptors of this process.
         system.control(_PR_SET_DUMPABLE, 0)
         if rules.exposes_temporary_files():
             print("workers can access each other's temporary folders: check `read` and `write`", file=sys.stderr)

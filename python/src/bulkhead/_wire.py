@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Payload = bytes | bytearray
-    #: Kind, number, metadata and payload.
+    #: A frame: kind, number, metadata and payload.
     Frame = tuple[int, int, bytes, Payload]
     #: Contiguous bytes-like objects that can be sent.
     Buffer = bytes | bytearray | memoryview
@@ -233,7 +233,7 @@ def _micros(name: str, seconds: float) -> int:
 
 
 def is_ok(metadata: bytes) -> bool:
-    """Returns true if the outcome is ``ok``, so that the payload is the result."""
+    """Returns true if the outcome is ``ok``. In this case the payload is the result."""
     return metadata[:1] == b"\0"
 
 
@@ -286,7 +286,7 @@ def outcome(metadata: bytes) -> Outcome:
 
 
 def error(metadata: bytes, payload: Payload) -> JobError:
-    """Returns the exception for an OUTCOME other than ``ok``, or for one that cannot be read."""
+    """Returns the exception for an OUTCOME other than ``ok``, or for an OUTCOME that cannot be decoded."""
     try:
         found = outcome(metadata)
     except Malformed as problem:
@@ -398,7 +398,7 @@ class Reader:
         return len(received) == READ_BYTES
 
     def take(self, chunk: bytes) -> None:
-        """Adds data that was received by other means."""
+        """Adds data that the caller has received from the socket."""
         chunks, _ = self._state
         chunks.append(chunk)
         self._cut(chunks)

@@ -243,8 +243,10 @@ def _sentence(outcome: Outcome) -> str:
         return f"{text}; try again after {outcome.retry_after:.3f} s"
     if outcome.outcome == "deadline_exceeded":
         if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
-            return f"{text}: the job ran for {outcome.run_limit:g} s, the run limit; allow more time, or send less"
-        return f"{text}: not within {outcome.deadline:g} s; allow more time, or send less at once"
+            advice = "raise the run limit, or give the job less work"
+            return f"{text}: the job reached the run limit of {outcome.run_limit:g} s; {advice}"
+        advice = "raise the deadline, or send fewer jobs at once"
+        return f"{text}: the job did not finish within {outcome.deadline:g} s; {advice}"
     if outcome.outcome == "crashed":
         see = f"; see `bulkhead crashes {outcome.report}`" if outcome.report else ""
         if outcome.retryable:

@@ -57,13 +57,13 @@ SPARES_MAX = 64
 #: Maximum number of worker processes per pool.
 WORKERS_MAX = 1024
 _PROFILES = ("none", "default", "strict")
-#: Size strings of the configuration.
+#: Pattern of the sizes that the configuration accepts as strings.
 _SIZE = re.compile(r"\s*(\d+\s*B?|\d+(\.\d{1,9})?\s*[KMGT]i?B)\s*", re.ASCII | re.IGNORECASE)
-#: Variables that the sandbox sets.
+#: Environment variables that the sandbox sets.
 _SANDBOX_VARIABLES = ("TMPDIR", "HOME")
-#: Variables of a template. Without this variable, `import pyarrow` (also via pandas) starts a jemalloc thread.
+#: Environment variables of a template. Without this one, `import pyarrow` (also via pandas) starts a jemalloc thread.
 _TEMPLATE_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-#: Maximum size of the preparation of confined workers, which is passed in a variable. Other workers read a file.
+#: Maximum size of the preparation data of confined workers, in bytes. The data is passed in an environment variable.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
 
@@ -306,9 +306,9 @@ class _Configured(_Calls):
         """Does nothing. Only the original executor can be shut down."""
 
 
-#: Large results must fit. Crash reports contain no payloads because these could be equally large.
+#: Large results must be possible. Crash reports contain no payloads because payloads can be equally large.
 _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloads": False, "drain_timeout": "5s"}
-#: Room for two files of 128 MiB for each of 16 workers.
+#: The size allows two files of 128 MiB for each of 16 workers.
 _SUPERVISOR_KEYS["max_pooled"] = "4GiB"
 
 
@@ -368,7 +368,7 @@ class _Launch(NamedTuple):
     environment: dict[str, str]
     initializer: tuple[Callable[..., object] | None, tuple[Any, ...]]
     pickler: Pickler
-    #: Entries that are copied unchanged into the preparation.
+    #: Entries that are copied unchanged into the preparation data.
     settings: dict[str, Any]
 
     def variables(self) -> dict[str, str]:
@@ -461,9 +461,9 @@ def _refuse_in_frozen_worker() -> None:
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
-    """Passes a preparation in an environment variable, because confined workers cannot open private files of the user.
+    """Passes preparation data in an environment variable. Returns the (empty) argument for the worker.
 
-    Returns the (empty) argument for the worker.
+    Confined workers cannot open private files of the user.
     """
     import base64
     import zlib

@@ -64,7 +64,10 @@ def status(text: str) -> None:
 
 
 def extend_start(seconds: float) -> None:
-    """Requests time to start, in seconds from now; at most ``start.ready`` each time. Call it from ``init``."""
+    """Requests ``seconds`` more for the start, counted from now; at most ``start.ready`` per call.
+
+    Call it from ``init``.
+    """
     from ._start import receivers
 
     for receiver in receivers:

@@ -9,22 +9,23 @@ use super::BufferPool;
 use crate::frame::{FrameError, HEADER_BYTES, Header};
 use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
 
-/// Maximum number of bytes kept of an incomplete frame: a small frame without its last byte.
+/// Maximum number of bytes of an incomplete frame that are kept. The maximum is reached by a small frame of
+/// maximum size that lacks only the last byte.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// Number of bytes of a large payload's buffer that are zeroed at once, so that no read takes much longer
-/// than others.
+/// Maximum number of bytes of a large payload's buffer that are zeroed before a read, so that no read takes
+/// much longer than the others.
 const LARGE_ZEROED_BYTES_MAX: usize = 1024 * 1024;
 
 /// Minimum capacity of a large payload's buffer, in bytes.
 pub(super) const LARGE_BUFFER_BYTES_MIN: usize = 4 * 1024;
 
-/// Maximum ratio of the capacity of a large payload's buffer to the bytes received. So memory follows the
-/// received bytes instead of the announced size, with few reallocations.
+/// Maximum ratio of the capacity of a large payload's buffer to the number of bytes received. Memory use is
+/// therefore limited by the received bytes instead of the announced size, with few reallocations.
 pub(super) const LARGE_GROWTH_FACTOR_MAX: usize = 8;
 
-/// The read buffer shared by all connections of a thread. Allocated on first use, so that an empty one can
-/// take its place at no cost.
+/// Read buffer that all connections of a thread share. The memory is allocated on first use, so that
+/// `std::mem::take` can replace a `Scratch` without allocating.
 pub struct Scratch {
     buffer: Vec<u8>,
     bytes: usize,
@@ -37,8 +38,8 @@ impl Default for Scratch {
 }
 
 impl Scratch {
-    /// Creates a buffer for reads of `bytes` each. A size below the default saves memory where few frames
-    /// arrive at once.
+    /// Creates a buffer for reads of up to `bytes` bytes. A lower value than the default saves memory for
+    /// connections on which few frames arrive at once.
     pub fn with_read_bytes(bytes: usize) -> Self {
         Self { buffer: Vec::new(), bytes: PARTIAL_BYTES_MAX + bytes }
     }
@@ -54,41 +55,41 @@ impl Scratch {
 /// Result of one [`Inbox::receive`] call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
-    /// Bytes were received and more may be available. Call again before waiting.
+    /// More bytes may be available. Call [`Inbox::receive`] again before waiting for the socket.
     More,
     /// All available bytes have been read.
     Drained,
-    /// The peer has closed its side.
+    /// The peer has closed its side of the connection.
     Closed,
 }
 
-/// A frame, or the announcement of a large one.
+/// A frame, or the announcement of a large frame.
 #[derive(Debug)]
 pub enum Item<'s> {
     /// A frame with a small payload.
     Frame {
         /// Header of the frame.
         header: Header,
-        /// Metadata, for [`codec::decode`](crate::codec::decode).
+        /// Encoded metadata, to be decoded with [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
-        /// The payload.
+        /// Payload of the frame.
         payload: &'s [u8],
     },
-    /// A frame with a large payload begins. Call [`Batch::accept`] to store the payload; otherwise it is
-    /// discarded as it arrives.
+    /// A frame with a large payload begins. Call [`Batch::accept`] to store the payload; otherwise the
+    /// payload is discarded as it arrives.
     Announced {
         /// Header of the frame.
         header: Header,
-        /// Metadata, for [`codec::decode`](crate::codec::decode).
+        /// Encoded metadata, to be decoded with [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
     },
     /// An accepted large frame is complete.
     Large {
         /// Header of the frame.
         header: Header,
-        /// Metadata, for [`codec::decode`](crate::codec::decode).
+        /// Encoded metadata, to be decoded with [`codec::decode`](crate::codec::decode).
         metadata: Vec<u8>,
-        /// The payload.
+        /// Payload of the frame.
         payload: Vec<u8>,
     },
 }
@@ -108,7 +109,7 @@ enum ReceiveState {
 }
 
 /// A large frame with `filled` received bytes of payload. The buffer can be longer than `filled`, because
-/// buffers are reused, and clearing a buffer would cost as much as filling the buffer.
+/// buffers are reused, and clearing a buffer would cost as much as filling it.
 struct Large {
     header: Header,
     metadata: Vec<u8>,
@@ -135,7 +136,7 @@ impl Large {
         std::mem::replace(&mut self.buffer, buffer)
     }
 
-    /// Takes bytes of this payload from the front of `bytes`. Returns their number.
+    /// Copies bytes of this payload from the beginning of `bytes`. Returns the number of bytes copied.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
         if self.buffer.capacity() < self.filled + count {
@@ -150,8 +151,8 @@ impl Large {
     }
 }
 
-/// Returns the capacity for a payload's buffer after `arrived` bytes: a multiple of the received bytes, or
-/// the total size near the end.
+/// Returns the capacity of the buffer for a payload of `total` bytes, of which `arrived` bytes have been
+/// received. The capacity is a multiple of `arrived`, or `total` if the multiple is nearly as large.
 fn large_capacity(arrived: usize, total: usize) -> usize {
     let room = arrived.saturating_mul(LARGE_GROWTH_FACTOR_MAX).max(LARGE_BUFFER_BYTES_MIN);
     if room >= total - total / 4 { total } else { room }
@@ -167,7 +168,7 @@ pub struct Inbox {
 
 impl Inbox {
     /// Reads once from the socket. The batch contains the received frames and must be read until
-    /// [`Batch::next`] returns `None`. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
+    /// [`Batch::next`] returns `None`. Returns the errors of `recv(2)`, except `EAGAIN` and `EINTR`.
     pub fn receive<'b>(
         &'b mut self,
         socket: impl AsFd,
@@ -178,7 +179,7 @@ impl Inbox {
         })
     }
 
-    /// Receives with the caller's function, which must not block. See [`Inbox::receive`].
+    /// Receives frames like [`Inbox::receive`], but reads with the function `read`, which must not block.
     pub fn receive_by<'b>(
         &'b mut self,
         scratch: &'b mut Scratch,
@@ -197,14 +198,14 @@ impl Inbox {
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
     }
 
-    /// Returns true if a frame is incomplete. A peer that stays in this state for long should be
-    /// disconnected.
+    /// Returns true if a frame has arrived only in part. The caller should disconnect a peer that leaves a
+    /// frame incomplete for a long time.
     pub fn is_mid_frame(&self) -> bool {
         !self.partial.is_empty() || !matches!(self.state, ReceiveState::Frames)
     }
 
-    /// Returns the number of missing bytes of a small frame, or of a large frame's metadata, whose header has
-    /// arrived.
+    /// Returns the number of bytes that are missing from an incomplete small frame, or from the metadata of a
+    /// large frame. Returns 0 until the header has arrived.
     pub fn missing_bytes(&self) -> usize {
         let Some(header) = self.pending_header() else { return 0 };
         let length = header.length as usize;
@@ -213,12 +214,12 @@ impl Inbox {
         whole.saturating_sub(self.partial.len())
     }
 
-    /// Returns true if the next bytes are payload of a large frame.
+    /// Returns true if the next bytes belong to the payload of a large frame.
     pub fn is_within_large(&self) -> bool {
         !matches!(self.state, ReceiveState::Frames)
     }
 
-    /// Returns the memory held for an incomplete frame, in bytes: the full capacity of its buffers.
+    /// Returns the total capacity of the buffers that hold an incomplete frame, in bytes.
     pub fn held_bytes(&self) -> usize {
         let large = match &self.state {
             ReceiveState::Storing(large) => large.buffer.capacity() + large.metadata.capacity(),
@@ -227,13 +228,13 @@ impl Inbox {
         self.partial.capacity() + large
     }
 
-    /// Returns true if a large frame is being stored.
+    /// Returns true if the payload of a large frame is being stored.
     pub fn is_storing(&self) -> bool {
         matches!(self.state, ReceiveState::Storing(_))
     }
 
     /// Returns the number of bytes by which the next [`Inbox::receive`] would enlarge the buffer of a large
-    /// frame; 0 while there is space in it.
+    /// frame. Returns 0 while the buffer has free space.
     pub fn growth_bytes(&self) -> usize {
         match &self.state {
             ReceiveState::Storing(large) if large.buffer.capacity() == large.filled => {
@@ -243,7 +244,8 @@ impl Inbox {
         }
     }
 
-    /// Enlarges the buffer of a large frame now, with a buffer from `pool`. The old buffer goes to the pool.
+    /// Replaces a full buffer of a large frame with a larger buffer, from `pool` if possible. The old buffer
+    /// goes to the pool. Does nothing while the buffer has free space.
     pub fn grow(&mut self, pool: &mut BufferPool) {
         let growth = self.growth_bytes();
         if let ReceiveState::Storing(large) = &mut self.state
@@ -255,20 +257,21 @@ impl Inbox {
         }
     }
 
-    /// Returns the number of frames whose header was processed. It does not change while a frame is
-    /// incomplete.
+    /// Returns the number of frames that have been received. A large frame counts as soon as its metadata has
+    /// arrived.
     pub fn frames_begun(&self) -> u64 {
         self.begun
     }
 
     /// Returns the unchecked header of an incomplete small frame, or of a large frame with incomplete
-    /// metadata, if the header has arrived completely.
+    /// metadata. Returns `None` until the header has arrived.
     pub fn pending_header(&self) -> Option<Header> {
         self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
     }
 
-    /// Abandons the large frame that is being stored, if any. Frees its memory immediately and discards the
-    /// rest of the payload as it arrives. Returns header and metadata.
+    /// Stops storing a large frame. Frees the payload received so far, and discards the rest of the payload
+    /// as it arrives. Returns the header and metadata of the frame, or `None` if no large frame is being
+    /// stored.
     pub fn abandon_large(&mut self) -> Option<(Header, Vec<u8>)> {
         match std::mem::take(&mut self.state) {
             ReceiveState::Storing(large) => {
@@ -328,7 +331,7 @@ fn without_transient_errors(error: rustix::io::Errno) -> io::Result<Received> {
     }
 }
 
-/// The frames of one read, in order.
+/// The frames received by one read, in order.
 pub struct Batch<'b> {
     inbox: &'b mut Inbox,
     bytes: &'b [u8],
@@ -336,8 +339,8 @@ pub struct Batch<'b> {
 }
 
 impl<'b> Batch<'b> {
-    /// Returns the next frame. Returns `None` at the end of the bytes and keeps the rest for the next read.
-    /// After an error the connection cannot be used any more.
+    /// Returns the next frame. If no complete frame is left, keeps the remaining bytes for the next read and
+    /// returns `None`. After an error, the connection is unusable.
     #[expect(
         clippy::should_implement_trait,
         reason = "an error ends the batch, and `Iterator` cannot express that"
@@ -388,15 +391,15 @@ impl<'b> Batch<'b> {
         matches!(self.inbox.state, ReceiveState::Skipping { .. } | ReceiveState::Announced { .. })
     }
 
-    /// Keeps the bytes after the last frame for the next [`Inbox::receive`], which returns them even if no
-    /// further bytes arrive. Only for readers that stop after a small frame.
+    /// Keeps the unprocessed bytes of this batch. The next [`Inbox::receive`] returns the frames in these
+    /// bytes, even if no further bytes arrive. Must be called only after a small frame.
     pub fn keep_rest(self) {
         debug_assert!(matches!(self.inbox.state, ReceiveState::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
     }
 
-    /// Returns the size of a pool buffer to request for [`Batch::accept`], based on the bytes received with
-    /// the announcement.
+    /// Returns the capacity that a buffer for [`Batch::accept`] should have, based on the number of payload
+    /// bytes received together with the announcement.
     pub fn buffer_bytes(&self) -> usize {
         match &self.inbox.state {
             ReceiveState::Announced { header, .. } => {

@@ -16,7 +16,7 @@ use crate::codec::{self, CodecError};
 use crate::frame::{HEADER_BYTES, Header};
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum number of buffers per write.
+/// Maximum number of buffers per `sendmsg` call.
 const WRITE_SEGMENTS_MAX: usize = 16;
 
 /// Maximum number of bytes of a file per `sendfile` call.
@@ -25,25 +25,26 @@ const FILE_CHUNK_BYTES_MAX: usize = 1024 * 1024;
 /// Maximum number of bytes of a file that are copied and sent per call, if `sendfile` is not used.
 const COPIED_CHUNK_BYTES_MAX: usize = 128 * 1024;
 
-/// Maximum size of an empty coalescing buffer that an [`Outbox`] keeps, in bytes. Larger ones come from a
-/// [`BufferPool`] and return there.
+/// Maximum size of an empty coalescing buffer that an [`Outbox`] keeps, in bytes. Larger buffers are taken
+/// from a [`BufferPool`] and returned to it.
 pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
 
-/// Typical upper bound on the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
+/// Space reserved for the metadata of a frame, in bytes. Larger metadata makes the buffer grow.
 pub(super) const METADATA_BYTES_TYPICAL: usize = 512;
 
-/// Send buffer of a socket after a large payload did not fit, in bytes. The kernel may allow less. With the
-/// default of 208 KiB, sender and receiver would wake each other many times per megabyte.
+/// Size in bytes to which a socket's send buffer is enlarged after a large payload did not fit. The kernel
+/// may set a lower size. With the default of 208 KiB, sender and receiver would wake each other many times
+/// per megabyte.
 const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 
 /// The payload of a frame to be sent.
 #[derive(Debug)]
 pub enum Payload<'p> {
-    /// Bytes to copy.
+    /// Bytes that are copied into the outbox.
     Copied(&'p [u8]),
-    /// A buffer to hand over.
+    /// A buffer that the outbox takes over. A large buffer is sent without copying.
     Owned(Vec<u8>),
-    /// The first bytes of a file, which must be at least as long.
+    /// The given number of bytes from the beginning of a file. The file must not be shorter.
     File(Arc<OwnedFd>, usize),
 }
 
@@ -66,10 +67,10 @@ impl Payload<'_> {
     }
 }
 
-/// A part of the queued bytes that is sent as a unit.
+/// A contiguous part of the queued bytes.
 pub(super) enum Segment {
     Bytes(Vec<u8>),
-    /// A number of bytes from the beginning of a file.
+    /// The given number of bytes from the beginning of a file.
     File(Arc<OwnedFd>, usize),
 }
 
@@ -120,38 +121,39 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// Returns the number of bytes that wait for the socket.
+    /// Returns the number of queued bytes that have not been sent yet.
     pub fn waiting_bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Frees the memory kept for later frames, if nothing waits.
+    /// Frees the memory that is kept for later frames. Does nothing if unsent bytes are queued.
     pub fn free_buffers(&mut self) {
         if self.bytes == 0 {
             (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
         }
     }
 
-    /// Gives the buffer kept for later frames to `pool`, if nothing waits, because few of many connections
-    /// send at the same time. For connections whose frames are added by [`Outbox::push_pooled`].
+    /// Moves the buffer that is kept for later frames into `pool`, so that idle connections share buffers.
+    /// Does nothing if unsent bytes are queued. Intended for connections that queue frames with
+    /// [`Outbox::push_pooled`].
     pub fn release_buffer(&mut self, pool: &mut BufferPool) {
         if self.bytes == 0 && self.spare.capacity() > 0 {
             pool.put_spare(std::mem::take(&mut self.spare));
         }
     }
 
-    /// Returns true if nothing waits.
+    /// Returns true if no unsent bytes are queued.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Returns the last `bytes` waiting bytes, if they are in one buffer.
+    /// Returns the last `bytes` queued bytes. Returns `None` if they are not all in the last buffer.
     pub fn tail_bytes(&self, bytes: usize) -> Option<&[u8]> {
         let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
     }
 
-    /// Appends a frame, to be sent by [`Outbox::flush`].
+    /// Queues a frame. [`Outbox::flush`] sends it.
     pub fn push<M: bincode::Encode>(
         &mut self,
         kind: u8,
@@ -163,8 +165,8 @@ impl Outbox {
         self.push_frame(kind, number, message, extensions, payload, None)
     }
 
-    /// Appends a frame like [`Outbox::push`], with buffers from the pool. For connections that send many
-    /// frames at once.
+    /// Queues a frame like [`Outbox::push`], but takes buffers from `pool`. Intended for connections that
+    /// send many frames at once.
     pub fn push_pooled<M: bincode::Encode>(
         &mut self,
         kind: u8,
@@ -199,7 +201,7 @@ impl Outbox {
             tail.truncate(start);
             return Err(CodecError::TooLong);
         };
-        let metadata_length = metadata_bytes as u16; // `codec::encode` has checked the size.
+        let metadata_length = metadata_bytes as u16; // `codec::encode` ensures that the metadata fits.
         let header = Header { length, kind, flags: 0, metadata_length, number };
         tail[start..start + HEADER_BYTES].copy_from_slice(&header.encode());
         self.bytes += HEADER_BYTES + length as usize;
@@ -229,8 +231,8 @@ impl Outbox {
         }
     }
 
-    /// Returns the buffer for the next frame. Many small frames share a large buffer; a few share a small
-    /// one.
+    /// Returns the buffer to which the next frame is appended. `more` is the expected size of the frame. A
+    /// few small frames share a small buffer, and many small frames share a large one.
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
@@ -247,8 +249,8 @@ impl Outbox {
         let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
             unreachable!("the code above ensures that the last segment holds bytes")
         };
-        // Grows in powers of two, so that a buffer that can be kept as a spare does not become too large for
-        // that.
+        // Grows the buffer in powers of two up to `SPARE_BYTES_MAX`, because a buffer with a larger capacity
+        // would not be kept as a spare.
         let needed = tail.len() + more;
         if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
             tail.reserve_exact(needed.next_power_of_two() - tail.len());
@@ -256,8 +258,9 @@ impl Outbox {
         tail
     }
 
-    /// Sends as much as the socket takes. Returns true if nothing is left; otherwise, wait until the socket
-    /// is writable. Errors are those of `sendmsg(2)`, without `EAGAIN` and `EINTR`.
+    /// Sends as many queued bytes as the socket accepts. Returns true if all bytes were sent. Otherwise the
+    /// caller must wait until the socket is writable and call this function again. Returns the errors of
+    /// `sendmsg(2)`, except `EAGAIN` and `EINTR`.
     pub fn flush(&mut self, socket: impl AsFd, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             match self.send_once(&socket) {
@@ -271,8 +274,8 @@ impl Outbox {
         Ok(true)
     }
 
-    /// Enlarges the socket's send buffer if a large payload waits. Returns true if another attempt is
-    /// worthwhile.
+    /// Enlarges the socket's send buffer if a large payload is queued. Returns true if the buffer was
+    /// enlarged, so that the caller can try to send again.
     fn enlarge_send_buffer(&mut self, socket: &impl AsFd) -> bool {
         if self.has_large_send_buffer || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
             return false;
@@ -323,8 +326,8 @@ impl Outbox {
 /// True if `sendfile(2)` must not be used.
 static SENDFILE_IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
-/// Prevents SIGPIPE for all later writes of this process, by not using `sendfile(2)`, which has no
-/// `MSG_NOSIGNAL`. For threads of an application that neither block nor ignore the signal.
+/// Disables `sendfile(2)` in this process, so that no later write raises SIGPIPE. There is no `MSG_NOSIGNAL`
+/// for `sendfile(2)`. An application must call this function if its threads neither block nor ignore SIGPIPE.
 pub fn disable_sendfile() {
     SENDFILE_IS_DISABLED.store(true, Ordering::Relaxed);
 }

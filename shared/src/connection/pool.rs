@@ -1,8 +1,9 @@
-//! Reusable buffers.
+//! Reusable buffers for payloads and queued frames.
 
 use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
 
-/// Maximum ratio of a pooled buffer's size to the requested size. The whole buffer counts as memory in use.
+/// Maximum ratio of a pooled buffer's size to the requested size. The ratio is low because the whole buffer
+/// counts as memory in use.
 pub(super) const POOL_OVERSIZE_FACTOR_MAX: usize = 2;
 
 /// Maximum total size of the large buffers that a [`BufferPool`] keeps, in bytes.
@@ -11,17 +12,17 @@ pub(super) const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum number of coalescing buffers that a [`BufferPool`] keeps.
 const POOL_SEGMENTS_MAX: usize = 32;
 
-/// Maximum number of small coalescing buffers that a [`BufferPool`] keeps, for connections that send at the
-/// same time.
+/// Maximum number of small coalescing buffers that a [`BufferPool`] keeps.
 pub(super) const POOL_SPARES_MAX: usize = 128;
 
-/// Size in bytes at which a coalescing buffer is full. A full buffer takes no further frame.
+/// Size in bytes at which a coalescing buffer is full, so that no further frame is appended.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
-/// Capacity of a coalescing buffer. The last frame in it can have the size of the largest inline frame.
+/// Capacity of a coalescing buffer in bytes. Leaves room for a last frame with the largest inline payload.
 pub(super) const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
 
-/// A pool of large buffers. Page faults of fresh memory would cost more than copying the bytes.
+/// Pool of reusable buffers. With newly allocated buffers, page faults would take more time than copying the
+/// payloads.
 #[derive(Default)]
 pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
@@ -32,8 +33,8 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Returns a buffer with a capacity of at least `bytes` from the pool, or an empty buffer. The contents
-    /// are unspecified.
+    /// Takes a buffer with a capacity of at least `bytes` from the pool. Returns an empty buffer if the pool
+    /// has no such buffer. The contents of a pooled buffer are unspecified.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
         // Chooses the tightest fit, so that small payloads do not use huge buffers.
         let fits = bytes..=bytes.saturating_mul(POOL_OVERSIZE_FACTOR_MAX);
@@ -50,8 +51,8 @@ impl BufferPool {
         }
     }
 
-    /// Returns a buffer to the pool. Drops buffers that are too small or too large, and the oldest ones
-    /// beyond the limit.
+    /// Puts a buffer into the pool, unless the buffer is too small or too large. Drops the oldest buffers if
+    /// the total size exceeds `POOL_BYTES_MAX`.
     pub fn put(&mut self, buffer: Vec<u8>) {
         let bytes = buffer.capacity();
         if bytes <= INLINE_PAYLOAD_BYTES_MAX || bytes > POOL_BYTES_MAX {
@@ -59,23 +60,24 @@ impl BufferPool {
         }
         self.buffers.push(buffer);
         self.bytes += bytes;
-        // The oldest buffers are dropped, because their sizes are no longer requested.
+        // Drops the oldest buffers, because buffers of their sizes have not been requested for the longest
+        // time.
         while self.bytes > POOL_BYTES_MAX {
             self.bytes -= self.buffers.remove(0).capacity();
         }
     }
 
-    /// Returns an empty coalescing buffer.
+    /// Takes an empty coalescing buffer from the pool, or creates one.
     pub(super) fn take_segment(&mut self) -> Vec<u8> {
         self.segments.pop().unwrap_or_else(|| Vec::with_capacity(SEGMENT_CAPACITY))
     }
 
-    /// Returns an empty small coalescing buffer.
+    /// Takes an empty small coalescing buffer from the pool, or creates one.
     pub(super) fn take_spare(&mut self) -> Vec<u8> {
         self.spares.pop().unwrap_or_default()
     }
 
-    /// Returns a small coalescing buffer to the pool.
+    /// Puts a small coalescing buffer into the pool, unless the pool is full.
     pub(super) fn put_spare(&mut self, spare: Vec<u8>) {
         if self.spares.len() < POOL_SPARES_MAX {
             self.spares.push(spare);

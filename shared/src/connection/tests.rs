@@ -48,7 +48,7 @@ fn frames_of_all_sizes_arrive_in_order() {
     }
     assert!(outbox.is_empty() && !inbox.is_mid_frame());
     drop(here);
-    // Another test that starts a process can hold a copy briefly.
+    // A process that another test starts can briefly hold a copy of the socket.
     let began = std::time::Instant::now();
     while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
         assert!(began.elapsed().as_secs() < 30, "the end of the stream was not received");
@@ -57,7 +57,7 @@ fn frames_of_all_sizes_arrive_in_order() {
 }
 
 #[test]
-fn kept_rest_arrives_with_the_next_receive() {
+fn kept_frames_arrive_with_next_receive() {
     let (here, there) = UnixStream::pair().unwrap();
     let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
     let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
@@ -76,7 +76,7 @@ fn kept_rest_arrives_with_the_next_receive() {
     }
     assert_eq!(numbers, [2, 3, 4]);
 
-    // Nothing more arrives on the socket, but a frame is available.
+    // No further bytes arrive on the socket, but the next receive returns the kept frame.
     outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
     outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
     assert!(outbox.flush(&here, &mut pool).unwrap());
@@ -88,7 +88,7 @@ fn kept_rest_arrives_with_the_next_receive() {
 }
 
 #[test]
-fn payload_that_is_not_accepted_is_never_stored() {
+fn unaccepted_payload_is_never_stored() {
     let (here, there) = UnixStream::pair().unwrap();
     let mut outbox = Outbox::default();
     outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
@@ -102,7 +102,7 @@ fn payload_that_is_not_accepted_is_never_stored() {
         while let Some(item) = batch.next().unwrap() {
             match item {
                 Item::Announced { header, .. } | Item::Frame { header, .. } => seen.push(header.number),
-                Item::Large { .. } => panic!("stored"),
+                Item::Large { .. } => panic!("the payload was stored"),
             }
         }
         assert!(inbox.held_bytes() < 100);
@@ -111,7 +111,7 @@ fn payload_that_is_not_accepted_is_never_stored() {
 }
 
 #[test]
-fn held_memory_follows_the_received_bytes() {
+fn held_memory_is_proportional_to_received_bytes() {
     let total = 8 << 20;
     let mut announcement = Outbox::default();
     announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
@@ -121,7 +121,8 @@ fn held_memory_follows_the_received_bytes() {
     bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
     let (mut here, there) = UnixStream::pair().unwrap();
     let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
-    // Two bytes must not hold memory for earlier payloads or for the announced size.
+    // After two bytes of the payload, the inbox must not hold a buffer of the announced size, not even one
+    // from the pool.
     pool.put(vec![1; total]);
     let mut sent = 0;
     for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {
@@ -140,7 +141,7 @@ fn held_memory_follows_the_received_bytes() {
                 }
                 Some(Item::Large { payload, .. }) => {
                     assert!(arrived == total && payload == bytes[payload_at..]);
-                    assert!(pool.bytes < total, "the pool's buffer was used");
+                    assert!(pool.bytes < total, "the pooled buffer was not used");
                     return;
                 }
                 _ => {}
@@ -154,7 +155,7 @@ fn held_memory_follows_the_received_bytes() {
 }
 
 #[test]
-fn pool_drops_unusable_buffers() {
+fn buffer_pool_drops_oversized_buffers() {
     let mut pool = BufferPool::default();
     pool.put(Vec::with_capacity(POOL_BYTES_MAX));
     assert_eq!(pool.take(100_000).capacity(), 0, "the buffer is too large for the request");
@@ -188,10 +189,10 @@ fn idle_connections_share_buffers() {
             outbox.push_pooled(kind::JOB, 1, &Empty, &[], payload, &mut pool).unwrap();
             outbox.release_buffer(&mut pool);
         }
-        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "bytes are waiting");
+        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "the buffer still holds unsent bytes");
         assert!(outbox.flush(&here, &mut pool).unwrap());
         outbox.release_buffer(&mut pool);
-        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both share a buffer");
+        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "both connections share a buffer");
         drain(&mut inbox, &there, &mut scratch);
     }
     (0..2 * POOL_SPARES_MAX).for_each(|_| pool.put_spare(Vec::with_capacity(1)));

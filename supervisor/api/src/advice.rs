@@ -1,4 +1,4 @@
-//! Advice on the limits of a bulkhead, with the observations behind it.
+//! Advice on the limits of a bulkhead, with the observations that the advice is based on.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::Text;
 pub struct Advice<S: Default = Setting> {
     /// Name of the bulkhead.
     pub bulkhead: String,
-    /// Length of the observation.
+    /// Length of the observation in milliseconds.
     pub watched_ms: u64,
     /// Number of observed jobs.
     pub jobs: u64,
-    /// True if the observation is sufficient to rely on. Otherwise the advice is provisional.
+    /// True if the observation was long enough and included enough jobs. Otherwise the advice is provisional.
     pub enough: bool,
-    /// The reason why the observation is not sufficient.
+    /// Explains which observations are missing, if `enough` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Observations that the advice is based on.
@@ -35,7 +35,7 @@ pub struct Advice<S: Default = Setting> {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Proposal<S: Default = Setting> {
-    /// Key in the configuration file.
+    /// Name of the key in the configuration file.
     pub key: Text,
     /// Current value.
     pub now: S,
@@ -49,15 +49,15 @@ pub struct Proposal<S: Default = Setting> {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Kept<S: Default = Setting> {
-    /// Key in the configuration file.
+    /// Name of the key in the configuration file.
     pub key: Text,
     /// Current value.
     pub now: S,
-    /// The reason to keep the value.
+    /// The reason for keeping the current value.
     pub reason: String,
 }
 
-/// The value of a key, as in the configuration file.
+/// The value of a key, written as in the configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum Setting {
@@ -70,53 +70,56 @@ pub enum Setting {
     Text(String),
 }
 
-/// Observations of a bulkhead. Shares of time refer to the time with jobs.
+/// Observations of a bulkhead. Each share of time is a fraction of `busy_ms`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(rename = "Seen")]
 pub struct Observations {
-    /// Length of the observation. Not serialized, because [`Advice`] has it.
+    /// Length of the observation. Not serialized, because [`Advice`] contains it as `watched_ms`.
     #[serde(skip)]
     pub watched: Duration,
-    /// True if the limits changed at the beginning of the observation. Not serialized.
+    /// True if the observation began when the limits were changed. Not serialized.
     #[serde(skip)]
     pub was_changed: bool,
-    /// Number of submitted jobs. Not serialized, because [`Advice`] has it.
+    /// Number of submitted jobs. Not serialized, because [`Advice`] contains it as `jobs`.
     #[serde(skip)]
     pub jobs: u64,
-    /// Time with jobs, summed over isolated tenants.
+    /// Time in milliseconds during which the bulkhead had jobs. With isolated tenants, the sum over all
+    /// tenants.
     pub busy_ms: u64,
-    /// Jobs in flight under the current limits.
+    /// Number of jobs in flight since the last change of the limits.
     pub concurrency: Marks<u64>,
-    /// Jobs in flight and queued.
+    /// Number of jobs in flight or queued.
     pub demand: Marks<u64>,
-    /// Queued jobs.
+    /// Number of queued jobs.
     pub queued: Marks<u64>,
     /// Maximum number of jobs in flight.
     pub limit: u64,
-    /// Share of time without a free permit.
+    /// Share of time during which no permit was free.
     pub time_at_limit: f64,
-    /// Share of time with missing workers.
+    /// Share of time during which workers were missing.
     pub time_short_of_workers: f64,
-    /// Number of jobs that a worker ran.
+    /// Number of jobs that workers ran.
     pub ran: u64,
-    /// Waiting times of jobs.
+    /// Time that jobs waited in the queue, in milliseconds.
     pub queue_ms: Marks<f64>,
-    /// Run times of jobs.
+    /// Run times of jobs in milliseconds.
     pub run_ms: Marks<f64>,
-    /// Mean run time.
+    /// Mean run time of jobs in milliseconds.
     pub run_mean_ms: f64,
-    /// Rejected jobs, by reason.
+    /// Number of rejected jobs for each reason.
     pub rejected: BTreeMap<Text, u64>,
-    /// Jobs that missed their deadline.
+    /// Number of jobs that missed their deadline.
     pub deadline_exceeded: DeadlineMisses,
-    /// Processors used per job in flight, if known.
+    /// Average number of processors that a job in flight used. Absent if jobs ran for less than a second in
+    /// total.
     pub processors_per_job: Option<f64>,
-    /// Largest resident memory of one worker, if meaningful.
+    /// Largest resident memory of a single worker in bytes. Absent for `exec` bulkheads, whose jobs run in
+    /// other processes.
     pub rss_max_bytes: Option<u64>,
 }
 
-/// A distribution, by its quantiles and maximum.
+/// Median, 99th percentile and maximum of a measured quantity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
@@ -126,16 +129,16 @@ pub struct Marks<T: Default> {
     pub max: T,
 }
 
-/// Jobs that missed their deadline.
+/// Numbers of jobs that missed their deadline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(rename = "Late")]
 pub struct DeadlineMisses {
-    /// Jobs that missed it while queued.
+    /// Number of jobs that missed their deadline while queued.
     pub queued: u64,
-    /// Jobs that missed it while running.
+    /// Number of jobs that missed their deadline while running.
     pub running: u64,
-    /// Running jobs that had the bulkhead's own deadline. Not serialized.
+    /// Number of jobs that missed the bulkhead's default deadline while running. Not serialized.
     #[serde(skip)]
     pub by_own: u64,
 }

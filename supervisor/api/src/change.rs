@@ -3,36 +3,38 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// Limits of a running bulkhead to change. Absent fields stay unchanged.
+/// New limits of a running bulkhead. Limits whose fields are absent stay unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
-    /// Jobs in flight per worker process. Excess jobs already in flight run to their end.
+    /// Maximum number of jobs in flight per worker process. Jobs above a lowered limit run to completion.
     pub max_in_flight: Option<u32>,
-    /// Number of worker processes. Excess workers finish their jobs first.
+    /// Number of worker processes. If it is lowered, excess workers finish their jobs before they exit.
     #[schemars(range(min = 1))]
     pub processes: Option<u32>,
-    /// Maximum number of queued jobs. Excess jobs already in the queue stay.
+    /// Maximum number of queued jobs. If it is lowered, jobs that are already queued stay in the queue.
     pub max_queue: Option<u32>,
-    /// Rate limit of the bulkhead, or `null` for none.
+    /// Rate limit of the bulkhead, or `null` to remove the rate limit.
     #[serde(default, deserialize_with = "nullable")]
     #[schemars(with = "Option<ChangedRate>")]
     pub rate_limit: Option<Option<ChangedRate>>,
-    /// `forced_open`, or `auto` to let the breaker follow its own measurements.
+    /// Operating mode of the circuit breaker: `forced_open` keeps it open, and `auto` lets it follow its own
+    /// measurements.
     pub breaker: Option<BreakerMode>,
 }
 
-/// `rate_limit`, as in the configuration.
+/// A rate limit, as in the table `rate_limit` of the configuration.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChangedRate {
-    /// Jobs per second, above 0.
+    /// Maximum number of jobs per second, above 0.
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub per_second: f64,
     /// Burst size, at least 1. The default is `per_second`, rounded up.
     #[schemars(range(min = 1))]
     pub burst: Option<u32>,
-    /// The jobs that share the limit. The default is the current setting, or all jobs.
+    /// The jobs that share the rate limit. If absent, the current setting is kept; without a current rate
+    /// limit, all jobs of the bulkhead share it.
     pub per: Option<ChangedPer>,
 }
 
@@ -40,31 +42,33 @@ pub struct ChangedRate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ChangedPer {
-    /// All jobs.
+    /// All jobs of the bulkhead share one rate limit.
     Bulkhead,
-    /// The jobs of each tenant.
+    /// Each tenant has a separate rate limit.
     Tenant,
 }
 
-/// Control of a breaker.
+/// Operating mode of a circuit breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerMode {
-    /// The breaker stays open until further notice.
+    /// The breaker stays open until an operator sets the mode to `auto`.
     ForcedOpen,
     /// The breaker follows its own measurements.
     Auto,
 }
 
-/// Limits of one tenant, in place of the bulkhead's. Absent fields stay unchanged.
+/// New limits of one tenant, which replace those of the bulkhead. Limits whose fields are absent stay
+/// unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TenantChange {
-    /// Jobs of the tenant in flight; per worker process, if the tenant has separate workers.
+    /// Maximum number of the tenant's jobs in flight. If the tenant has separate workers, the limit applies
+    /// to each worker process.
     #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub max_in_flight: Option<u32>,
-    /// Number of worker processes, if the tenant has separate workers.
+    /// Number of worker processes of the tenant. Only valid if the tenant has separate workers.
     #[serde(default, deserialize_with = "non_null", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u32", range(min = 1))]
     pub processes: Option<u32>,
@@ -78,11 +82,11 @@ pub struct TenantChange {
     pub rate_limit: Option<TenantRate>,
 }
 
-/// `rate_limit` of one tenant.
+/// A rate limit for a single tenant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TenantRate {
-    /// Jobs per second, above 0.
+    /// Maximum number of jobs per second, above 0.
     #[schemars(extend("exclusiveMinimum" = 0))]
     pub per_second: f64,
     /// Burst size, at least 1. The default is `per_second`, rounded up.
@@ -90,12 +94,13 @@ pub struct TenantRate {
     pub burst: Option<u32>,
 }
 
-/// Deserializes a present key, which can be `null`.
+/// Deserializes the value of a key that is present. `null` becomes `Some(None)`.
 fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
 }
 
-/// Deserializes a present key and rejects `null`, because a tenant's limit can be changed but not removed.
+/// Deserializes the value of a key that is present. Rejects `null`, because a tenant's limit can be changed
+/// but not removed.
 fn non_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
     let value = Option::deserialize(value)?;
     let null_error =

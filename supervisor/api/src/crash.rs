@@ -1,4 +1,4 @@
-//! Crash reports with their ids and causes, and the results of running their jobs again.
+//! Crash reports, and the results of replaying the jobs in them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use crate::{Text, Word};
 
 /// Maximum size of one job's payload in a report, in bytes. The data plane keeps a copy of payloads up to
-/// this size while a worker has the job. For a larger payload, the report only has the size.
+/// this size while a worker has the job. For a larger payload, the report contains only the size.
 pub const PAYLOAD_BYTES_MAX: usize = INLINE_PAYLOAD_BYTES_MAX;
 
 /// Maximum total size of the payloads in one report, in bytes.
@@ -23,19 +23,20 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Maximum number of jobs in one report.
 pub const JOBS_MAX: usize = 32;
 
-/// The id of a crash report: the time in milliseconds, and a number that counts the supervisor's crashes. Its
-/// text is a valid file name, and texts sort by time: `20260307T101530123-0001`.
+/// The id of a crash report. It consists of the time of the crash in milliseconds and a number that the
+/// supervisor increments with each crash. The text form, such as `20260307T101530123-0001`, is a valid file
+/// name, and sorting the texts sorts the reports by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CrashId {
     at_ms: u64,
     number: u32,
 }
 
-/// Length of the time in a [`CrashId`], including the `T` between date and time.
+/// Number of characters of the time in a [`CrashId`], including the `T` between date and time.
 const TIME_DIGITS: usize = 18;
 
 impl CrashId {
-    /// Creates the id of a crash at this time.
+    /// Creates the id of a crash that occurred at the time `at`.
     pub fn new(at: SystemTime, number: u32) -> Self {
         let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
@@ -54,13 +55,13 @@ impl fmt::Display for CrashId {
     }
 }
 
-/// The text is not the id of a crash report.
+/// Error for a text that is not the id of a crash report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidCrashId;
 
 impl fmt::Display for InvalidCrashId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this is not the id of a crash report: it looks like 20260307T101530123-0001")
+        f.write_str("this is not the id of a crash report; such an id looks like 20260307T101530123-0001")
     }
 }
 
@@ -101,7 +102,7 @@ impl<'de> Deserialize<'de> for CrashId {
 }
 
 vocabulary! {
-    /// Kinds of crashes: those of the outcome `crashed`, and two for a failed start.
+    /// Kinds of crashes: the reasons of the outcome `crashed`, and two reasons why a worker failed to start.
     CauseKind {
         /// The process exited with a status.
         Exit = "exit",
@@ -115,9 +116,9 @@ vocabulary! {
         Protocol = "protocol",
         /// The process stopped responding.
         Hung = "hung",
-        /// The process did not send its hello in time.
+        /// The process did not send HELLO within the time limit.
         NoHello = "no_hello",
-        /// The process did not become ready in time.
+        /// The process did not become ready within the time limit.
         NotReady = "not_ready",
     }
 }
@@ -137,12 +138,12 @@ pub struct Cause {
     /// The forbidden system call, for [`CauseKind::Violation`], if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system_call: Option<String>,
-    /// Explanation that continues a sentence about the process.
+    /// Human-readable description that completes a sentence about the process, such as `killed by SIGSEGV`.
     pub message: String,
 }
 
 impl Cause {
-    /// True if both causes are equal apart from the message.
+    /// Returns true if both causes are equal apart from the message.
     pub fn has_same_cause(&self, other: &Self) -> bool {
         self.kind == other.kind
             && self.exit_code == other.exit_code
@@ -156,13 +157,13 @@ vocabulary! {
     Victim {
         /// A worker.
         Worker = "worker",
-        /// The program of one job in an `exec` bulkhead. Its worker survives.
+        /// The `exec` program that ran one job. The worker that started the program survives.
         Program = "program",
     }
 }
 
 vocabulary! {
-    /// Stage of a worker's life at the time of its death.
+    /// Activity of a worker at the time of its death.
     Stage {
         /// The worker was not ready yet.
         Starting = "starting",
@@ -179,7 +180,7 @@ vocabulary! {
 pub struct Usage {
     pub user_ms: u64,
     pub system_ms: u64,
-    /// Peak resident memory of the largest process.
+    /// Peak resident memory, in bytes, of the process that used the most.
     pub max_rss_bytes: u64,
 }
 
@@ -189,15 +190,16 @@ pub struct Usage {
 pub struct CrashReport {
     #[schemars(with = "String")]
     pub id: CrashId,
-    /// Time of the crash, or of the last of several equal crashes.
+    /// Time of the crash. If the report combines several crashes, the time of the latest one.
     #[serde(with = "rfc3339")]
     #[schemars(with = "String")]
     pub at: SystemTime,
-    /// Number of equal crashes in this report. Only crashes before a worker is ready are combined.
+    /// Number of crashes that this report stands for. Only crashes with equal causes before a worker was
+    /// ready are combined.
     #[serde(default = "one")]
     pub count: u32,
     pub bulkhead: String,
-    /// The only tenant that the worker served, if tenants are isolated.
+    /// The tenant that the worker was reserved for, if tenants are isolated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub victim: Word<Victim>,
@@ -209,17 +211,17 @@ pub struct CrashReport {
     pub slot: u32,
     pub generation: u32,
     pub uptime_ms: u64,
-    /// Number of jobs that the worker had answered.
+    /// Number of jobs that the worker had completed.
     pub served: u64,
-    /// Resource usage. Unknown for a program, and for a worker that outlived its keeper.
+    /// Resource usage of the worker. Absent for a program, and for a worker that died after its keeper.
     #[serde(default)]
     pub usage: Option<Usage>,
-    /// Number of jobs that the worker held.
+    /// Number of jobs that were in flight in the worker.
     pub in_flight: u32,
-    /// Index in `jobs` of the job that caused the crash, if known.
+    /// Index, in `jobs`, of the job that caused the crash. Absent if that job is not known.
     #[serde(default)]
     pub culprit: Option<usize>,
-    /// Jobs that the worker held, or the oldest of them.
+    /// Jobs that were in flight in the worker. If there were too many for a report, only the oldest.
     pub jobs: Vec<CrashJob>,
     #[serde(default)]
     pub stderr_tail: Option<String>,
@@ -242,30 +244,31 @@ pub struct CrashJob {
     pub tenant: String,
     #[serde(default)]
     pub trace_id: Option<String>,
-    /// Number of dispatches to a worker, including the last.
+    /// Number of attempts to run the job, including the one that ended with the crash.
     pub attempts: u32,
-    /// Time that this worker had the job.
+    /// Time in milliseconds between the dispatch of the job to this worker and the crash.
     pub ran_ms: u64,
-    /// True if the client was already answered, because of the deadline or its cancellation. Nothing else is
-    /// known about such a job.
+    /// True if the client already had the outcome of this job, because its deadline had passed or the client
+    /// had cancelled it. The supervisor then knows nothing else about the job.
     pub is_answered: bool,
-    /// True if the worker died before it read the job. The job then had no effect.
+    /// True if the worker died before it read the job, so that the job had no effect.
     pub is_unread: bool,
     pub payload_bytes: u64,
-    /// Payload in base64. Absent if the job had none, or if it was not kept.
+    /// Payload in base64. Absent if the job had no payload, or if the supervisor kept no copy of it.
     #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// BLAKE3 hash of the payload, if the payload is present.
+    /// BLAKE3 hash of the payload. Present if `payload` is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
-    /// Hash of operation and payload, as in the event `job_quarantined`. Only with `poison`.
+    /// Hash of operation and payload, as in the event `job_quarantined`. Present only if the bulkhead has a
+    /// table `poison`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
 impl CrashJob {
-    /// True if the job can be run again.
+    /// Returns true if the job can be run again.
     pub fn is_replayable(&self) -> bool {
         self.payload.is_some()
     }
@@ -278,7 +281,7 @@ pub struct Crashes {
     pub crashes: Vec<Summary>,
 }
 
-/// An entry in the list of crashes.
+/// Summary of a crash report, as in the list of crashes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Crash")]
 #[expect(missing_docs, reason = "the names match the report")]
@@ -294,19 +297,19 @@ pub struct Summary {
     pub stage: Word<Stage>,
     #[serde(flatten)]
     pub cause: Cause,
-    /// Operation of the culprit, or of the only job.
+    /// Operation of the job that caused the crash, or of the only job in flight.
     pub operation: Option<String>,
     pub tenant: Option<String>,
     pub pid: u32,
     pub uptime_ms: u64,
     pub served: u64,
     pub in_flight: u32,
-    /// True if a job of the report can be run again.
+    /// True if at least one job of the report can be run again.
     pub is_replayable: bool,
 }
 
 impl CrashReport {
-    /// Returns the entry for the list of crashes.
+    /// Returns the summary for the list of crashes.
     pub fn summary(&self) -> Summary {
         let job = match (self.culprit, &self.jobs[..]) {
             (Some(culprit), jobs) => jobs.get(culprit),
@@ -332,8 +335,8 @@ impl CrashReport {
         }
     }
 
-    /// True if the report is within the limits of a genuine report. A report read from a file can come from
-    /// any process.
+    /// Returns true if the report is within the limits that the supervisor applies when it writes a report.
+    /// Reports read from files need this check, because any process can have written the file.
     pub fn is_valid(&self) -> bool {
         let is_short = |text: &str, max: usize| text.len() <= max && !text.contains('\0');
         let is_valid_job = |job: &CrashJob| {
@@ -350,15 +353,15 @@ impl CrashReport {
 }
 
 vocabulary! {
-    /// Result of a replay, ordered by similarity to the original crash.
+    /// Result of a replay. The variants are ordered by increasing similarity to the original crash.
     ReplayVerdict {
-        /// The job did not run, because there was no worker for it.
+        /// The job did not run, because no worker was available.
         NotRun = "not_run",
         /// The job ended without a crash.
         NoCrash = "no_crash",
-        /// The job crashed with another cause.
+        /// The job crashed again, but with a different cause.
         Different = "different",
-        /// The job crashed with the same cause.
+        /// The job crashed again with the cause of the original crash.
         Same = "same",
     }
 }
@@ -368,27 +371,27 @@ vocabulary! {
 pub struct Replay {
     /// Cause of the original crash.
     pub before: Cause,
-    /// Bulkhead of the crash.
+    /// Name of the bulkhead in which the crash occurred.
     pub bulkhead: String,
-    /// Id of the report.
+    /// Id of the crash report.
     #[schemars(with = "String")]
     pub id: CrashId,
-    /// Results of the jobs, which ran one after the other.
+    /// Results of the jobs, in the order in which they were run.
     pub replays: Vec<ReplayedJob>,
-    /// The verdict most similar to the original crash.
+    /// Overall verdict: among the verdicts of all jobs, the one most similar to the original crash.
     pub verdict: Word<ReplayVerdict>,
 }
 
-/// A job that was run again.
+/// Result of a job that was run again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[expect(missing_docs, reason = "the names match the outcome and the report")]
 pub struct ReplayedJob {
     pub cause: Option<Cause>,
-    /// Index of the job in the report.
+    /// Index of the job in the crash report.
     pub job: usize,
     pub message: Option<String>,
     pub operation: String,
-    /// Outcome of the job. Absent with `reason` if the job did not run.
+    /// Outcome of the job. Both `outcome` and `reason` are absent if the job did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<Text>,
     pub payload_bytes: u64,
@@ -438,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_only_exact_ids() {
+    fn crash_id_parser_accepts_only_exact_form() {
         let id = CrashId::new(SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_878_530_123), 1);
         assert_eq!(id.to_string(), "20260307T101530123-0001");
         assert_eq!("20260307T101530123-0001".parse(), Ok(id));
@@ -464,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_sort_by_time() {
+    fn crash_ids_sort_by_time() {
         let at = |ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms);
         let ids = [CrashId::new(at(1), 9), CrashId::new(at(1), 10), CrashId::new(at(2), 1)];
         let texts = ids.map(|id| id.to_string());
@@ -472,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_report_of_newer_supervisor() {
+    fn crash_report_of_newer_supervisor_can_be_read() {
         let document = serde_json::json!({
             "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
             "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,

@@ -1,4 +1,4 @@
-//! Events. Each kind is declared once, with its fields in log order.
+//! Operator events. Each kind is declared once, with its fields in the order in which the log shows them.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -12,34 +12,36 @@ vocabulary! {
     Severity {
         /// Normal operation.
         Info = "info",
-        /// An operator should know about it.
+        /// An operator should know about the event.
         Warning = "warning",
         /// An operator should act.
         Critical = "critical",
     }
 }
 
-/// An event, as shown by `GET /v1/events` and `GET /v1/watch`. A reader can show events of unknown kinds.
+/// An event, as shown by `GET /v1/events` and `GET /v1/watch`. A reader can show events whose kind it does
+/// not know.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Event {
-    /// Time of the event: RFC 3339, in UTC.
+    /// Time of the event in UTC, formatted as in RFC 3339.
     pub at: String,
-    /// Sequence number; the first is 1.
+    /// Sequence number of the event, starting at 1.
     pub seq: u64,
-    /// Severity.
+    /// Severity of the event.
     pub severity: Word<Severity>,
     /// Kind of the event.
     pub kind: Text,
-    /// The bulkhead concerned, if any.
+    /// Name of the bulkhead that the event is about. Absent if the event is about the whole supervisor.
     pub bulkhead: Option<String>,
-    /// Fields of the kind.
+    /// Further fields, which depend on the kind.
     #[serde(flatten)]
     pub fields: Map<String, Value>,
 }
 
 impl Event {
-    /// Returns the kind with its fields, or [`EventKind::Unknown`] if the reader does not know the kind.
+    /// Returns the kind with its fields. Returns [`EventKind::Unknown`] if this version does not know the
+    /// kind, or if a field has the wrong type.
     pub fn event_kind(&self) -> EventKind {
         let mut tagged = self.fields.clone();
         tagged.insert("kind".to_owned(), json!(self.kind));
@@ -47,8 +49,8 @@ impl Event {
     }
 }
 
-/// Declares the kinds. Fields in the first braces are always present; fields in the second are left out
-/// without a value.
+/// Declares the event kinds. Fields in the first pair of braces are always present. Fields in the second pair
+/// are omitted if they have no value.
 macro_rules! events {
     ($($(#[serde($flag:ident)])? $(#[doc = $sentence:literal])+ $variant:ident = $kind:literal
         { $($field:ident: $type:ty),* } $({ $($more:ident: $more_type:ty),* })?;)*) => {
@@ -64,7 +66,7 @@ macro_rules! events {
                 $(#[serde(default)] $field: $type,)*
                 $($(#[serde(default)] $more: Option<$more_type>,)*)?
             },)*
-            /// A kind that only a newer supervisor knows.
+            /// A kind that this version does not know.
             #[serde(other)]
             Unknown,
         }
@@ -89,7 +91,7 @@ macro_rules! events {
                 }
             }
 
-            /// Returns the fields with their values, in log order.
+            /// Returns the fields with their values, in the order in which the log shows them.
             pub fn fields(&self) -> Vec<(&'static str, Value)> {
                 match self {
                     $(Self::$variant { $($field,)* $($($more,)*)? } => {
@@ -108,7 +110,7 @@ macro_rules! events {
 events! {
     /// A worker process has started.
     WorkerStarted = "worker_started" { pid: u32, slot: u32, generation: u32 };
-    /// A worker is ready for jobs.
+    /// A worker has become ready for jobs.
     WorkerReady = "worker_ready" { pid: u32, generation: u32, after_ms: f64 };
     /// A worker's program could not be executed.
     WorkerNotStarted = "worker_not_started" { slot: u32, message: String };
@@ -119,31 +121,31 @@ events! {
     };
     /// A worker is killed because it stopped responding.
     WorkerHung = "worker_hung" { pid: u32, reason: String };
-    /// A worker is killed because of a deadline or a protocol violation, or because it does not end by
-    /// itself.
+    /// A worker is killed because of a deadline or a protocol violation, or because it did not exit when
+    /// asked to.
     WorkerKilled = "worker_killed" { pid: u32, reason: String };
     /// A worker is replaced because of `recycle`, a restart, a resize or a reload.
     WorkerRecycled = "worker_recycled" { pid: u32, reason: Text };
-    /// A spare has taken over a slot.
+    /// A spare worker has taken over a slot.
     SpareTookOver = "spare_took_over" { pid: u32, slot: u32, generation: u32 };
-    /// A worker that should be replaced stays in service, because its replacement does not start.
+    /// A worker that should be replaced stays in service, because its replacement failed to start.
     ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
     /// The next worker of a slot starts after a delay.
     RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
-    /// No slot has a worker, or will get one soon.
+    /// The bulkhead has no worker, and no slot will get one soon.
     BulkheadFailed = "bulkhead_failed" { message: String };
-    /// A job is dispatched to another worker, because its worker has died.
+    /// A job is sent to another worker, because the worker that ran it has died.
     JobRetried = "job_retried" {
         job: String, attempts: u32, pid: Option<u32>, reason: Option<Text>, message: Option<String>
     } { operation: String, tenant: String };
-    /// A job is rejected from now on, because it kills workers.
+    /// Jobs with this operation and payload are rejected from now on, because they have killed workers.
     JobQuarantined = "job_quarantined" { job: String, digest: String } { operation: String, tenant: String };
     /// A job did not end before its deadline, or ran longer than its run limit.
     JobTimeout = "job_timeout" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, timeout_ms: f64, run_limit_ms: Option<f64>, actual_duration_ms: f64
     };
-    /// A job's worker has died.
+    /// A worker has died while it had this job.
     JobCrashed = "job_crashed" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
@@ -157,13 +159,14 @@ events! {
     /// The breaker has closed: jobs are admitted again.
     BreakerClosed = "breaker_closed" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// The queue has reached the level of `pressure.warn`.
+    /// The queue has filled to the level that `pressure.warn` sets.
     QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
-    /// Jobs exceed a rate limit: the limit of `tenant`, or, without `tenant`, the limit of the bulkhead.
+    /// Jobs exceed the rate limit of the tenant in `tenant` or, without this field, the rate limit of the
+    /// bulkhead.
     TenantThrottled = "tenant_throttled" { limit: String, retry_after_ms: f64 } { tenant: String };
-    /// A single tenant accounts for most of the recent evictions.
+    /// A single tenant's jobs caused most of the recent evictions.
     TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
-    /// Jobs of a bulkhead go to a fallback.
+    /// Jobs of a bulkhead are passed on to a fallback.
     FallbackUsed = "fallback_used" { target: String, reason: Option<Text>, jobs: u64 };
     /// A worker made a system call that its sandbox forbids.
     SandboxViolation = "sandbox_violation" { pid: u32, process: u32, system_call: Text };
@@ -175,9 +178,9 @@ events! {
     AccessRefused = "access_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
-    /// Connections waited for at least a second to be accepted, because too many arrive.
+    /// Connections waited at least a second to be accepted, because too many clients connected at once.
     ClientsDelayed = "clients_delayed" { for_ms: u64, accepted: u64 };
-    /// The adaptive limit has changed. Reported at most once in ten seconds.
+    /// The adaptive limit has changed. Reported at most once every ten seconds.
     LimitAdapted = "limit_adapted" { from: u32, to: u32, latency_ms: f64, target_ms: f64, min: u32, max: u32, mode: Text };
     /// An operator has changed limits.
     LimitsChanged = "limits_changed" {}
@@ -187,29 +190,30 @@ events! {
     /// The configuration file has errors and was not applied.
     ConfigRejected = "config_rejected" { file: String }
         { line: Option<usize>, message: Option<String>, errors: Vec<Value>, errors_in_all: usize };
-    /// A bulkhead that was removed from the configuration has ended its last job.
+    /// The last job of a bulkhead that was removed from the configuration has ended.
     BulkheadRemoved = "bulkhead_removed" { submitted: u64, done: u64 };
-    /// A bulkhead, or the whole supervisor, accepts no more jobs.
+    /// A bulkhead, or the whole supervisor, no longer accepts jobs.
     Draining = "draining" {} { drain_timeout_ms: u64 };
     /// A bulkhead accepts jobs again.
     Resumed = "resumed" {};
-    /// The supervisor has ended.
+    /// The supervisor has stopped.
     Stopped = "stopped" {};
-    /// Crashes were only counted, because there were too many.
+    /// No reports were written for a number of crashes, because too many occurred at once.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
     /// The job of a crash report was run again.
     CrashReplayed = "crash_replayed" { report: Option<CrashId>, verdict: Word<ReplayVerdict> };
-    /// The file of a socket was removed.
+    /// The file of a listening socket was removed.
     SocketRemoved = "socket_removed" { socket: String, path: String, message: String };
-    /// The file of a socket exists again.
+    /// The supervisor has created the file of a listening socket again.
     SocketRenewed = "socket_renewed" { socket: String, path: String };
-    /// The file of a socket could not be created again.
+    /// The supervisor could not create the file of a listening socket again.
     SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
-    /// The supervisor itself did not run for a while.
+    /// The supervisor did not run for a while: it was stopped, got no processor time, or the machine was
+    /// suspended.
     HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
     /// An error occurred in the supervisor itself.
     SupervisorTrouble = "supervisor_trouble" { what: String, detail: String };
-    /// Events of a kind were suppressed.
+    /// Some events of the kind in `of` were suppressed.
     EventsSuppressed = "events_suppressed" { of: Text, suppressed: u64 };
     /// The state of a bulkhead, on SIGUSR1.
     Summary = "summary" {
@@ -223,8 +227,8 @@ events! {
 }
 
 impl EventKind {
-    /// True if the kind occurs with single jobs and workers, and therefore as often. Events of other kinds
-    /// report state changes and are never suppressed.
+    /// Returns true if events of this kind report single jobs or workers and can therefore be as frequent as
+    /// jobs. Other kinds report state changes and are never suppressed.
     pub const fn is_frequent(&self) -> bool {
         matches!(
             self,
@@ -264,20 +268,23 @@ mod tests {
 
     /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
     #[test]
-    fn documentation_lists_all_kinds() {
+    fn documentation_lists_all_event_kinds() {
         let docs = std::fs::read_to_string(DOCS).unwrap();
-        let (head, rest) = docs.split_once("<!-- events -->\n").expect("the table has its place");
-        let (_, tail) = rest.split_once("<!-- end -->").expect("the table has an end");
+        let (head, rest) = docs.split_once("<!-- events -->\n").expect("the page has no start marker");
+        let (_, tail) = rest.split_once("<!-- end -->").expect("the page has no end marker");
         let current = format!("{head}<!-- events -->\n{}<!-- end -->{tail}", table());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/events.md is old; run this test with UPDATE_DOCS=1");
+        assert!(
+            docs == current,
+            "docs/operations/events.md is out of date; run this test with UPDATE_DOCS=1"
+        );
     }
 
     #[test]
-    fn reads_event_of_newer_supervisor() {
+    fn event_of_newer_supervisor_can_be_read() {
         let document = json!({
             "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
             "phase": "full",
@@ -285,7 +292,7 @@ mod tests {
         let event = Event::deserialize(&document).unwrap();
         assert_eq!((event.event_kind(), event.severity.as_str()), (EventKind::Unknown, "fatal"));
         assert_eq!((&*event.kind, &event.fields["phase"]), ("moon_rose", &json!("full")));
-        assert_eq!(serde_json::to_value(&event).unwrap(), document, "nothing is lost");
+        assert_eq!(serde_json::to_value(&event).unwrap(), document, "unknown fields are kept");
         let document = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
         let kind = Event::deserialize(document).unwrap().event_kind();
         assert_eq!(kind, EventKind::WorkerStarted { pid: 5, slot: 0, generation: 0 });
@@ -295,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn all_kinds_survive_serialization() {
+    fn event_kinds_survive_serialization() {
         for kind in EventKind::KINDS {
             let event_kind = Event::deserialize(json!({"kind": kind})).unwrap().event_kind();
             assert_eq!(event_kind.name(), *kind);
@@ -307,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn absent_values_are_left_out_or_null() {
+    fn unset_event_fields_are_omitted() {
         let open = Word::from(BreakerState::Open);
         let kind = EventKind::BreakerOpened {
             from: open.clone(),

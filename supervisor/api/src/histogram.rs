@@ -1,13 +1,13 @@
-//! A histogram with logarithmic buckets, used for quantiles by the supervisor and the command.
+//! A histogram with logarithmic buckets. The supervisor and the `bulkhead` command compute quantiles with it.
 
 use std::ops::Range;
 
-/// Number of buckets to allocate at once.
+/// Buckets are allocated in multiples of this number.
 const BUCKETS_PER_ALLOCATION: usize = 8;
 
-/// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile exceeds
-/// the exact value by less than 1 / 2^(`PRECISION_BITS` − 1) of the value. Buckets are allocated only from the
-/// smallest to the largest value.
+/// A weighted histogram that keeps the `PRECISION_BITS` most significant bits of each value. A quantile
+/// exceeds the exact value by less than 1 / 2^(`PRECISION_BITS` − 1) of the value. Memory is allocated only
+/// for the buckets between the smallest and the largest value.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram<const PRECISION_BITS: u32 = 5> {
     /// Index of the first allocated bucket.
@@ -21,7 +21,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
     /// Number of buckets per doubling of the value.
     const STEPS: usize = 1 << (PRECISION_BITS - 1);
 
-    /// Adds weight at a value.
+    /// Adds `weight` to the bucket of `value`.
     #[inline]
     pub fn record(&mut self, value: u64, weight: u64) {
         let bucket = Self::bucket_of(value);
@@ -58,7 +58,8 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         self.max
     }
 
-    /// Returns the value at or below which this share of the weight lies, or 0 if the histogram is empty.
+    /// Returns the value at or below which the fraction `share` of the total weight lies, or 0 if the
+    /// histogram is empty.
     pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
         let mut cumulative = 0_u64;
@@ -69,13 +70,14 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         bucket.map_or(self.max, |bucket| Self::upper_bound(self.first + bucket).min(self.max))
     }
 
-    /// Returns the range of allocated buckets.
+    /// Returns the indices of the allocated buckets.
     #[inline]
     fn range(&self) -> Range<usize> {
         self.first..self.first + self.buckets.len()
     }
 
-    /// Allocates these buckets, and some around them.
+    /// Extends the allocated buckets so that they include the range `wanted`, rounded outwards to whole
+    /// blocks.
     #[cold]
     fn allocate(&mut self, wanted: Range<usize>) {
         let allocated = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
@@ -91,7 +93,7 @@ impl<const PRECISION_BITS: u32> Histogram<PRECISION_BITS> {
         shift as usize * Self::STEPS + (value >> shift) as usize
     }
 
-    /// Returns the largest value of a bucket.
+    /// Returns the largest value that falls into a bucket.
     fn upper_bound(bucket: usize) -> u64 {
         let shift = (bucket / Self::STEPS).saturating_sub(1);
         let significant = (bucket - shift * Self::STEPS) as u64;
@@ -123,13 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn values_have_promised_precision() {
+    fn histogram_buckets_have_promised_precision() {
         buckets_contain_their_values::<5>();
         buckets_contain_their_values::<7>();
     }
 
     #[test]
-    fn allocates_buckets_in_any_order() {
+    fn histogram_accepts_values_in_any_order() {
         let values = [40_000, 41_000, 900, 70_000_000, 0, u64::MAX, 5_000];
         let mut sorted = values;
         sorted.sort_unstable();
@@ -137,7 +139,7 @@ mod tests {
         for (at, value) in values.into_iter().enumerate() {
             both.0.record(value, 1);
             if at == 1 {
-                assert_eq!(both.0.buckets.len(), BUCKETS_PER_ALLOCATION, "two that are close");
+                assert_eq!(both.0.buckets.len(), BUCKETS_PER_ALLOCATION, "close values share an allocation");
             }
             let mut one = Histogram::default();
             one.record(value, 1);
@@ -155,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_follow_weights() {
+    fn histogram_quantiles_follow_weights() {
         let mut histogram = Histogram::<5>::default();
         assert_eq!((histogram.quantile(0.99), histogram.max(), histogram.total()), (0, 0, 0));
         histogram.record(3, 985);
@@ -165,6 +167,6 @@ mod tests {
         assert_eq!((histogram.quantile(0.99), histogram.quantile(1.0)), (7, 1_000_000));
         let mut other = Histogram::default();
         other.record(3, u64::MAX);
-        assert_eq!(histogram.merged(&other).total(), u64::MAX, "sums stay where they are at their end");
+        assert_eq!(histogram.merged(&other).total(), u64::MAX, "the total saturates");
     }
 }

@@ -1,8 +1,8 @@
-//! The documents that a supervisor writes for people and programs. Each document is a type that serializes to
-//! JSON, deserializes from JSON, and generates its JSON schema. This crate makes no decisions.
+//! The documents of the admin API. Each document is a type that serializes to JSON, deserializes from JSON,
+//! and generates its JSON schema. This crate contains no logic of the supervisor.
 //!
-//! A document can come from a newer or older supervisor. The reader ignores unknown fields, uses defaults for
-//! absent fields, and keeps unknown words unchanged.
+//! A document can come from a newer or older supervisor. Deserialization ignores unknown fields, uses
+//! defaults for absent fields, and keeps unknown words unchanged.
 
 mod advice;
 mod change;
@@ -33,5 +33,5 @@ pub use snapshot::{
 };
 pub use word::{Service, Word};
 
-/// Text that is mostly static in the supervisor and owned in a reader.
+/// Text in a document. The supervisor mostly borrows static text; a reader of documents owns the text.
 pub type Text = std::borrow::Cow<'static, str>;

@@ -1,4 +1,4 @@
-//! Outcomes of jobs with flattened fields, and problem documents of jobs and other requests.
+//! Outcomes of jobs as flat documents, and problem documents for failed jobs and failed requests.
 
 use std::time::Duration;
 
@@ -23,7 +23,8 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_ms: Option<f64>,
     pub executed: Word<Executed>,
-    /// Exit status of the worker that crashed, or of the program that ran the job (`exec`), if it exited.
+    /// Exit status of the worker that crashed or, with `exec`, of the program that ran the job. Absent if the
+    /// process did not exit by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
     /// The party responsible for a failure: `caller` or `dependency`.
@@ -38,12 +39,12 @@ pub struct JobOutcome {
     pub queued_ms: f64,
     pub ran_ms: f64,
     pub reason: Option<Text>,
-    /// Payload of a failure in base64: data from the handler, or the first 64 KiB of a program's standard
-    /// output.
+    /// Payload of a failed job in base64. It is data from the handler, or the first 64 KiB of a program's
+    /// standard output.
     #[serde(with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,
-    /// Id of the report about a crashed job: `GET /v1/crashes/{id}`.
+    /// Id of the crash report about this job, for `GET /v1/crashes/{id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,7 +52,7 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
     pub retryable: bool,
-    /// Maximum run time of each attempt, if limited.
+    /// Maximum run time of each attempt in milliseconds. Absent if there is no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,7 +66,7 @@ pub struct JobOutcome {
 }
 
 impl JobOutcome {
-    /// Converts an outcome. Leaves out the signal name.
+    /// Creates the document for an outcome. The name of the signal is left empty.
     pub fn new(outcome: &Outcome) -> Self {
         let verdict = &outcome.verdict;
         let failure = match verdict {
@@ -100,31 +101,31 @@ impl JobOutcome {
     }
 }
 
-/// Milliseconds with three digits behind the point.
+/// Returns the duration in milliseconds, rounded to three decimal places.
 pub fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// A problem document (RFC 9457). A problem of a job includes the fields of its outcome.
+/// A problem document (RFC 9457). The document for a failed job includes the fields of the job's outcome.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Problem {
-    /// Explanation for people, which continues the title.
+    /// Human-readable explanation. Read after the title.
     pub detail: String,
-    /// HTTP status.
+    /// HTTP status code.
     pub status: u16,
-    /// The status in words.
+    /// Name of the HTTP status.
     pub title: Text,
     /// Always `about:blank`, because no page describes the problem.
     #[serde(rename = "type")]
     pub kind: Text,
-    /// Further fields of the problem.
+    /// Additional fields.
     #[serde(flatten)]
     #[schemars(with = "ProblemFields")]
     pub fields: Map<String, Value>,
 }
 
-/// Fields that a problem can have: those of a job's outcome, and of a trace.
+/// Additional fields that a problem document can have: the fields of a job's outcome, and the id of a trace.
 #[derive(Serialize, JsonSchema)]
 struct ProblemFields {
     #[serde(flatten)]

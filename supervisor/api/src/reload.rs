@@ -1,4 +1,4 @@
-//! Changes of a reload, under the keys of the configuration file.
+//! Changes that a reload makes, listed by the keys of the configuration file.
 
 use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
@@ -11,9 +11,9 @@ use crate::Word;
 #[schemars(rename = "Reload")]
 #[serde(default)]
 pub struct Reloaded {
-    /// True if nothing was applied, because the request was a dry run.
+    /// True if the request was a dry run, so that no change was applied.
     pub dry_run: bool,
-    /// The changes.
+    /// Changes between the active configuration and the file.
     #[serde(flatten)]
     pub changes: Changes,
 }
@@ -22,13 +22,13 @@ pub struct Reloaded {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Changes {
-    /// Changed bulkheads: first the removed ones, then the others in the order of the file.
+    /// Changed bulkheads. Removed bulkheads come first, followed by the others in the order of the file.
     pub bulkheads: Vec<BulkheadChange>,
     /// Keys of `[supervisor]` with a new value.
     pub supervisor: Vec<String>,
-    /// True if `[[access]]` changed.
+    /// True if the rules in `[[access]]` changed.
     pub access: bool,
-    /// Keys of `[supervisor]` with a new value that only applies after a restart.
+    /// Keys of `[supervisor]` whose new value only takes effect after a restart.
     pub ignored: Vec<String>,
 }
 
@@ -40,11 +40,12 @@ pub struct BulkheadChange {
     pub bulkhead: String,
     /// Kind of change.
     pub change: Word<ChangeKind>,
-    /// Keys with a new value.
+    /// Keys of the bulkhead with a new value.
     pub keys: Vec<String>,
-    /// True if the workers are replaced, one after the other.
+    /// True if the reload replaces the workers, one after the other.
     pub replaces_workers: bool,
-    /// Keys whose live changes conflict with the new file. The values of the file apply.
+    /// Keys that an operator had changed through the admin API and whose changes conflict with the new file.
+    /// The values in the file now apply.
     pub live_dropped: Vec<String>,
 }
 
@@ -64,7 +65,7 @@ vocabulary! {
 }
 
 impl Changes {
-    /// True if there is nothing to apply. Ignored keys do not count.
+    /// Returns true if there is nothing to apply. Keys in `ignored` do not count.
     pub fn is_empty(&self) -> bool {
         self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
     }

@@ -14,24 +14,24 @@ pub struct Readiness {
     pub degraded: Vec<ShortState>,
     /// State of the supervisor, or of the requested bulkhead.
     pub status: Word<BulkheadState>,
-    /// Milliseconds after which to ask again, if no jobs can be sent.
+    /// Milliseconds after which to check again. Present only if no jobs can be sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
 }
 
-/// The short state of a bulkhead.
+/// Name and state of a bulkhead.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ShortState {
-    /// The reason if the bulkhead is degraded or failed.
+    /// Reason why the bulkhead is degraded or failed.
     pub detail: Option<String>,
     /// Name of the bulkhead.
     pub name: String,
-    /// State, as in the snapshot.
+    /// State of the bulkhead, as in `GET /v1/bulkheads/{name}`.
     pub state: Word<BulkheadState>,
 }
 
-/// Response to an operator's action.
+/// Response to a request that acts on a bulkhead.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Done {
@@ -41,16 +41,17 @@ pub struct Done {
     pub done: Text,
 }
 
-/// A line of `GET /v1/bulkheads/{name}/logs`.
+/// A line of output, as shown by `GET /v1/bulkheads/{name}/logs`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LogLine {
-    /// Number of lines dropped because the reader was too slow. All other fields are then absent.
+    /// Number of lines that were dropped because the reader was too slow. If present, all other fields are
+    /// absent.
     pub dropped: Option<u64>,
     /// Text of the line.
     pub line: String,
-    /// Process id of the writer.
+    /// Process id of the worker that wrote the line.
     pub pid: u32,
-    /// `stdout` or `stderr`.
+    /// Stream to which the line was written: `stdout` or `stderr`.
     pub stream: Text,
 }

@@ -1,5 +1,5 @@
-//! The state of a bulkhead at one moment. The data plane fills in the values, which is cheap, and another
-//! thread serializes them.
+//! Documents that describe the state of a bulkhead at one moment. The data plane only fills in the values,
+//! and another thread serializes them.
 
 use std::collections::BTreeMap;
 
@@ -24,28 +24,30 @@ pub struct Bulkheads {
 #[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Snapshot {
     pub name: String,
-    /// The isolated tenant, if this is the state of one tenant's part of the bulkhead.
+    /// Name of the isolated tenant, if the snapshot covers only this tenant's part of the bulkhead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub state: Word<BulkheadState>,
-    /// Explanation for people why the state is degraded or failed.
+    /// Human-readable reason why the bulkhead is degraded or failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// Service level, from the outcomes of the last minute. Absent for one tenant's part.
+    /// Service level, computed from the outcomes of the last minute. Absent if the snapshot covers a single
+    /// tenant.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<Word<Service>>,
-    /// Explanation for people why `service` is not `ok`: the most frequent outcome and reason.
+    /// Human-readable reason why `service` is not `ok`: the most frequent outcome with its reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_cause: Option<String>,
-    /// Active limits: worker processes, jobs in flight in each, and the rate limit. With isolated tenants,
-    /// the limits of one tenant.
+    /// Number of worker processes. This and the next two limits are the active ones, which an operator can
+    /// have changed. With isolated tenants, they apply to each tenant.
     pub processes: u32,
     pub max_in_flight: u32,
-    /// The key `start.mode`.
+    /// Value of the key `start.mode`.
     pub start_mode: Word<StartMode>,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
-    /// The adaptive limit, if there is one. With isolated tenants, of all tenants together.
+    /// Adaptive limit. Absent if none is configured. With isolated tenants, the limits of all tenants
+    /// combined.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
@@ -59,57 +61,58 @@ pub struct Snapshot {
     pub crashed: u64,
     pub deadline_exceeded: u64,
     pub cancelled: u64,
-    /// Rejected jobs, by reason.
+    /// Number of rejected jobs for each reason.
     pub rejected: BTreeMap<Text, u64>,
     pub breaker: Word<BreakerState>,
-    /// True if the configuration has a breaker. Otherwise only an operator can open it.
+    /// True if the configuration has a table `breaker`. Otherwise only an operator can open the breaker.
     pub has_breaker: bool,
-    /// Worker restarts for reasons other than `recycle`.
+    /// Number of worker restarts for reasons other than `recycle`.
     pub restarts: u64,
-    /// Jobs dispatched again because their worker died.
+    /// Number of retries of jobs whose worker died.
     pub retries: u64,
-    /// Payloads that are rejected because they kill workers.
+    /// Number of payloads that are quarantined because they killed workers.
     pub quarantined: u64,
-    /// Jobs submitted here that are now at a fallback. Their outcomes will count here.
+    /// Number of jobs that were passed on to a fallback and have not ended. Their outcomes will be counted
+    /// for this bulkhead.
     pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
-    /// The busiest tenants.
+    /// The busiest tenants, at most ten.
     pub tenants: Vec<Tenant>,
     pub workers: Vec<Worker>,
 }
 
 impl Snapshot {
-    /// Returns the number of rejected jobs, for all reasons together.
+    /// Returns the total number of rejected jobs.
     pub fn rejections(&self) -> u64 {
         self.rejected.values().fold(0, |sum, count| sum.saturating_add(*count))
     }
 }
 
-/// An adaptive limit, which follows the run times of jobs.
+/// An adaptive limit on running jobs, which is adjusted based on their run times.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Adaptive {
-    /// Whether the limit is enforced.
+    /// Mode of the adaptive limit, which says whether it is enforced.
     pub mode: Word<AdaptiveMode>,
-    /// The key `min`; with isolated tenants, of each tenant.
+    /// Value of the key `min`. With isolated tenants, it applies to each tenant.
     pub min: u32,
-    /// The key `max`; with isolated tenants, of each tenant.
+    /// Value of the key `max`. With isolated tenants, it applies to each tenant.
     pub max: u32,
-    /// The key `target`.
+    /// Value of the key `target` in milliseconds.
     pub target_ms: f64,
-    /// Maximum number of running jobs, or the value it would have if the limit were enforced. With isolated
-    /// tenants, of all tenants together.
+    /// Maximum number of running jobs or, if the limit is not enforced, the maximum that would apply. With
+    /// isolated tenants, the sum over all tenants.
     pub limit: u64,
-    /// Number of limits that `limit` is the sum of: one, or with isolated tenants one for each tenant with
-    /// workers.
+    /// Number of separate limits that add up to `limit`: one for each tenant with workers if tenants are
+    /// isolated, otherwise one.
     pub limits: u64,
-    /// 90th percentile of run times in the last window: the median over the tenants, or the slowest tenant
-    /// where each tenant has a limit.
+    /// 90th percentile of run times in the last window, in milliseconds. On shared workers, the median of the
+    /// tenants' percentiles; with isolated tenants, the percentile of the slowest tenant.
     pub latency_ms: Option<f64>,
-    /// Number of increases of the limit.
+    /// Number of times that the limit was raised.
     pub raised: u64,
-    /// Number of decreases of the limit.
+    /// Number of times that the limit was lowered.
     pub lowered: u64,
 }
 
@@ -120,7 +123,7 @@ pub struct Adaptive {
 pub struct Rate {
     pub per_second: f64,
     pub burst: u32,
-    /// `bulkhead` or `tenant`.
+    /// Scope of the rate limit: `bulkhead` or `tenant`.
     pub per: Text,
 }
 
@@ -134,7 +137,7 @@ impl From<RateLimit> for Rate {
     }
 }
 
-/// A tenant's share of a bulkhead.
+/// Numbers of jobs of one tenant in a bulkhead.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
@@ -155,7 +158,7 @@ pub struct Latencies {
     pub queue: Percentiles,
 }
 
-/// Percentiles in milliseconds; `null` without measurements.
+/// Percentiles of a duration in milliseconds, or `null` if nothing was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
@@ -171,7 +174,7 @@ pub struct Percentiles {
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are part of the contract and self-explanatory")]
 pub struct Worker {
-    /// The only tenant that the worker serves.
+    /// Name of the tenant that the worker is reserved for, if tenants are isolated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     pub slot: u32,
@@ -179,20 +182,20 @@ pub struct Worker {
     pub pid: Option<u32>,
     #[schemars(extend("enum" = bulkhead_policy::WORKER_STATES))]
     pub state: Text,
-    /// True for a spare, which takes over a slot when needed and runs no jobs before.
+    /// True if the worker is a spare, which runs no jobs until it takes over a slot.
     pub spare: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,
     pub served: u64,
     pub restarts: u64,
-    /// Resident memory according to `/proc`.
+    /// Resident memory in bytes, read from `/proc`.
     pub rss_bytes: Option<u64>,
-    /// Processor time according to `/proc`.
+    /// Processor time in milliseconds, read from `/proc`.
     pub cpu_ms: Option<u64>,
-    /// Last status message of the worker.
+    /// Last status message that the worker sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
-    /// Cause of death of the previous worker in this slot.
+    /// Reason why the previous worker in this slot ended.
     pub last_exit: Option<String>,
     /// Confinement of the worker, as read back from the kernel when its program started.
     pub confinement: Option<Confinement>,
@@ -202,29 +205,29 @@ pub struct Worker {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Confinement {
-    /// The configured profile.
+    /// Name of the configured sandbox profile.
     pub profile: Text,
-    /// True if the worker cannot gain privileges by executing a program.
+    /// True if executing a program cannot give the worker additional privileges.
     pub no_new_privs: bool,
-    /// `filter` or `none`.
+    /// Seccomp mode of the worker: `filter` or `none`.
     pub seccomp: Text,
-    /// ABI version of the Landlock rules.
+    /// ABI version of the Landlock rules. Absent if Landlock is not used.
     pub landlock: Option<u32>,
-    /// All capabilities, as a hexadecimal mask.
+    /// Capabilities of the worker, as a hexadecimal mask.
     pub capabilities: String,
     /// Namespaces that are not shared with the supervisor.
     pub namespaces: Vec<Text>,
-    /// User id outside of user namespaces.
+    /// User id of the worker, as seen outside its user namespace.
     pub uid: Option<u32>,
-    /// Group id outside of user namespaces.
+    /// Group id of the worker, as seen outside its user namespace.
     pub gid: Option<u32>,
     /// True if the worker has a separate cgroup.
     pub cgroup: bool,
-    /// `own`, or `shared` with the supervisor.
+    /// `own` if the worker has a separate user id, or `shared` if it runs with the supervisor's user id.
     pub identity: Text,
-    /// Layers of the profile that are missing on this machine.
+    /// Layers of the sandbox profile that are not available on this machine.
     pub missing: Vec<Text>,
-    /// True if the worker was forked. The fields then describe its template.
+    /// True if the worker was forked from a template. The other fields then describe the template.
     pub inherited: bool,
 }
 
@@ -235,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_snapshot_of_other_versions() {
+    fn snapshot_of_other_versions_can_be_read() {
         let json = json!({
             "name": "b", "state": "asleep", "service": "splendid", "breaker": "ajar", "mood": {"now": "fine"},
             "rejected": {"too_noisy": 7}, "rate_limit": {"per_second": 1.5, "burst": 2, "per": "planet"},

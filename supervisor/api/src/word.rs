@@ -1,4 +1,4 @@
-//! Words of a fixed vocabulary. The code compares values, and documents contain their names.
+//! Words of a fixed vocabulary. Code uses the enum values, and documents contain the names.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Text;
 
-/// A word of a vocabulary, or an unknown word of a newer supervisor.
+/// A word of a vocabulary, or a word that only another version of the supervisor knows.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Word<V> {
     /// A word of the vocabulary.
     Known(V),
-    /// An unknown word, unchanged.
+    /// A word that this version does not know, unchanged.
     Other(Text),
 }
 
@@ -85,13 +85,13 @@ impl<V: Vocabulary> schemars::JsonSchema for Word<V> {
 }
 
 vocabulary! {
-    /// Service level of a bulkhead, from the outcomes of the last minute.
+    /// Service level of a bulkhead, computed from the outcomes of the last minute.
     Service {
-        /// Nearly all jobs end `ok`, or there are too few to tell.
+        /// At most 5 % of the jobs ended with another outcome than `ok`, or there were too few jobs to tell.
         Ok = "ok",
-        /// More than 5 % of the jobs do not end `ok`.
+        /// More than 5 % of the jobs ended with another outcome than `ok`.
         Degraded = "degraded",
-        /// More than half of the jobs do not end `ok`.
+        /// More than half of the jobs ended with another outcome than `ok`.
         Failing = "failing",
     }
 }

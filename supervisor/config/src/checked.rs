@@ -1,5 +1,5 @@
-//! The checked configuration: plain values, resolved and verified. This module does not know TOML. A
-//! [`Config`] is always valid, so code that has one does not check the values again.
+//! The checked configuration. A [`Config`] contains plain values without positions in the file. It is always
+//! valid, so its users do not check the values again. This module does not depend on TOML.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::{AccessConfig, BulkheadConfig, SupervisorConfig};
 
-/// Metrics label of all tenants without a separate label, and of jobs without a tenant.
+/// Label in the metrics for tenants that have no separate label, and for jobs without a tenant.
 pub const OTHER_TENANTS: &str = "_other";
 
 /// A complete configuration.
@@ -16,17 +16,19 @@ pub const OTHER_TENANTS: &str = "_other";
 pub struct Config {
     /// Absolute path of the configuration file.
     pub path: PathBuf,
-    /// `[supervisor]`.
+    /// Settings of `[supervisor]`.
     pub supervisor: SupervisorConfig,
-    /// `[[access]]`, in the order of the file. Empty: the supervisor's own user and root can do everything.
+    /// Rules of `[[access]]`, in the order of the file. Without any rule, only root and the supervisor's own
+    /// user have access, to all bulkheads.
     pub access: Vec<AccessConfig>,
-    /// The bulkheads, in the order of the file: at least one, with unique names.
+    /// All bulkheads, in the order of the file. There is at least one, and names are unique.
     pub bulkheads: Vec<BulkheadConfig>,
 }
 
 impl Config {
-    /// Returns the tenants with a separate metrics label, sorted: the first `tenant_labels` tenants that the
-    /// file names. Other tenants get no label, so that clients cannot create any number of labels.
+    /// Returns the sorted names of the tenants that have a separate label in the metrics. These are the first
+    /// `tenant_labels` tenants that the file names. Clients cannot add labels, because tenants that the file
+    /// does not name have none.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

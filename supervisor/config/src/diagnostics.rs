@@ -1,5 +1,5 @@
-//! Problems of a configuration file: collected while the file is read, then shown together in the style of
-//! rustc. This module knows text and positions, but not the meaning of keys.
+//! Problems of a configuration file. Problems are collected while the file is read, and then shown together
+//! in the style of rustc. This module handles text and positions, and does not know the meaning of keys.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use annotate_snippets::{AnnotationKind, Level, Origin, Renderer, Snippet};
 use serde::Serialize;
 
-/// Maximum number of problems shown in full; further problems are counted. [`ConfigErrors::problems`] has all
-/// of them.
+/// Maximum number of problems that a report shows. Further problems are only counted in the report, but
+/// [`ConfigErrors::problems`] returns all of them.
 const SHOWN_MAX: usize = 100;
 
-/// Maximum number of characters of a text from the file that a message repeats.
+/// Maximum number of characters that a message quotes from the file.
 const QUOTED_CHARS_MAX: usize = 80;
 
 /// All problems of a configuration file, in the order of the file.
@@ -28,7 +28,7 @@ pub struct ConfigErrors {
 /// A problem of a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Problem {
-    /// Position of the problem, unless the file as a whole could not be read.
+    /// Position of the problem. `None` if the file as a whole could not be read.
     #[serde(flatten)]
     pub at: Option<Position>,
     /// Description of the problem: one sentence without a full stop.
@@ -44,28 +44,29 @@ pub struct Problem {
 pub struct Position {
     /// Line number, starting at 1.
     pub line: usize,
-    /// Character in the line, starting at 1.
+    /// Column number in characters, starting at 1.
     pub column: usize,
 }
 
 impl ConfigErrors {
-    /// Returns an error about the file as a whole, which cannot be read.
+    /// Creates an error for a file that cannot be read at all.
     pub(super) fn of_file(path: &Path, message: String, help: &str) -> Self {
         let problem = Problem { at: None, message, help: Some(help.to_owned()), span: 0..0 };
         Self { path: path.to_owned(), text: String::new(), problems: vec![problem] }
     }
 
-    /// Returns the path of the file, as passed by the caller.
+    /// Returns the path of the configuration file, as passed by the caller.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the problems, at least one, in the order of the file.
+    /// Returns all problems in the order of the file. There is at least one.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// Returns the complete report: each problem with file, line, column, the line itself and the help.
+    /// Returns the complete report. It shows each problem with file name, position, the source line and the
+    /// suggested correction.
     pub fn render(&self, color: bool) -> String {
         let renderer = if color { Renderer::styled() } else { Renderer::plain() };
         let path = self.path.to_string_lossy();
@@ -136,7 +137,7 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Adds a problem. `span` is in bytes of the file.
+    /// Adds a problem. `span` is a range of byte offsets in the file.
     pub(super) fn report(&mut self, span: Range<usize>, message: impl Into<String>, help: impl Into<String>) {
         self.found.push((span, message.into(), help.into()));
     }
@@ -150,8 +151,8 @@ impl Problems {
         self.found.iter().any(|(found, ..)| span.start <= found.start && found.end <= span.end)
     }
 
-    /// Converts the problems, and computes lines and columns. Removes duplicates, because a bad value in
-    /// `[defaults]` is reported for each bulkhead.
+    /// Converts the collected problems into an error with line and column numbers. Removes duplicates,
+    /// because an invalid value in `[defaults]` is reported once for each bulkhead.
     pub(super) fn into_errors(mut self, path: &Path, text: &str) -> ConfigErrors {
         self.found.sort_by(|a, b| (a.0.start, a.0.end, &a.1).cmp(&(b.0.start, b.0.end, &b.1)));
         self.found.dedup_by(|a, b| a.0 == b.0 && a.1 == b.1);
@@ -170,7 +171,8 @@ impl Problems {
     }
 }
 
-/// Returns `offset`, rounded down to the start of a character. The TOML parser reports byte offsets.
+/// Rounds a byte offset down to the start of a character. Offsets from the TOML parser can be inside a
+/// character.
 fn char_start(text: &str, offset: usize) -> usize {
     let mut start = offset.min(text.len());
     while !text.is_char_boundary(start) {
@@ -179,7 +181,7 @@ fn char_start(text: &str, offset: usize) -> usize {
     start
 }
 
-/// Converts offsets to positions. Passes over the file once, for any number of problems.
+/// Converts ascending byte offsets to positions in a single pass over the file.
 struct Cursor<'t> {
     text: &'t str,
     offset: usize,
@@ -200,7 +202,7 @@ impl Cursor<'_> {
     }
 }
 
-/// Escapes and shortens a text of the file for a one-line message.
+/// Escapes and truncates text from the file for use in a one-line message.
 pub(super) fn shown(text: &str) -> String {
     let mut shown: String =
         text.chars().take(QUOTED_CHARS_MAX).collect::<String>().escape_debug().to_string();
@@ -210,7 +212,7 @@ pub(super) fn shown(text: &str) -> String {
     shown.replace("\\'", "'").replace("\\\"", "\"")
 }
 
-/// Escapes a part of a dotted name, and quotes it unless it is a bare TOML key.
+/// Escapes one part of a dotted name. Adds quotes unless the part is a bare TOML key.
 pub(super) fn shown_key(name: &str) -> String {
     let bare = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }

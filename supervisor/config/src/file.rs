@@ -1,6 +1,6 @@
-//! The content of a file, key by key, with positions. Each value is in range by itself. Relations between
-//! values are not checked yet, and nothing is looked up on disk. `[defaults]` and a bulkhead have the same
-//! keys.
+//! The content of a configuration file, key by key, with positions. Each value is within the range of its
+//! key. Rules that span several keys are checked later, as are files on disk. `[defaults]` and bulkheads have
+//! the same keys.
 
 use std::ops::{Deref, Range};
 
@@ -16,10 +16,10 @@ use crate::reader::{Field, Origin, TableReader};
 use crate::table::{NestedTable as _, Table as _};
 use crate::{defaults, key, schema, values};
 
-/// A complete file.
+/// Content of a complete configuration file.
 pub(crate) struct RawFile {
     pub(crate) supervisor: RawSupervisor,
-    /// Entries of `[[access]]`, in the order of the file.
+    /// Keys of each `[[access]]` rule, in the order of the file.
     pub(crate) access: Vec<RawAccess>,
     /// Bulkheads in the order of the file, merged with `[defaults]`.
     pub(crate) bulkheads: Vec<RawBulkhead>,
@@ -27,20 +27,21 @@ pub(crate) struct RawFile {
     pub(crate) names: Vec<String>,
 }
 
-/// The keys of a table.
+/// Keys of a table, with its name and position.
 pub(crate) struct Raw<K> {
     /// Name of the bulkhead; empty for other tables.
     pub(crate) name: String,
-    /// Position of the table's heading; the start of the file if there is no `[supervisor]`.
+    /// Position of the table's heading. If the file has no `[supervisor]`, the heading of that table is at
+    /// the start of the file.
     pub(crate) heading: Range<usize>,
     keys: K,
 }
 
-/// `[supervisor]`.
+/// Keys of `[supervisor]`, with their positions.
 pub(crate) type RawSupervisor = Raw<SupervisorKeys>;
-/// An entry of `[[access]]`.
+/// Keys of an `[[access]]` rule, with their positions.
 pub(crate) type RawAccess = Raw<AccessKeys>;
-/// `[bulkhead.NAME]`.
+/// Keys of `[bulkhead.NAME]`, with their positions.
 pub(crate) type RawBulkhead = Raw<BulkheadKeys>;
 
 impl<K> Deref for Raw<K> {
@@ -51,18 +52,19 @@ impl<K> Deref for Raw<K> {
     }
 }
 
-/// Keys that select the program. They cannot be shared by all bulkheads.
+/// Keys that select the program of a bulkhead. They are not allowed in `[defaults]`, because all bulkheads
+/// would run the same program.
 const PROGRAM_KEYS: &[&str] = &["command", "library", "entry", "exec"];
 
-/// Tables of tenants, which are not allowed in `[defaults]`.
+/// Names of the tables with settings of individual tenants, which are not allowed in `[defaults]`.
 const TENANT_KEYS: &[&str] = &["tenant"];
 
-/// Returns true if a bulkhead's key is not allowed in `[defaults]`.
+/// Returns true if a key of bulkheads is not allowed in `[defaults]`.
 pub(crate) fn is_not_allowed_in_defaults(name: &str) -> bool {
     PROGRAM_KEYS.contains(&name) || TENANT_KEYS.contains(&name)
 }
 
-/// Reads a complete document.
+/// Reads a complete configuration file.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top =
         TableReader::open(schema::keys(), key::TOP_LEVEL, String::new(), Origin::Own, root, problems);
@@ -84,7 +86,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     shared.report_not_allowed(PROGRAM_KEYS, "set the program in each [bulkhead.NAME] instead");
     shared.report_not_allowed(TENANT_KEYS, "set the tenants in each [bulkhead.NAME] instead");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
-    // These keys were rejected in `[defaults]` and must not be inherited.
+    // Keys that select the program have been rejected in `[defaults]`, so bulkheads must not inherit them.
     (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
     shared.entry.field = Field::Absent;
     let bulkheads = read_bulkheads(bulkheads_table.unwrap_or(&empty), &shared, problems);
@@ -92,7 +94,7 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     if missing || bulkheads_table.is_some_and(|bulkheads_table| bulkheads_table.is_empty()) {
         let position = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] with a program, as in `command = [\"./worker\"]`";
-        problems.report(position, "the file has no bulkhead", help);
+        problems.report(position, "the configuration file contains no bulkhead", help);
     }
     RawFile { supervisor, access, bulkheads, names }
 }
@@ -107,7 +109,7 @@ fn read_bulkheads(
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
         problems.report(
             name.span(),
-            format!("the file has more than {} bulkheads", defaults::BULKHEADS_MAX),
+            format!("the configuration file contains more than {} bulkheads", defaults::BULKHEADS_MAX),
             "run a second supervisor for some of the bulkheads",
         );
         entries.truncate(defaults::BULKHEADS_MAX);
@@ -133,8 +135,9 @@ fn check_name(name: &Spanned<toml::de::DeString<'_>>, problems: &mut Problems) {
     }
     let better: String = name.get_ref().to_lowercase().chars().map(name_char).take(64).collect();
     let help = match better.is_empty() {
-        true => "write [bulkhead.NAME] with 1 to 64 of a-z, 0-9, `.`, `_` and `-`".to_owned(),
-        false => format!("use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
+        true => "write [bulkhead.NAME], where NAME has 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`"
+            .to_owned(),
+        false => format!("use 1 to 64 of the characters a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
     };
     problems.report(name.span(), format!("`{}` cannot name a bulkhead", shown(name.get_ref())), help);
 }
@@ -143,7 +146,8 @@ fn name_char(c: char) -> char {
     if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
 }
 
-/// Reports a value directly below `[bulkhead]`. Such keys are most likely meant for all bulkheads.
+/// Reports a key in `[bulkhead]` that is not the name of a bulkhead. The author most likely meant the key for
+/// all bulkheads.
 fn report_not_a_bulkhead(
     name: &Spanned<toml::de::DeString<'_>>,
     value: &Spanned<DeValue<'_>>,

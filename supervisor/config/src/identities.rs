@@ -1,4 +1,4 @@
-//! Lookup of users and groups by name. No other module of the configuration uses the system's databases.
+//! Lookup of users and groups by name. No other module of this crate reads the user and group databases.
 
 use nix::unistd::{Group, User};
 

@@ -4,7 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// `worker_uids`: user ids from `first` to `last`, at most 1,000,000. `Display` uses the format of the file.
+/// The range of user ids in the key `worker_uids`, at most 1,000,000 ids. `Display` writes the range as in
+/// the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct UidRange {
     /// First id, at least 1.

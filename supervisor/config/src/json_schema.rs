@@ -1,6 +1,6 @@
-//! JSON schema of the configuration file for editors, derived from `schema`. The schema describes the shape
-//! of a file. It does not check rules that span several keys, or files on disk. The schema never rejects a
-//! file that the reader accepts.
+//! JSON schema of the configuration file for editors, generated from the rows of the keys. The schema
+//! describes the shape of a file. It contains no rules that span several keys, and cannot check files on
+//! disk. It never rejects a file that the supervisor accepts.
 
 use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
@@ -97,7 +97,8 @@ fn definition(table: &str) -> Value {
     json!({"$ref": format!("#/definitions/{table}")})
 }
 
-/// Returns the schema of a table whose keys are from the schema or whose names are chosen by the file.
+/// Returns the schema of an inner table. Its keys are either fixed, or names that the author of the file
+/// chooses.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
         (key::TOP_LEVEL, "bulkhead") => {
@@ -138,7 +139,7 @@ fn array(items: Value, min: usize, max: usize) -> Value {
     array
 }
 
-/// Returns the schema of a number with bounds, or of a text with a pattern.
+/// Returns the schema of a size, which is written as a number or as text with a unit.
 fn size(min: u64, max: u64, others: &[&str]) -> Value {
     number_or_text(min, max, &units::size_pattern(), others)
 }

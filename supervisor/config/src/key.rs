@@ -1,5 +1,5 @@
-//! Description of a key, for the reader, error messages, the reference and the JSON schema. The rows
-//! themselves are in `keys`.
+//! Description of a configuration key. The reader of the file, error messages, the reference and the JSON
+//! schema use it. The keys themselves are declared in `keys`.
 
 use std::fmt;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub struct Key {
     pub name: &'static str,
     /// Kind of the value.
     pub kind: Kind,
-    /// Value or behaviour if the key is absent.
+    /// Value that applies, or behaviour of the supervisor, if the key is absent.
     pub default: DefaultValue,
     /// Description of the key for the reference.
     pub about: &'static str,
@@ -38,7 +38,7 @@ pub struct Key {
     pub on_reload: OnReload,
 }
 
-/// Kind of a value. `Display` describes it in a few words.
+/// Kind of a value. `Display` writes a short description, such as "a duration".
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     /// A duration such as `"1m 30s"`, at least the given minimum and at most a year.
@@ -57,11 +57,11 @@ pub enum Kind {
         /// Maximum value.
         max: u64,
     },
-    /// A fraction from 0 to 1.
+    /// A fraction between 0 and 1.
     Share {
         /// True if 0 is allowed.
         none: bool,
-        /// True if 1 is allowed. Otherwise the value must leave a rest for others.
+        /// True if 1 is allowed. Otherwise the value must be below 1.
         all: bool,
     },
     /// A number above 0, whole or not, up to the given maximum.
@@ -70,35 +70,37 @@ pub enum Kind {
     Boolean,
     /// A file mode such as `"0600"`.
     Mode,
-    /// A path. Relative paths start at the file's folder.
+    /// A path. Relative paths are resolved against the folder of the configuration file.
     Path,
     /// Any other text.
     Text,
     /// A word from a list.
     Word(&'static [&'static str]),
-    /// Any number of words from a list.
+    /// An array of words from a list.
     Words(&'static [&'static str]),
     /// A program and its arguments.
     Program,
-    /// An ordered list of names, with the maximum number.
+    /// An ordered array of at most this many names.
     Names(usize),
-    /// A list of paths, with the maximum number. Relative paths start at the file's folder.
+    /// An array of at most this many paths. Relative paths are resolved against the folder of the
+    /// configuration file.
     Paths(usize),
     /// A range of user ids such as `"200000-200999"`.
     Ids,
-    /// A table of strings.
+    /// A table of environment variables.
     Environment,
-    /// A list of exit statuses.
+    /// An array of exit statuses.
     Statuses,
     /// A value for setrlimit(2).
     Limit(Resource),
     /// A table.
     Table,
-    /// An array of tables, with the maximum number.
+    /// An array of at most this many tables.
     Tables(usize),
 }
 
-/// Value or behaviour of an absent key. `Display` writes the value as TOML, or describes the behaviour.
+/// Value that applies, or behaviour of the supervisor, if a key is absent. `Display` writes the value as
+/// TOML, or the description of the behaviour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum DefaultValue {
     /// A duration.
@@ -113,26 +115,27 @@ pub enum DefaultValue {
     Number(f64),
     /// `true` or `false`.
     Boolean(bool),
-    /// Octal digits.
+    /// A file mode, written in octal digits.
     Mode(u32),
     /// A word from a list.
     Word(&'static str),
-    /// A description, for a computed value or no value.
+    /// A description of the behaviour. Used if the default is computed, or if there is no default value.
     Described(&'static str),
 }
 
-/// Effect of a changed key at a reload.
+/// Effect of a reload with a changed value of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnReload {
-    /// The value applies immediately.
+    /// The new value applies immediately.
     Applies,
     /// The workers are replaced, because the value is passed to them when they start or connect.
     ReplacesWorkers,
-    /// The value is ignored until the next start.
+    /// The new value takes effect only when the supervisor is started again.
     NeedsRestart,
 }
 
-/// Names used by other systems for keys of a bulkhead. Each has a list of possible keys with their meanings.
+/// Names that other systems use for settings of a bulkhead. For each name, the list contains the keys that
+/// the author could have meant, and their meanings.
 pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
     (
         "timeout",
@@ -151,8 +154,8 @@ pub(super) const SYNONYMS: &[(&str, &[(&str, &str)])] = &[
 ];
 const PROCESSES: &[(&str, &str)] = &[("processes", "worker processes")];
 
-/// The principal key of some tables, and true if its value is text. For example, `sandbox = "strict"` most
-/// likely means `sandbox.profile`.
+/// Main keys of some tables, for help with a value in place of the table: `sandbox = "strict"` most likely
+/// means `sandbox.profile`. The boolean is true if the key's value is text.
 pub(super) const MAIN_KEYS: &[(&str, &str, bool)] = &[
     ("sandbox", "profile", true),
     ("rate_limit", "per_second", false),
@@ -171,18 +174,19 @@ pub(super) fn format_list(words: &[&str]) -> String {
     words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Formats the heading of a table.
+/// Returns the heading of a table as it is written in the file.
 pub(super) fn heading(table: &str) -> String {
     if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
 
 impl Key {
-    /// Returns the table and the name: `bulkhead.NAME.restart.backoff`.
+    /// Returns the dotted path of the key, such as `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
         if self.table == TOP_LEVEL { self.name.to_owned() } else { format!("{}.{}", self.table, self.name) }
     }
 
-    /// Returns the key of a table. Only the keys in the table have descriptions.
+    /// Creates a key whose value is a table. It has no description, because only the keys inside the table
+    /// have descriptions.
     pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
         let default = DefaultValue::Described("none");
         Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Applies }
@@ -199,7 +203,7 @@ impl Key {
 }
 
 impl DefaultValue {
-    /// Returns the value as TOML; `None` for a description.
+    /// Returns the default value as TOML. Returns `None` if the default is a description.
     pub(super) fn toml(&self) -> Option<String> {
         match *self {
             Self::Duration(duration) => Some(units::duration_literal(&duration)),
@@ -215,7 +219,7 @@ impl DefaultValue {
     }
 }
 
-/// Serialises the value for programs. Sizes are in bytes.
+/// Serializes the value in machine-readable form, with sizes in bytes.
 impl Serialize for DefaultValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {
@@ -258,7 +262,7 @@ impl fmt::Display for Kind {
                     if all { "to" } else { "to below" }
                 )
             }
-            Self::Number(max) => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Number(max) => write!(f, "number, whole or fractional, above 0 and at most {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),

@@ -1,5 +1,6 @@
-//! The keys of the file, one row each, grouped by subject, with the types of the checked values unless
-//! `policy` defines them. To add a key, add a row here, a field of the checked type, and its use.
+//! Declarations of all configuration keys, grouped by subject. Each key has one row. The modules also define
+//! the types of the checked values, except for types that `policy` defines. To add a key, add a row here, a
+//! field in the checked type, and the code that uses the field.
 
 pub(crate) mod access;
 pub(crate) mod admission;
@@ -11,7 +12,7 @@ pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-/// Common kinds of rows.
+/// Kinds of values that several rows use.
 mod kinds {
     use std::time::Duration;
 
@@ -19,10 +20,10 @@ mod kinds {
     use crate::key::Kind;
     use bulkhead_shared::Vocabulary;
 
-    /// Any duration, including zero.
+    /// Minimum for a duration that can be zero.
     pub(super) const ANY_DURATION: Duration = Duration::ZERO;
     pub(super) const POSITIVE_DURATION: Duration = defaults::DURATION_MIN;
-    /// A share above 0.
+    /// A fraction above 0 and at most 1.
     pub(super) const POSITIVE_SHARE: Kind = Kind::Share { none: false, all: true };
 
     pub(super) const fn at_least(min: Duration) -> Kind {

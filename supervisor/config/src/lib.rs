@@ -1,9 +1,9 @@
-//! The configuration file: reads and validates a whole file, and returns plain values or all errors at once.
-//! Defines the meaning and the default of each key. Starts nothing and changes nothing.
+//! Reads and validates the configuration file. Returns plain values, or all errors at once. Defines the
+//! meaning and the default of each key. This crate only reads: it starts no process and changes no file.
 //!
-//! Data flow: `reader` and `values` read each key as declared by the rows of `keys`, and `file` holds the
-//! result. `relations` checks rules that span several keys, and `programs` checks files on disk. The result
-//! is [`Config`] or, through `diagnostics`, [`ConfigErrors`].
+//! Data flow: `reader` and `values` read each key as its row in `keys` declares, and `file` holds the values
+//! with their positions. `relations` then checks rules that span several keys, and `programs` checks files on
+//! disk. The result is a [`Config`], or the problems that `diagnostics` has collected as [`ConfigErrors`].
 
 mod checked;
 pub mod defaults;
@@ -65,11 +65,12 @@ pub use units::{format_duration, format_size};
 
 /// Reads and validates a configuration file.
 ///
-/// Programs, libraries and folders in the file are looked up too, so that a valid file can be run. Nothing is
-/// created or changed.
+/// Also checks that the programs, libraries and folders that the file names exist. Creates and changes
+/// nothing on disk.
 ///
 /// # Errors
-/// All problems of the file, or the reason why it cannot be read.
+///
+/// Returns all problems of the file, or the reason why the file cannot be read.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -80,11 +81,12 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
     parse(&read(path)?, path)
 }
 
-/// Reads and validates a configuration file for an embedded supervisor, which has no sockets. Keys about
-/// sockets are rejected.
+/// Reads and validates a configuration file for an embedded supervisor. Keys that configure sockets are
+/// rejected, because an embedded supervisor has none.
 ///
 /// # Errors
-/// The errors of [`load`].
+///
+/// Returns all problems of the file, or the reason why the file cannot be read.
 pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
     parse_embedded(&read(path)?, path)
 }
@@ -92,17 +94,22 @@ pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
 fn read(path: &Path) -> Result<String, ConfigErrors> {
     let bytes = read_bounded(path).map_err(|error| {
         let message = format!("cannot read {}: {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "name a configuration file that this user can read")
+        ConfigErrors::of_file(path, message, "pass a configuration file that this user can read")
     })?;
     if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
         let max = units::format_size(defaults::FILE_BYTES_MAX);
         let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
-        return Err(ConfigErrors::of_file(path, message, "name a configuration file, which is text"));
+        return Err(ConfigErrors::of_file(
+            path,
+            message,
+            "pass a configuration file, which is a text file in the TOML format",
+        ));
     }
     String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))
 }
 
-/// Reads one byte more than the limit, to detect larger files. Does not block on a FIFO.
+/// Reads at most one byte more than the maximum size, so that the caller can detect larger files. Does not
+/// block on a FIFO.
 fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
@@ -111,7 +118,7 @@ fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
         let what = if kind.is_dir() {
             "the path is a directory"
         } else {
-            "the path is not a regular file; a pipe, as of `<(...)`, cannot be read again at a reload"
+            "the path is not a regular file; a pipe such as `<(...)` cannot be read again at a reload"
         };
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
@@ -129,15 +136,16 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
         format!("the file is not UTF-8: byte 0x{byte:02x}"),
         "save the file as UTF-8, the only encoding of TOML",
     );
-    // The text before the byte is unchanged, so the position stays correct.
+    // The lossy conversion does not change the text before the invalid byte, so the position is correct.
     problems.into_errors(path, &String::from_utf8_lossy(error.as_bytes()))
 }
 
-/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths start at the
-/// folder of `path`.
+/// Validates the text of a configuration file that is, or will be, at `path`. Relative paths in the text are
+/// resolved against the folder of `path`.
 ///
 /// # Errors
-/// All problems of the text.
+///
+/// Returns all problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -158,11 +166,12 @@ pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv::of_process())
 }
 
-/// Validates the text of a configuration file for an embedded supervisor, which has no sockets. Keys about
-/// sockets are rejected.
+/// Validates the text of a configuration file for an embedded supervisor. Keys that configure sockets are
+/// rejected, because an embedded supervisor has none.
 ///
 /// # Errors
-/// All problems of the text.
+///
+/// Returns all problems of the text.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -178,7 +187,7 @@ pub fn parse_embedded(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
 }
 
-/// Properties of the process that a file depends on.
+/// Properties of the current process that affect the meaning of a configuration file.
 #[derive(Debug, Clone)]
 struct ProcessEnv {
     root: bool,
@@ -190,7 +199,7 @@ struct ProcessEnv {
 
 impl ProcessEnv {
     fn of_process() -> Self {
-        // The XDG specification says that a relative XDG_RUNTIME_DIR must be ignored.
+        // According to the XDG specification, a relative XDG_RUNTIME_DIR must be ignored.
         let runtime_dir =
             std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
         Self {
@@ -215,11 +224,11 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
         let message = format!("cannot find the folder of \"{}\": {error}", shown(&path.to_string_lossy()));
-        ConfigErrors::of_file(path, message, "name the configuration file by an absolute path")
+        ConfigErrors::of_file(path, message, "pass the absolute path of the configuration file")
     })?;
     let folder = absolute.parent().unwrap_or(Path::new("/"));
     if folder.to_str().is_none() {
-        // Paths in a configuration must be UTF-8, because they are also shown as text.
+        // Paths in the checked configuration must be UTF-8, because they are also shown as text.
         let message = format!("the name of the folder \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
         return Err(ConfigErrors::of_file(
             path,

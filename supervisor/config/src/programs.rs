@@ -1,5 +1,5 @@
-//! Paths and programs: resolves relative paths and bare program names, and checks that the named files exist.
-//! No other module of the configuration reads the disk, except for the file itself and the token.
+//! Resolves relative paths and bare program names in the configuration, and checks that the files exist. The
+//! rest of this crate only reads the configuration file and the token from disk.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,13 +11,14 @@ use super::defaults;
 use super::diagnostics::shown;
 use super::values::{ValueError, split_help};
 
-/// Returns `path` relative to `folder`, without `.` components. Links and `..` are kept, because only the
-/// kernel can resolve them.
+/// Resolves `path` against `folder` and removes `.` components. Symbolic links and `..` are kept, because
+/// only the kernel can resolve them correctly.
 pub(super) fn resolve(folder: &Path, path: &str) -> PathBuf {
     folder.join(path).components().collect()
 }
 
-/// Resolves `argv[0]`: with a `/` as a path relative to the file's folder, else as a name in `search_path`.
+/// Resolves `argv[0]`. A name with a `/` is a path relative to the folder of the configuration file; any
+/// other name is looked up in `search_path`.
 pub(super) fn program(
     label: &str,
     name: &str,
@@ -30,7 +31,8 @@ pub(super) fn program(
         return Ok(path);
     }
     let search_path = search_path.unwrap_or(OsStr::new(defaults::SEARCH_PATH));
-    // With an empty or relative entry, the program would depend on the supervisor's working directory.
+    // An empty or relative entry of the search path would make the program depend on the supervisor's working
+    // directory.
     let folders: Vec<PathBuf> =
         std::env::split_paths(search_path).filter(|entry| entry.is_absolute()).collect();
     let candidates = folders.iter().map(|folder| folder.join(name));
@@ -39,7 +41,7 @@ pub(super) fn program(
     }
     let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
     let help = if runs(&folder.join(name)) {
-        format!("the program is in the file's folder: write \"./{}\"", shown(name))
+        format!("the program is in the folder of the configuration file: write \"./{}\"", shown(name))
     } else if name.contains(char::is_whitespace) {
         split_help(label.trim_end_matches("[0]"), name)
     } else {
@@ -55,12 +57,12 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Checks access for the effective user, who will use the file.
+/// Checks access with the effective user id, because the file will be used with that id.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }
 
-/// Checks that this user has the required access to a path.
+/// Checks that the supervisor's user has the required access to a path.
 fn check_access(
     label: &str,
     path: &Path,
@@ -78,7 +80,7 @@ fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), ValueErr
     may(path, Access::EXEC_OK).map_err(|_| {
         ValueError::new(
             format!("`{label}`: {} is not executable", path.display()),
-            format!("run `chmod +x {}`, or name another program", path.display()),
+            format!("run `chmod +x {}`, or configure another program", path.display()),
         )
     })
 }
@@ -89,25 +91,25 @@ pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Val
     check_access(label, path, Access::READ_OK, ("read", "readable"))
 }
 
-/// Checks that workers can start in a folder.
+/// Checks that a folder can be the working directory of workers.
 pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<(), ValueError> {
     let found = look_up(label, "folder", path, folder)?;
     if !found.is_dir() {
         let parent = path.parent().unwrap_or(Path::new("/"));
         return Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
-            format!("name a folder, as in \"{}\"", parent.display()),
+            format!("write the path of a folder, as in \"{}\"", parent.display()),
         ));
     }
     check_access(label, path, Access::EXEC_OK, ("entered", "accessible"))
 }
 
-/// Checks that `path` is a usable folder, or does not exist yet. The parent folders are not checked.
+/// Checks that `path` is either a usable folder or does not exist. The parent folders are not checked.
 pub(super) fn future_folder(label: &str, path: &Path) -> Result<(), ValueError> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(ValueError::new(
             format!("`{label}`: {} is not a folder", path.display()),
-            "name a folder, or a path that does not exist yet",
+            "write the path of a folder, or a path that does not exist yet",
         )),
         Ok(_) => check_access(label, path, Access::WRITE_OK | Access::EXEC_OK, ("written to", "writable")),
         Err(_) => Ok(()),
@@ -127,7 +129,7 @@ fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Re
     let kind = if found.is_dir() { "a folder" } else { "not a regular file" };
     Err(ValueError::new(
         format!("`{label}`: {} is {kind}, not a {what}", path.display()),
-        format!("name the {what} itself"),
+        format!("write the path of the {what} itself"),
     ))
 }
 
@@ -135,7 +137,7 @@ fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Me
     fs::metadata(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => ValueError::new(
             format!("`{label}`: there is no {what} {}", path.display()),
-            format!("relative paths start at the file's folder, {}", folder.display()),
+            format!("relative paths start at the folder of the configuration file, {}", folder.display()),
         ),
         _ => ValueError::new(
             format!("`{label}`: {} cannot be inspected: {error}", path.display()),
@@ -160,13 +162,16 @@ pub(super) fn socket(label: &str, path: &Path) -> Result<(), ValueError> {
     if path.file_name().is_none() || path.is_dir() {
         return Err(ValueError::new(
             format!("`{label}`: {} is a folder, not a socket", path.display()),
-            format!("name a file in the folder, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
+            format!(
+                "write the path of a file in that folder, as in \"{}\"",
+                path.join(defaults::SOCKET_NAME).display()
+            ),
         ));
     }
     Ok(())
 }
 
-/// Returns true if two paths name the same file, even if their folders are reached through links. The file
+/// Returns true if both paths name the same file. Symbolic links in the folders are resolved, and the file
 /// need not exist.
 pub(super) fn is_same_file(a: &Path, b: &Path) -> bool {
     let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());

@@ -1,5 +1,6 @@
-//! Reads one table of the file key by key. Unknown keys are reported when the table is opened. Each value is
-//! converted according to its kind, or reported. Nothing is ignored silently.
+//! Reads one table of the file, key by key. Unknown keys are reported when the table is opened. Each value is
+//! converted according to the kind of its key, or reported as invalid. Nothing in the file is ignored
+//! silently.
 
 mod strings;
 
@@ -13,19 +14,19 @@ use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::key::{self, Key, Kind};
 use super::values::{self, LabelledKey, ValueError};
 
-/// Origin of a value, ordered from the farthest to the nearest. A failed rule is reported at the nearer of
-/// its values.
+/// Origin of a value, ordered from the most general to the most specific table. A violated rule is reported
+/// at the value with the most specific origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
-    /// `[defaults]`.
+    /// The value is in `[defaults]`.
     Defaults,
-    /// The bulkhead itself, or `[supervisor]`.
+    /// The value is in the bulkhead's own table, or in `[supervisor]`.
     Own,
-    /// The table of a tenant of the bulkhead.
+    /// The value is in the table of a tenant of the bulkhead.
     Tenant,
 }
 
-/// A value with its position and origin.
+/// A value in the file, with its position and origin.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Given<T> {
     pub(super) value: T,
@@ -33,18 +34,19 @@ pub(super) struct Given<T> {
     pub(super) origin: Origin,
 }
 
-/// State of a key in a table.
+/// Value of a key in a table, if the key is present and valid.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) enum Field<T> {
     #[default]
     Absent,
-    /// Present but invalid and already reported. Rules that involve the key are not checked.
+    /// The key is present, but its value is invalid and already reported. Rules that involve the key are not
+    /// checked.
     Invalid,
     Given(Given<T>),
 }
 
 impl<T: Clone> Field<T> {
-    /// Returns this value or, if absent, the value of `[defaults]`.
+    /// Returns this value or, if the key is absent, the value in `[defaults]`.
     pub(super) fn or(&self, defaults: &Self) -> Self {
         if matches!(self, Self::Absent) { defaults.clone() } else { self.clone() }
     }
@@ -69,17 +71,19 @@ impl<T> Field<T> {
     }
 }
 
-/// A key in the file, and the position of its value unless the value is invalid.
+/// Name of a key that is present in the file, and the position of its value. The position is `None` if the
+/// value is invalid.
 pub(super) type PresentKey = (&'static str, Option<Range<usize>>);
 
-/// Strings of an array with their positions: a program and its arguments, or names.
+/// Strings of an array, with their positions. The array contains a program and its arguments, or names, words
+/// or paths.
 pub(super) type Arguments = Vec<Given<String>>;
 
-/// Environment of a program.
+/// Environment variables of a program, by name.
 pub(super) type Environment = BTreeMap<String, String>;
 
-/// An open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` its name in the file
-/// (`bulkhead.thumbnail.restart`).
+/// Reader of a single table. `schema` is the table's name in the schema, such as `bulkhead.NAME.restart`.
+/// `title` is the table's name in the file, such as `bulkhead.thumbnail.restart`.
 pub(super) struct TableReader<'t, 'p> {
     /// All keys of the schema.
     keys: &'static [Key],
@@ -89,7 +93,7 @@ pub(super) struct TableReader<'t, 'p> {
     prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
-    /// Keys that an unknown key in this table is probably a misspelling of.
+    /// Known keys that unknown keys in this table are probably misspellings of.
     misspelt: Vec<&'static str>,
     problems: &'p mut Problems,
 }
@@ -109,7 +113,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             .with_unknown_keys_reported()
     }
 
-    /// Opens a table inside this one.
+    /// Opens the given inner table.
     fn open_inside<'q>(
         &'q mut self,
         schema: &'static str,
@@ -133,7 +137,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self
     }
 
-    /// Returns true if `table` has a key of this name.
+    /// Returns true if the schema has a key of this name in `table`.
     pub(super) fn is_key_of(&self, table: &str, name: &str) -> bool {
         key::find(self.keys, table, name).is_some()
     }
@@ -147,8 +151,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
-    /// Returns the state of an absent key. If the key was probably misspelt, the misspelling is already
-    /// reported, and its absence must not be reported as well.
+    /// Returns the field of a key that the table does not contain. If the key was probably misspelt, the
+    /// misspelling has already been reported, so the field is invalid instead of absent.
     fn missing<T>(&self, name: &str) -> Field<T> {
         if self.misspelt.contains(&name) { Field::Invalid } else { Field::Absent }
     }
@@ -174,7 +178,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if self.schema == key::ACCESS { key::heading(self.schema) } else { format!("[{}]", self.title) }
     }
 
-    /// Suggests a correction: the right table for a misplaced key, or the right name for a misspelt key.
+    /// Suggests a correction for an unknown key. The correction is the right table for a misplaced key, or
+    /// the right name for a misspelt key.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> = self.key_names().collect();
         let synonym = key::SYNONYMS.iter().find(|(other, _)| self.schema == key::BULKHEAD && *other == name);
@@ -182,7 +187,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let lines = candidates.iter().map(|(key, what)| format!("`{key} = {value}` for {what}"));
             return format!("write {}", lines.collect::<Vec<_>>().join(", or "));
         }
-        // A table cannot be meant for a key that holds a single value.
+        // The author cannot have meant a key with a single value if the value in the file is a table.
         let is_table = matches!(value, DeValue::Table(_));
         let accepts = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
         let other_tables: Vec<String> = self
@@ -209,7 +214,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             }
             _ => {}
         }
-        format!("the keys here are {}", here.join(", "))
+        format!("the valid keys are {}", here.join(", "))
     }
 
     fn key_with_value(&self, name: &str) -> Option<(LabelledKey, &'t Spanned<DeValue<'t>>)> {
@@ -226,7 +231,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.problems.report(span, error.message, error.help);
     }
 
-    /// Reads a value with a pure function, and reports an error of that function.
+    /// Reads a value with the function `read`. If the function returns an error, reports it.
     pub(super) fn read_value<T>(
         &mut self,
         name: &str,
@@ -235,8 +240,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.read_partly(name, |_, key, value| read(key, value.get_ref()).map(Some))
     }
 
-    /// Reads a value with a function that can report and omit parts of the value. The function returns `None`
-    /// if nothing remains.
+    /// Reads a value with a function that reports and omits invalid parts of the value. The function returns
+    /// `None` if no valid part remains.
     fn read_partly<T>(
         &mut self,
         name: &str,
@@ -250,22 +255,23 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Reports an error about a part of a value.
+    /// Returns the value or, for an error, reports it at `span` and returns `None`.
     pub(super) fn ok_or_report<T>(&mut self, span: Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(span, error)).ok()
     }
 
-    /// Opens a table inside this one.
+    /// Opens the inner table `name`. Returns `None` if it is absent or not a table.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
-        // A top-level table is named by the title alone.
+        // The label of a top-level table's key does not include the name of the table.
         let prefix =
             if self.schema == key::TOP_LEVEL { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
 
-    /// Opens each table of an array of tables inside this one, in the order of the file, with its position.
+    /// Opens the tables of an array of tables inside this one. Returns a value for each, in the order of the
+    /// file.
     pub(super) fn each_table(
         &mut self,
         name: &str,
@@ -296,15 +302,16 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Opens a table inside the table `tenant`, whose keys are chosen by the file.
+    /// Opens the table of the tenant `name` inside the table `tenant`.
     pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
         let path = format!("tenant.{}", shown_key(name));
         let (title, prefix) = (self.title_of(&path), format!("{path}."));
         self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
-    /// Returns the position of a table's name if the table is inside this one. Returns invalid if the table
-    /// contains an unknown key, because the intent of this key is unknown.
+    /// Returns the position of the name of the inner table `name`, if it is present. Returns
+    /// [`Field::Invalid`] if the inner table contains an unknown key, because that key could have any
+    /// meaning.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         let Some((name, value)) = self.table.get_key_value(name) else { return Field::Absent };
         match value.get_ref() {
@@ -315,7 +322,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
     }
 
-    /// Returns a table inside this one whose keys are not from the schema.
+    /// Returns an inner table whose keys are names that the author of the file chooses.
     pub(super) fn bare_table(&mut self, name: &str) -> Option<&'t DeTable<'t>> {
         let (key, value) = self.key_with_value(name)?;
         if let DeValue::Table(table) = value.get_ref() {

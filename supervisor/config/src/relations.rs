@@ -1,6 +1,6 @@
-//! Converts the content of the file into checked values: adds defaults, resolves paths, and checks each rule
-//! that spans several keys. A violated rule is reported at the value of the bulkhead or, without one, at
-//! the value of `[defaults]`.
+//! Converts the content of the configuration file into checked values. Adds defaults, resolves paths, and
+//! checks all rules that span several keys. A violated rule is reported at the value in the bulkhead's table
+//! or, if the table has none, at the value in `[defaults]`.
 
 mod access;
 pub(crate) mod admission;
@@ -29,13 +29,14 @@ use super::{
     units,
 };
 
-/// Size of the smallest memory files, one for payloads and one for results, in bytes.
+/// Minimum of `max_pooled` other than 0, in bytes: the smallest memory file for payloads plus the smallest
+/// one for results.
 const POOLED_MIN: u64 = 512 * 1024;
 
-/// Maximum number of names listed in a message.
+/// Maximum number of names that a message lists.
 const LISTED_MAX: usize = 10;
 
-/// Context of all checks.
+/// Checks the rules of one configuration file and collects the problems.
 pub(super) struct Checker<'c> {
     pub(super) folder: &'c Path,
     pub(super) process_env: &'c ProcessEnv,
@@ -43,7 +44,8 @@ pub(super) struct Checker<'c> {
 }
 
 impl Checker<'_> {
-    /// Checks a whole file. The returned value is valid only if no problem was reported.
+    /// Checks all rules of a configuration file. The returned configuration is valid only if no problem was
+    /// reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
@@ -75,7 +77,8 @@ impl Checker<'_> {
             self.problems.report(
                 position,
                 format!(
-                    "`max_buffered` ({}) is below `max_payload` ({}): the largest job could never wait",
+                    "`max_buffered` ({}) is below `max_payload` ({}), so a job of the maximum size could \
+                     never wait",
                     buffered.with_origin(&small),
                     payload.with_origin(&large)
                 ),
@@ -91,7 +94,7 @@ impl Checker<'_> {
                 position,
                 format!("`max_pooled` ({size}) is too small for the memory files of a payload and a result"),
                 format!(
-                    "write `max_pooled = \"{}\"` or more, or `0` for none",
+                    "write `max_pooled = \"{}\"` or more, or `max_pooled = 0` to disable memory files",
                     units::format_size(POOLED_MIN)
                 ),
             );
@@ -116,7 +119,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Rejects keys about sockets and their clients, because an embedded supervisor has no sockets.
+    /// Rejects keys that configure sockets or their clients, because an embedded supervisor has no sockets.
     fn reject_socket_keys(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
         let span = |given: Option<&Given<String>>| given.map(|given| given.span.clone());
         let given = [
@@ -182,8 +185,8 @@ impl Checker<'_> {
         (socket.unwrap_or_default(), admin.unwrap_or_default())
     }
 
-    /// Checks that both keys or neither are set. Without a token, every process that can reach the address
-    /// would have full access.
+    /// Checks that `http` and `http_token_file` are either both set or both absent. Without a token, every
+    /// process that can reach the address would have full access.
     fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
         let address = raw.http.given().and_then(|given| {
             let address = given.value.parse().map_err(|_| {
@@ -203,7 +206,8 @@ impl Checker<'_> {
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
                 http.span.clone(),
-                "`http` needs `http_token_file`: without a token, any process that connects could do everything",
+                "`http` needs `http_token_file`: without a token, any process that connects could control \
+                 the supervisor",
                 "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
             ),
             (Field::Absent, Field::Given(file)) => self.problems.report(
@@ -280,7 +284,8 @@ impl Checker<'_> {
         bulkhead
     }
 
-    /// Checks that exactly one of `command`, `library` and `exec` is set, and that its file exists.
+    /// Checks that exactly one of `command`, `library` and `exec` is set, and that the program or library
+    /// exists.
     fn program(&mut self, raw: &RawBulkhead) -> Program {
         let name = &raw.name;
         self.check_one_of(
@@ -322,8 +327,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports unless exactly one of these keys is set: at the heading if none is set, else at the last of
-    /// them.
+    /// Reports an error unless exactly one of the given keys is set. If none is set, the error is at the
+    /// heading, otherwise at the last of the keys.
     fn check_one_of<const N: usize>(
         &mut self,
         heading: &Range<usize>,
@@ -345,12 +350,13 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the value, or reports the error and returns `None`.
+    /// Returns the value. Reports an error at `position` and returns `None`.
     fn ok_or_report<T>(&mut self, position: &Range<usize>, found: Result<T, ValueError>) -> Option<T> {
         found.map_err(|error| self.report_error(position.clone(), error)).ok()
     }
 
-    /// Suggests a replacement for an unknown bulkhead name. `which` describes `names` in the message.
+    /// Suggests a known name in place of an unknown name of a bulkhead. `which` describes the known `names`
+    /// in the message.
     fn suggest_name(name: &str, names: &[&str], which: &str) -> String {
         match nearest(name, names.iter().copied()) {
             Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
@@ -358,7 +364,7 @@ impl Checker<'_> {
                 let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
                 format!("the {which} are {names}")
             }
-            None => "name a bulkhead of this file".to_owned(),
+            None => "write the name of a bulkhead in this configuration file".to_owned(),
         }
     }
 
@@ -391,18 +397,18 @@ impl Checker<'_> {
         Some(path)
     }
 
-    /// Reports duplicate strings of an array.
+    /// Reports strings that occur more than once in an array.
     fn check_unique(&mut self, label: &str, strings: &[Given<String>]) {
         for (index, string) in strings.iter().enumerate() {
             if strings[..index].iter().any(|before| before.value == string.value) {
-                let message = format!("`{label}` names `{}` twice", shown(&string.value));
+                let message = format!("`{label}` contains `{}` twice", shown(&string.value));
                 self.problems.report(string.span.clone(), message, "remove one");
             }
         }
     }
 
-    /// Checks the size of arguments and environment. The limit is well below the kernel's limit, so that the
-    /// variables of a job still fit.
+    /// Checks the total size of arguments and environment variables. The maximum is well below the kernel's
+    /// limit, so that there is room for the variables that describe a job.
     fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
@@ -423,7 +429,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports if the lower of two values is above the upper one. `literal` formats a value as TOML.
+    /// Reports an error if the value `lower` is above the value `upper`. `literal` formats a value as TOML.
     fn ordered<T: PartialOrd>(
         &mut self,
         lower: (&str, &Resolved<T>),
@@ -445,7 +451,7 @@ impl Checker<'_> {
                 upper.1.with_origin(high.trim_matches('"'))
             ),
             format!(
-                "write `{} = {low}` or more, or `{} = {high}` or less",
+                "set `{}` to at least {low}, or `{}` to at most {high}",
                 key_name(upper.0),
                 key_name(lower.0)
             ),
@@ -469,7 +475,7 @@ impl Checker<'_> {
                     in_flight.with_origin(0),
                     queue.with_origin(queue.value)
                 ),
-                "write `max_in_flight = 1` or more, or `max_queue = 0` to reject every job at once",
+                "set `max_in_flight` to at least 1, or set `max_queue` to 0 to reject every job immediately",
             );
         }
         if u64::from(processes.value) * u64::from(in_flight.value) > defaults::PERMITS_CEILING
@@ -484,7 +490,7 @@ impl Checker<'_> {
                     defaults::PERMITS_CEILING
                 ),
                 format!(
-                    "with these processes write `max_in_flight = {}` or less",
+                    "with this number of processes, write `max_in_flight = {}` or less",
                     defaults::PERMITS_CEILING / u64::from(processes.value.max(1))
                 ),
             );
@@ -496,13 +502,19 @@ impl Checker<'_> {
         if resolved.value > payload.value
             && let Some(position) = report_position(&resolved, payload)
         {
-            // Points at the bulkhead's value even if the supervisor's value is in the file too.
+            // The report points at the bulkhead's value, even if the file also sets the supervisor's value.
             let position = field.given().map_or(position, |given| given.span.clone());
             let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
                 position,
-                format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.with_origin(&max)),
-                format!("write `{name} = \"{max}\"` or less, or `max_payload = \"{given}\"` or more in [supervisor]"),
+                format!(
+                    "`{name}` ({given}) is above the supervisor's `max_payload` ({})",
+                    payload.with_origin(&max)
+                ),
+                format!(
+                    "set `{name}` to at most \"{max}\", or `max_payload` in [supervisor] to at least \
+                     \"{given}\""
+                ),
             );
         }
         resolved.value
@@ -520,7 +532,8 @@ impl Checker<'_> {
     }
 }
 
-/// Numbers of running and queued jobs for one set of workers. Each number has its name for messages.
+/// Configured numbers of processes, jobs in flight and queued jobs for one set of workers. Each number is
+/// stored with the name that messages use for it.
 struct Permits {
     processes: (String, Resolved<u32>),
     in_flight: (String, Resolved<u32>),
@@ -536,7 +549,8 @@ impl Permits {
         }
     }
 
-    /// Returns the numbers for an isolated tenant. Absent numbers are those of the bulkhead.
+    /// Returns the numbers for an isolated tenant. Numbers that the tenant's table does not set are those of
+    /// the bulkhead.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);
         let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {

@@ -1,5 +1,5 @@
-//! Values with their source: from the file, default, or invalid. Rules between keys use the source to report
-//! a problem at the right position.
+//! Values together with their source. The source says whether the value is in the file, is the default, or is
+//! invalid. Rules that span several keys report problems at the position of the source.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -10,12 +10,12 @@ use super::reader::{Field, Given, Origin};
 #[derive(Debug, Clone)]
 pub(super) struct Resolved<T> {
     pub(super) value: T,
-    /// Position of the value, if the file contains it.
+    /// Position and origin of the value, if the file contains it.
     source: Field<()>,
 }
 
 impl<T: Clone> Field<T> {
-    /// Returns the value or `default_value`, with the source.
+    /// Returns the value, or `default_value` if the file contains no valid value, together with its source.
     pub(super) fn resolved(&self, default_value: T) -> Resolved<T> {
         let source = match self {
             Self::Given(Given { span, origin, .. }) => {
@@ -27,24 +27,24 @@ impl<T: Clone> Field<T> {
         Resolved { value: self.value_or(default_value), source }
     }
 
-    /// Returns the value or `default_value`.
+    /// Returns the value, or `default_value` if the file contains no valid value.
     pub(super) fn value_or(&self, default_value: T) -> T {
         self.given().map_or(default_value, |given| given.value.clone())
     }
 
-    /// Returns the value of a key without a default.
+    /// Returns the value, or `None` if the file contains no valid value.
     pub(super) fn value(&self) -> Option<T> {
         self.given().map(|given| given.value.clone())
     }
 }
 
 impl<T> Resolved<T> {
-    /// Returns true if the bulkhead itself sets the value.
+    /// Returns true if the value is set in the bulkhead's own table, not in `[defaults]`.
     pub(super) fn is_own(&self) -> bool {
         self.source.given().is_some_and(|given| given.origin == Origin::Own)
     }
 
-    /// Formats the value for a message. Adds the origin if the message points elsewhere.
+    /// Adds the origin to a formatted value, unless the value is in the bulkhead's own table.
     pub(super) fn with_origin(&self, shown: impl Display) -> String {
         match &self.source {
             Field::Absent => format!("{shown}, the default"),
@@ -54,19 +54,19 @@ impl<T> Resolved<T> {
     }
 }
 
-/// Returns the position to report when two values do not fit. `None` if one of them is invalid or none is
-/// in the file.
+/// Returns the position at which to report two values that contradict each other. Returns `None` if one of
+/// the values is invalid, or if neither is in the file.
 pub(super) fn report_position<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     nearest(&[&a.source, &b.source])
 }
 
-/// Returns the position to report when several values do not fit. `None` if one of them is invalid or none is
-/// in the file.
+/// Returns the position at which to report several values that contradict each other. Returns `None` if one
+/// of the values is invalid, or if none is in the file.
 pub(super) fn report_position_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
     nearest(&values.iter().map(|value| &value.source).collect::<Vec<_>>())
 }
 
-/// Returns the position with the nearest origin; of equal ones, the first.
+/// Returns the position with the most specific origin. If there are several, returns the first.
 fn nearest(sources: &[&Field<()>]) -> Option<Range<usize>> {
     if sources.iter().any(|source| source.is_invalid()) {
         return None;

@@ -1,17 +1,17 @@
-//! Resources of setrlimit(2) as keys of the file: the kind and the description of each. The keeper sets the
-//! limits.
+//! Units and descriptions of the keys in the table `rlimits`. Each key is a resource of setrlimit(2). The
+//! keeper sets the limits.
 
 use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
-/// A limit of setrlimit(2), hard = soft.
+/// A resource limit, as in setrlimit(2). Hard and soft limit are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rlimit {
-    /// Limited resource.
+    /// Resource that is limited.
     #[serde(serialize_with = "serialize_name")]
     pub resource: Resource,
-    /// Limit in the unit of the resource: bytes, seconds for `cpu`, microseconds for `rttime`, otherwise a
-    /// count. `None` is unlimited.
+    /// Maximum in the unit of the resource: bytes, seconds for `cpu`, microseconds for `rttime`, otherwise a
+    /// count. `None` means unlimited.
     #[serde(serialize_with = "serialize_limit")]
     pub limit: Option<u64>,
 }
@@ -27,24 +27,24 @@ fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<
     }
 }
 
-/// The word for no limit.
+/// Value in the configuration file that stands for no limit.
 pub(super) const UNLIMITED: &str = "unlimited";
 
-/// Unit of a limit.
+/// Unit of a resource limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Measure {
     Bytes,
     Count,
     Seconds,
     Microseconds,
-    /// Only zero is allowed, because a core dump would write a job's payload to disk.
+    /// Only 0 is allowed, because a core dump would write a job's payload to disk.
     Zero,
 }
 
-/// Declares the resources, one row each: the description for the reference, and the unit.
+/// Declares the description and the unit of each resource, one row per resource.
 macro_rules! meanings {
     ($($(#[doc = $sentence:literal])+ $resource:ident = $measure:ident;)+) => {
-        /// Returns the unit of a limit on this resource, and the description for the reference.
+        /// Returns the unit of a limit on this resource, and the description for the documentation.
         pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
             match resource {
                 $(Resource::$resource => (Measure::$measure, concat!($($sentence),+).trim_ascii_start()),)+
@@ -54,39 +54,41 @@ macro_rules! meanings {
 }
 
 meanings! {
-    /// Maximum address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start with a low
-    /// limit.
+    /// Maximum size of the address space. Runtimes that reserve large amounts of address space (Go, V8,
+    /// sanitizers) do not start if the limit is low.
     As = Bytes;
-    /// Maximum processor time over the worker's life; with `exec`, of each program.
+    /// Maximum processor time that a worker can use during its life. With `exec`, the maximum for each
+    /// program.
     Cpu = Seconds;
-    /// Maximum number of open descriptors.
+    /// Maximum number of open file descriptors.
     Nofile = Count;
-    /// Maximum number of processes and threads of the worker's user, including those outside this bulkhead.
-    /// Does not apply to root.
+    /// Maximum number of processes and threads of the user that the worker runs as, including those outside
+    /// this bulkhead. Does not apply to root.
     Nproc = Count;
     /// Maximum size of each file that the worker writes.
     Fsize = Bytes;
-    /// Core dumps: always 0, which disables them. The kernel limit is 1 byte, so that a program in
-    /// `kernel.core_pattern` gets no dump either.
+    /// Maximum size of core dumps. Always 0, which disables core dumps. The limit in the kernel is set to 1
+    /// byte, so that a program named in `kernel.core_pattern` gets no dump either.
     Core = Zero;
-    /// Maximum size of data segment and heap.
+    /// Maximum total size of data segment and heap.
     Data = Bytes;
-    /// Maximum stack of the main thread.
+    /// Maximum stack size of the main thread.
     Stack = Bytes;
-    /// Maximum locked memory.
+    /// Maximum amount of memory that can be locked.
     Memlock = Bytes;
-    /// Resident memory. Linux accepts and ignores this limit; use `recycle.rss` instead.
+    /// Maximum resident memory. Linux accepts this limit but ignores it; use `recycle.rss` instead.
     Rss = Bytes;
-    /// File locks. Linux accepts and ignores this limit.
+    /// Maximum number of file locks. Linux accepts this limit but ignores it.
     Locks = Count;
-    /// Maximum number of pending signals of the worker's user.
+    /// Maximum number of pending signals for the user that the worker runs as.
     Sigpending = Count;
-    /// Maximum size of POSIX message queues of the worker's user.
+    /// Maximum total size of POSIX message queues for the user that the worker runs as.
     Msgqueue = Bytes;
-    /// Ceiling of the nice value, written as 20 − nice.
+    /// Highest priority that the worker can give itself, written as 20 minus the nice value.
     Nice = Count;
-    /// Ceiling of the real-time priority.
+    /// Highest real-time priority that the worker can give itself.
     Rtprio = Count;
-    /// Maximum processor time under a real-time policy without a blocking call. A number is in microseconds.
+    /// Maximum processor time that a real-time thread can use without a blocking call. A number without a
+    /// unit is in microseconds.
     Rttime = Microseconds;
 }

@@ -1,5 +1,5 @@
-//! All keys, from the rows of `keys`: the reference for the documentation, and the effect of a reload on each
-//! key.
+//! List of all configuration keys, collected from the rows in `keys`. Used for the documentation, and to look
+//! up the effect of a reload on a key.
 
 use std::sync::LazyLock;
 
@@ -28,8 +28,8 @@ static KEYS: LazyLock<Vec<Key>> = LazyLock::new(|| {
     top.into_iter().chain(tables.into_iter().flatten()).collect()
 });
 
-/// Returns all keys of a configuration file, table by table. `docs/configuration.md` is tested against this
-/// list.
+/// Returns all keys of a configuration file, table by table. A test compares `docs/configuration.md` with
+/// this list.
 ///
 /// ```
 /// use bulkhead_config as config;
@@ -40,7 +40,7 @@ pub fn reference() -> Vec<Key> {
     all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables(_))).collect()
 }
 
-/// Returns all keys, including tables.
+/// Returns all keys of a configuration file, including keys whose values are tables.
 pub(super) fn all() -> impl Iterator<Item = Key> {
     keys().iter().copied()
 }
@@ -49,20 +49,21 @@ pub(super) fn keys() -> &'static [Key] {
     &KEYS
 }
 
-/// Returns the key `name` of `table`, if it exists.
+/// Returns the key `name` in `table`, if there is such a key.
 pub(super) fn find(table: &str, name: &str) -> Option<Key> {
     key::find(keys(), table, name)
 }
 
-/// Returns true if a reload with a changed `key` of a bulkhead replaces the workers. `key` is for example
-/// `cwd`, `health.heartbeat`, or a whole table such as `cgroup`.
+/// Returns true if a reload that changes the given key of a bulkhead replaces the workers. `key` can be a
+/// single key, such as `cwd` or `health.heartbeat`, or a whole table, such as `cgroup`.
 pub fn replaces_workers(key: &str) -> bool {
     let path = format!("{BULKHEAD}.{key}");
     let matches = |key: &Key| key.path() == path || key.path().starts_with(&format!("{path}."));
     all().any(|key| matches(&key) && key.on_reload == OnReload::ReplacesWorkers)
 }
 
-/// Returns true if a changed `key` of `[supervisor]` is ignored until the next start.
+/// Returns true if a new value of this key in `[supervisor]` takes effect only when the supervisor is started
+/// again.
 pub fn needs_restart(key: &str) -> bool {
     find(SUPERVISOR, key).is_none_or(|key| key.on_reload == OnReload::NeedsRestart)
 }

@@ -1,5 +1,5 @@
-//! The configuration as TOML with all defaults, as printed by `--check`. Reading the summary from the same
-//! folder gives an equal configuration.
+//! Formats the effective configuration, including defaults, as TOML. `--check` prints this summary. Parsing
+//! the summary in the same folder gives an equal configuration.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
@@ -20,8 +20,9 @@ use super::{defaults, units};
 impl Config {
     /// Returns the effective configuration as TOML, including defaults.
     ///
-    /// Paths are shown resolved, except for `argv[0]`, because the program sees it. A comment shows the
-    /// resolved program. Paths that are not UTF-8 cannot be represented exactly in TOML.
+    /// Paths are shown in resolved form, except for `argv[0]`, which is passed to the program as written. A
+    /// TOML comment shows the resolved path of the program. Paths that are not UTF-8 cannot be represented
+    /// exactly.
     ///
     /// ```no_run
     /// let config = bulkhead_config::load("workers.toml".as_ref())?;
@@ -33,8 +34,8 @@ impl Config {
         self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
     }
 
-    /// Returns the effective configuration as TOML, for a given source of ids for
-    /// workers with `user = "auto"`.
+    /// Returns the effective configuration as TOML. `ids` is the source of user ids for workers with `user =
+    /// "auto"`.
     pub fn summary_where(&self, ids: WorkerIds) -> String {
         let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
@@ -54,7 +55,7 @@ impl Config {
         let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
-        // Workers of isolated tenants are started on demand.
+        // The number is only an upper bound, because workers of isolated tenants are started on demand.
         let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
         let up_to = if isolated { "up to " } else { "" };
         format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
@@ -64,16 +65,16 @@ impl Config {
 /// Source of separate user ids for workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerIds {
-    /// No separate ids: workers run as the supervisor's user.
+    /// There are no separate ids. Workers run as the supervisor's user.
     #[default]
     None,
-    /// The supervisor can start workers as any user.
+    /// The supervisor can start workers with any user id.
     Host,
-    /// Ids from `/etc/subuid`.
+    /// The supervisor can use the ids that `/etc/subuid` gives its user.
     Subordinate,
 }
 
-/// TOML under construction.
+/// Builder for the lines of the summary.
 #[derive(Default)]
 struct Lines {
     text: String,
@@ -82,7 +83,7 @@ struct Lines {
 
 impl Lines {
     fn line(&mut self, line: impl Display) {
-        // Writing to a string does not fail.
+        // Writing to a `String` cannot fail.
         let _ = writeln!(self.text, "{line}");
     }
 
@@ -90,7 +91,8 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
-    /// Writes the value or, if none is set, a comment about the default behaviour.
+    /// Writes a key with its value or, if the key is not set, a comment that describes the behaviour without
+    /// it.
     fn entry(&mut self, KeyValue { key, value, without }: KeyValue) {
         match value.and_then(Written::toml) {
             Some(value) => self.set(key, value),
@@ -146,7 +148,8 @@ impl Lines {
         }
     }
 
-    /// Writes settings that a bulkhead cannot express itself: `pressure` without a queue.
+    /// Writes `[defaults]` with a `pressure` table, if a bulkhead without a queue has one. Such a bulkhead
+    /// cannot set `pressure` in its own table.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
         let unsaid =
             |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != no_pressure();
@@ -162,7 +165,7 @@ impl Lines {
         for entry in bulkhead.key_values() {
             match (entry.key, &bulkhead.breaker) {
                 ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
-                // `slow_rate` is rejected without `slow_call`.
+                // `slow_rate` is omitted, because the parser rejects `slow_rate` without `slow_call`.
                 ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
                     let said = breaker.key_values().into_iter().filter(|entry| entry.key != "slow_rate");
                     self.set("breaker", inline_table(said.collect()));
@@ -178,7 +181,7 @@ impl Lines {
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 ("output_grace" | "exit_status" | "files", _) if bulkhead.output_grace.is_none() => {}
-                // `cwd` is rejected with `files`.
+                // `cwd` is only shown as a comment, because the parser rejects `cwd` together with `files`.
                 ("cwd", _) if bulkhead.files.is_some() => self.comment("cwd: the folder of each job"),
                 _ => self.entry(entry),
             }
@@ -189,7 +192,8 @@ impl Lines {
         }
     }
 
-    /// Adds comments about the user and `tmp`. Only `strict` enforces the size of `tmp` at all times.
+    /// Adds comments that explain the user and the limit on `tmp`. Only the profile `strict` enforces the
+    /// size of `tmp` at all times.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(worker_user(sandbox, self.ids));
@@ -204,8 +208,8 @@ impl Lines {
         }
     }
 
-    /// Adds a comment with the resource limits of the sandbox. They depend on the profile, so they are not
-    /// written as `rlimits`.
+    /// Adds comments with the resource limits that the sandbox sets. These limits depend on the profile, so
+    /// they are not written as `rlimits`.
     fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
         for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
             let limit = limit.unwrap_or(u64::MAX);
@@ -235,7 +239,8 @@ impl Lines {
         self.comment(format_args!("runs {}", found.display()));
     }
 
-    /// Writes the settings of a tenant, without `per`, because the rate limit is always per tenant.
+    /// Writes the settings of a tenant. Omits `per` from the rate limit, because a tenant's rate limit always
+    /// applies to that tenant.
     fn tenant(&mut self, tenant: &TenantConfig) {
         for entry in tenant.key_values() {
             match (&tenant.rate_limit, entry.key, &entry.value) {
@@ -294,7 +299,7 @@ impl Write for Vec<(String, String)> {
     }
 }
 
-/// Tenants are written as separate tables.
+/// The tables of tenants are not written as values. `Lines::tenant` writes each as a separate table.
 impl Write for BTreeMap<String, TenantConfig> {
     fn written(&self, _: Kind) -> Option<Written> {
         None
@@ -318,7 +323,7 @@ impl Write for TenantsConfig {
     }
 }
 
-/// Without a profile, the other keys would have no effect.
+/// With the profile `none`, only the profile is written, because the other keys would have no effect.
 impl Write for SandboxConfig {
     fn written(&self, _: Kind) -> Option<Written> {
         let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
@@ -337,7 +342,7 @@ impl Write for SandboxConfig {
     }
 }
 
-/// Describes the effect of `auto` for the supervisor's user.
+/// Describes which user ids workers get with `user = "auto"`.
 fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, a separate id for each worker",
@@ -359,7 +364,7 @@ fn paths(paths: &[PathBuf]) -> String {
     format!("[{}]", paths.join(", "))
 }
 
-/// Returns a bare key if possible, otherwise a quoted key.
+/// Returns `name` as a bare TOML key if possible, otherwise as a quoted key.
 fn key(name: &str) -> String {
     let bare =
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'));
@@ -371,7 +376,7 @@ fn strings(texts: &[String]) -> String {
     format!("[{}]", texts.join(", "))
 }
 
-/// Returns a basic TOML string.
+/// Returns `text` as a basic TOML string, including quotes.
 fn string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
@@ -389,7 +394,7 @@ fn string(text: &str) -> String {
     quoted
 }
 
-/// Replaces characters that would end or distort a comment.
+/// Replaces characters that would end or garble a TOML comment.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }

@@ -1,14 +1,14 @@
-//! Errors of the TOML parser, with suggested corrections. Reports one error per line, because the parser
-//! often reports subsequent errors after a recovery.
+//! Reports errors of the TOML parser and suggests corrections. Reports at most one error per line, because
+//! the parser often reports several errors for a single mistake.
 
 use std::ops::Range;
 
 use super::diagnostics::{Problems, shown};
 
-/// Maximum number of lines with reported syntax errors. After that, the parser's recovery is unreliable.
+/// Maximum number of lines for which syntax errors are reported. Errors in further lines are unreliable.
 const LINES_MAX: usize = 10;
 
-/// Reports the first error of each line.
+/// Reports the first syntax error of each line.
 pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Problems) {
     let mut errors: Vec<_> =
         errors.iter().map(|error| (error.span().unwrap_or(0..0), error.message())).collect();
@@ -23,7 +23,7 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
         last_end = Some(span.start + rest.find('\n').unwrap_or(rest.len()));
         lines += 1;
         if let Some(line) = rest.strip_prefix(':').filter(|_| plain(message) == "invalid unquoted key") {
-            problems.report(span.clone(), "`:` in the place of `=`", colon_help(&text[..span.start], line));
+            problems.report(span.clone(), "`:` in place of `=`", colon_help(&text[..span.start], line));
             continue;
         }
         let written = text.get(span.clone()).unwrap_or_default();
@@ -31,20 +31,21 @@ pub(super) fn report(text: &str, errors: &[toml::de::Error], problems: &mut Prob
     }
 }
 
-/// Returns the parser's message without the list of expected characters.
+/// Removes the list of expected characters from a message of the parser.
 fn plain(message: &str) -> &str {
     message.split_once(", expected ").map_or(message, |(what, _)| what)
 }
 
-/// Returns the help for `key: value`, from the text before and after the colon.
+/// Returns the help for an author who wrote `key: value`. `before` and `after` are the texts on both sides of
+/// the colon.
 fn colon_help(before: &str, after: &str) -> String {
     let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
     let line = before.rsplit('\n').next().unwrap_or_default().trim_end();
     let key = &line[line.trim_end_matches(is_of_key).len()..];
     let value = after.lines().next().unwrap_or_default();
-    // Inside braces, the next key is not part of the value.
+    // In an inline table, the value ends before the next key.
     let value = if line.contains('{') { value.split([',', '}']).next().unwrap_or(value) } else { value };
-    format!("TOML has `=` between key and value: write `{} = {}`", shown(key), shown(value.trim()))
+    format!("TOML uses `=` between a key and its value: write `{} = {}`", shown(key), shown(value.trim()))
 }
 
 fn help(message: &str, written: &str, span: &Range<usize>) -> String {
@@ -52,13 +53,13 @@ fn help(message: &str, written: &str, span: &Range<usize>) -> String {
     let advice = match plain(message) {
         "string values must be quoted" if span.is_empty() => "write a value after the `=`",
         "string values must be quoted" if matches!(&*word, "yes" | "on" | "true") => {
-            "write `true`; only a string has quotes"
+            "write `true`; only strings are quoted"
         }
         "string values must be quoted" if matches!(&*word, "no" | "off" | "false") => {
-            "write `false`; only a string has quotes"
+            "write `false`; only strings are quoted"
         }
         "string values must be quoted" => return format!("write \"{}\"", shown(written.trim())),
-        "duplicate key" => "the key was set above: remove either line",
+        "duplicate key" => "the key is already set above: remove one of the two lines",
         "key with no value" => "write `key = value`",
         "unexpected key or value" => "put each `key = value` on a separate line",
         "invalid unquoted key" => "a key consists of A-Z, a-z, 0-9, `_` and `-`; quote any other key",

@@ -1,11 +1,11 @@
-//! System calls by name.
+//! Names of system calls, for the keys in `sandbox.syscalls`.
 
 /// Returns true if any supported architecture has a system call of this name.
 pub(super) fn is_system_call(name: &str) -> bool {
     bulkhead_linux::syscalls::is_known(name)
 }
 
-/// System calls that every worker needs to start, to run its first job or to report its result.
+/// Names of system calls that every worker needs to start, to run a first job or to send the result.
 pub(super) const NEEDED: [&str; 18] = [
     "brk",
     "close",

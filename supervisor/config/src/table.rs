@@ -1,5 +1,6 @@
-//! Reading, merging with `[defaults]`, and writing of tables, derived from their rows. `rows` contains the
-//! macros that declare a table, `types` the types of values.
+//! Traits for reading a table, merging it with `[defaults]`, and writing it. The implementations are
+//! generated from the rows of the table. `rows` contains the macros that declare a table, and `types` the
+//! types of values.
 
 mod rows;
 mod types;
@@ -17,23 +18,23 @@ use crate::key::{DefaultValue, Key, Kind};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
 
-/// A type of values that can be read from a key.
+/// A type of values that can be read from the configuration file.
 pub(crate) trait Value: Clone {
-    /// Reads the value of a key of an open table, or reports the problem.
+    /// Reads the value of the key `name` in an open table. An invalid value is reported.
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self>;
 
-    /// Merges the value of a bulkhead with the value of `[defaults]`.
+    /// Merges the value in a bulkhead's table with the value in `[defaults]`.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         own.or(defaults)
     }
 }
 
-/// A value that fits in a [`DefaultValue`], so that it can be a default.
+/// A type of values that a key can have as a default.
 pub(crate) trait Scalar {
     fn default_value(&self, kind: Kind) -> DefaultValue;
 }
 
-/// A checked value in written form.
+/// A checked value, formatted for output.
 pub(crate) enum Written {
     Scalar(DefaultValue),
     Toml(String),
@@ -48,9 +49,9 @@ impl Written {
     }
 }
 
-/// A checked value that can be written.
+/// A type of checked values that can be written as TOML or JSON.
 pub(crate) trait Write {
-    /// Returns the written form; `None` if the file would not contain the key.
+    /// Returns the formatted value, or `None` if the key is not written.
     fn written(&self, kind: Kind) -> Option<Written>;
 }
 
@@ -66,7 +67,7 @@ impl<T: Write> Write for Option<T> {
     }
 }
 
-/// A key with a default.
+/// Value of a key in the file, together with the default of the key.
 #[derive(Clone)]
 pub(crate) struct WithDefault<T> {
     pub(crate) field: Field<T>,
@@ -82,51 +83,51 @@ impl<T> Deref for WithDefault<T> {
 }
 
 impl<T: Clone> WithDefault<T> {
-    /// Returns the value or the default.
+    /// Returns the value in the file, or the default.
     pub(crate) fn value(&self) -> T {
         self.field.value_or(self.default.clone())
     }
 
-    /// Returns the value or the default, with the source.
+    /// Returns the value in the file, or the default, together with its source.
     pub(crate) fn resolved(&self) -> Resolved<T> {
         self.field.resolved(self.default.clone())
     }
 }
 
 impl<T: Value> Field<T> {
-    /// Merges the value of a bulkhead with the value of `[defaults]`.
+    /// Merges the value in a bulkhead's table with the value in `[defaults]`.
     pub(crate) fn merge(self, defaults: &Self) -> Self {
         T::merge(&self, defaults)
     }
 }
 
 impl<T: Value> WithDefault<T> {
-    /// Merges the value of a bulkhead with the value of `[defaults]`.
+    /// Merges the value in a bulkhead's table with the value in `[defaults]`.
     pub(crate) fn merge(self, defaults: &Self) -> Self {
         Self { field: self.field.merge(&defaults.field), default: self.default }
     }
 }
 
-/// A table of the file, key by key, with positions.
+/// A table of the configuration file, with the position of each value.
 pub(crate) trait Table: Sized {
-    /// Name in the schema.
+    /// Name of the table in the schema, such as `bulkhead.NAME.restart`.
     const PATH: &'static str;
 
-    /// Returns the rows, followed by the rows of the tables in this table.
+    /// Returns the keys of this table, followed by the keys of its inner tables.
     fn keys() -> Vec<Key>;
 
-    /// Reads an open table, or an absent one.
+    /// Reads the keys of a table. If the table is absent, all keys are absent.
     fn read(presence: Field<()>, table: Option<TableReader<'_, '_>>) -> Self;
 
-    /// Merges this table with `defaults`, key by key.
+    /// Merges this table with the table in `[defaults]`, key by key.
     fn merge(self, defaults: &Self) -> Self;
 }
 
-/// A table whose checked values are built from the rows alone.
+/// A table whose checked values need no rules beyond those in its rows.
 pub(crate) trait ByRows {
     type Checked;
 
-    /// Returns the position of the table's name, if the table is present.
+    /// Returns the position of the table's name in the file, if the table is present.
     fn presence(&self) -> &Field<()>;
 
     /// Returns the checked values.
@@ -138,15 +139,15 @@ pub(crate) trait ByRows {
     }
 }
 
-/// A table, or several named tables, inside another table.
+/// An inner table of another table, or several inner tables whose names the author of the file chooses.
 pub(crate) trait NestedTable: Sized {
-    /// Returns the rows; see [`Table::keys`].
+    /// Returns the keys of the inner table; see [`Table::keys`].
     fn nested_keys() -> Vec<Key>;
 
-    /// Reads the table `name` inside an open or absent table.
+    /// Reads the inner table `name` of the given table, which can be absent.
     fn read_nested(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self;
 
-    /// Merges the part with `defaults`; see [`Table::merge`].
+    /// Merges the inner table with the table in `[defaults]`; see [`Table::merge`].
     fn merge_nested(self, defaults: &Self) -> Self;
 }
 
@@ -166,14 +167,14 @@ impl<T: Table> NestedTable for T {
     }
 }
 
-/// Reads a key of a table that may be absent.
+/// Reads a key. If the whole table is absent, the key is absent.
 pub(crate) fn read_optional<T: Value>(table: &mut Option<TableReader<'_, '_>>, name: &str) -> Field<T> {
     table.as_mut().map_or(Field::Absent, |table| T::read(table, name))
 }
 
-/// The checked values of a table.
+/// Checked values of a table, as a list of keys and values.
 pub(crate) trait Section {
-    /// Returns the keys with their values.
+    /// Returns all keys of the table with their values.
     fn key_values(&self) -> Vec<KeyValue>;
 }
 
@@ -182,11 +183,11 @@ pub(crate) struct KeyValue {
     pub(crate) key: &'static str,
     /// `None` if the key is not set.
     pub(crate) value: Option<Written>,
-    /// Description of the behaviour if the key is not set.
+    /// Description of the behaviour without the key.
     pub(crate) without: &'static str,
 }
 
-/// Formats entries as an inline table of TOML.
+/// Formats the keys that are set as an inline TOML table.
 pub(crate) fn inline_table(entries: Vec<KeyValue>) -> String {
     let set = |KeyValue { key, value, .. }| Some(format!("{key} = {}", value?.toml()?));
     in_braces(&entries.into_iter().filter_map(set).collect::<Vec<_>>())
@@ -196,7 +197,8 @@ pub(crate) fn in_braces(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
-/// Serialises a table of a `policy` type according to its rows.
+/// Serializes a table whose checked type is defined in `policy`. The rows of the table determine the format
+/// of each value.
 pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     let entries = value.key_values();
     let mut map = serializer.serialize_map(Some(entries.len()))?;
@@ -210,7 +212,8 @@ pub(crate) fn as_table<T: Section, S: Serializer>(value: &T, serializer: S) -> R
     map.end()
 }
 
-/// Serialises an optional table of a `policy` type according to its rows.
+/// Serializes an optional table whose checked type is defined in `policy`. The rows of the table determine
+/// the format of each value.
 pub(crate) fn as_table_option<T: Section, S: Serializer>(
     value: &Option<T>,
     serializer: S,
@@ -221,7 +224,7 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
     }
 }
 
-/// Serialises a word of a `policy` type.
+/// Serializes a value of a vocabulary that is defined in `policy`.
 pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(value.name())
 }

@@ -1,32 +1,34 @@
-//! The token for the admin API over TCP, and its file.
+//! Reads and compares the token that protects the admin API over TCP.
 
 use std::io::{self, Read as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
-/// Length of a token in bytes.
+/// Allowed lengths of a token in bytes.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
-/// Mode bits that the token's file must not have: the group can have read permission, others can have none.
+/// Mode bits that the token file must not have. The group can have read permission, and other users must have
+/// no permission.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 const MAKE_IT: &str = "create a token: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The secret for the admin API. Stored as a hash, which is compared in constant time.
+/// The token of the admin API over TCP. Only a hash is stored, which is compared in constant time.
 #[derive(Clone)]
 pub struct Token(blake3::Hash);
 
 impl Token {
-    /// Creates a token from its secret.
+    /// Creates a token from the secret text.
     pub fn new(secret: &[u8]) -> Self {
         Self(blake3::hash(secret))
     }
 
-    /// Reads a token from its file. An error contains the problem of the file and a suggested correction.
+    /// Reads the token from a file. An error consists of a description of the problem and a suggested
+    /// correction.
     pub fn read(path: &Path) -> Result<Self, (String, &'static str)> {
         let shown = path.display();
         let unreadable = |error: io::Error| (format!("{shown} cannot be read: {error}"), MAKE_IT);
-        // Opening a FIFO must not block.
+        // Prevents `open` from blocking if the path is a FIFO.
         let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
         let file = std::fs::OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
         let file = file.map_err(unreadable)?;
@@ -40,7 +42,8 @@ impl Token {
                 format!("{shown} has the mode {mode:04o}, so other users can read or change the token");
             return Err((
                 message,
-                "run `chmod 600` on the file; at most, the file's group can have read permission",
+                "run `chmod 600` on the file; `chmod 640` is also accepted, and lets the file's group read \
+                 the token",
             ));
         }
         let mut text = Vec::new();
@@ -49,15 +52,17 @@ impl Token {
         if !TOKEN_BYTES.contains(&token.len()) || !token.iter().all(u8::is_ascii_graphic) {
             let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
             return Err((
-                format!("{shown} does not hold a token: {least} to {most} visible ASCII characters"),
+                format!(
+                    "{shown} does not contain a token, which has {least} to {most} visible ASCII characters"
+                ),
                 MAKE_IT,
             ));
         }
         Ok(Self::new(token))
     }
 
-    /// Returns true if `secret` is the token. Hashes are compared in constant time, and do not reveal the
-    /// length of the secret.
+    /// Returns true if `secret` is the token. The comparison of hashes takes constant time and does not
+    /// reveal the length of the token.
     pub fn is(&self, secret: &[u8]) -> bool {
         self.0 == blake3::hash(secret)
     }

@@ -1,24 +1,25 @@
-//! Conversion of durations and sizes between text and numbers. Pure functions. The reader, which knows the
-//! key, adds the error messages.
+//! Pure functions that convert durations and sizes between text and numbers. Error messages are written by
+//! the callers, which know the key.
 
 use std::time::Duration;
 
 use serde::Serializer;
 
-/// Reasons why a text is not a duration or a size.
+/// Reason why a text is not a valid duration or size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UnitError {
-    /// A number without a required unit.
+    /// The number has no unit, but a unit is required.
     NoUnit,
-    /// The unit `M`, which could mean minutes or months.
+    /// The unit is `M`, which could mean minutes or months.
     AmbiguousMonth,
-    /// A single letter. Contains the replacements for powers of 1024 and for powers of 1000.
+    /// The unit is a single letter. Contains the unit to write for powers of 1024 and the unit for powers of
+    /// 1000.
     AmbiguousPower(&'static str, &'static str),
-    /// A value that does not fit in 64 bits.
+    /// The value does not fit in 64 bits.
     TooLarge,
-    /// A fraction of a nanosecond.
+    /// The value has a fraction of a nanosecond.
     TooFine,
-    /// Any other error.
+    /// The text has any other error.
     Malformed,
 }
 
@@ -37,8 +38,9 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
-/// Distinguishes the causes of a `NumberOverflow` of `humantime`: a number that is too large, or a fraction
-/// that is too fine. `humantime` reports the overflow before it has checked the rest of the text.
+/// Returns the cause of `humantime`'s error `NumberOverflow`. The number can be too large or have too many
+/// decimal places, or the text can be malformed, because `humantime` reports an overflow before it has
+/// checked the rest of the text.
 fn overflow(text: &str) -> UnitError {
     match without_fractions(text) {
         None => UnitError::Malformed,
@@ -47,7 +49,7 @@ fn overflow(text: &str) -> UnitError {
     }
 }
 
-/// Returns the duration with all fractions removed; `None` if the text does not match [the
+/// Removes all fractions from the text of a duration. Returns `None` if the text does not match [the
 /// pattern](duration_pattern).
 fn without_fractions(text: &str) -> Option<String> {
     let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
@@ -71,16 +73,17 @@ fn without_fractions(text: &str) -> Option<String> {
     Some(whole)
 }
 
-/// Units of durations in `humantime`, except for `M`, which is rejected.
+/// All units of durations in `humantime`, except for `M`, which is rejected as ambiguous.
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// Returns a regular expression for the texts that `parse_duration` accepts, regardless of the numbers.
+/// Returns a regular expression for the texts that `parse_duration` accepts. It does not limit the numbers.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
 
-/// Units of sizes. Single letters are not supported, because `256M` can mean 256 × 2²⁰ or 256 × 10⁶ bytes.
+/// Units of sizes, with their numbers of bytes. Single letters are not supported, because `256M` could mean
+/// 256 × 2²⁰ or 256 × 10⁶ bytes.
 const SIZE_UNITS: [(&str, u64); 10] = [
     ("", 1),
     ("B", 1),
@@ -114,7 +117,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// Returns a regular expression for the texts that `parse_size` accepts, regardless of the numbers.
+/// Returns a regular expression for the texts that `parse_size` accepts. It does not limit the numbers.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -139,7 +142,8 @@ fn wrong_size_unit(unit: &str) -> UnitError {
     }
 }
 
-/// Formats a duration such as `"1m 30s"`. `parse_duration` returns the same duration.
+/// Formats a duration, such as `1m 30s`. Parsing the text with `parse_duration` returns the original
+/// duration.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -161,7 +165,8 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Formats a size in the largest exact binary unit. `parse_size` returns the same size.
+/// Formats a size in the largest binary unit that needs no fraction. Parsing the text with `parse_size`
+/// returns the original size.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
@@ -170,7 +175,7 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// Formats a size as a bound in a message. Small sizes have no unit.
+/// Formats a size as a minimum or maximum in a message. Sizes below 1 KiB are written without a unit.
 pub(super) fn size_bound(bytes: u64) -> String {
     if bytes < 1 << 10 { bytes.to_string() } else { format_size(bytes) }
 }
@@ -180,7 +185,7 @@ pub(super) fn duration_literal(duration: &Duration) -> String {
     format!("\"{}\"", format_duration(*duration))
 }
 
-/// Formats a share with a decimal point, such as `1.0`.
+/// Formats a fraction with a decimal point, such as `1.0`.
 pub(super) fn share_literal(share: &f64) -> String {
     format!("{share:?}")
 }

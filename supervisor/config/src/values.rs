@@ -1,5 +1,5 @@
-//! Converts a TOML value into a plain value, or returns a message with a suggested correction. Pure
-//! functions, without files and without rules that span several keys.
+//! Pure functions that convert a TOML value into a plain value, or return a message with a suggested
+//! correction. They check no files and no rules that span several keys.
 
 use std::ops::Deref;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::key::{Key, Kind, format_list};
 use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
-/// Reason why a value is rejected.
+/// Reason why a value is rejected, and a suggested correction.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ValueError {
     pub(super) message: String,
@@ -30,10 +30,11 @@ impl ValueError {
 
 type ValueResult<T> = Result<T, ValueError>;
 
-/// A key of an open table, with its name in messages.
+/// A key of an open table, with the name that messages use for it.
 pub(super) struct LabelledKey {
     pub(super) key: Key,
-    /// Name relative to the bulkhead or the supervisor, including the tenant's name: `restart.backoff`.
+    /// Name of the key relative to the table of the bulkhead or supervisor, such as `restart.backoff` or
+    /// `tenant.acme.max_queue`.
     pub(super) label: String,
 }
 
@@ -45,7 +46,7 @@ impl Deref for LabelledKey {
     }
 }
 
-/// Returns `` write `key = value` ``.
+/// Returns the help `` write `key = value` ``.
 fn write_help(key: &LabelledKey, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
@@ -70,7 +71,7 @@ pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
     }
 }
 
-/// Returns a string or a number as it would be written.
+/// Returns the TOML literal of a string or number.
 pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::String(text) => Some(format!("\"{}\"", shown(text))),
@@ -79,20 +80,25 @@ pub(super) fn literal(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Returns the help for a string in place of an array with a program and its arguments. No shell splits the
-/// string.
+/// Returns the help for a string in place of an array with a program and its arguments. The supervisor does
+/// not split the string, because it uses no shell.
 pub(super) fn split_help(name: &str, text: &str) -> String {
     if text.contains(['|', '>', '<', ';', '&', '$', '`', '*']) {
         let text = shown(text).replace('"', "\\\"");
         return format!(
-            "there is no shell: if the command needs a shell, write `{name} = [\"sh\", \"-c\", \"{text}\"]`"
+            "the supervisor runs no shell: if the command needs a shell, write `{name} = [\"sh\", \"-c\", \
+             \"{text}\"]`"
         );
     }
     let words: Vec<_> = text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
-    format!("there is no shell that would split the string: write `{name} = [{}]`", words.join(", "))
+    format!(
+        "the supervisor runs no shell that would split the string: write `{name} = [{}]`",
+        words.join(", ")
+    )
 }
 
-/// Returns an integer, saturated to the range of `i128`. Such integers are far out of range anyway.
+/// Parses an integer. A value outside the range of `i128` is replaced with the nearest value in the range,
+/// because it is too large for every key anyway.
 fn integer(number: &DeInteger<'_>) -> i128 {
     let saturated = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
     i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(saturated)
@@ -123,11 +129,14 @@ pub(super) fn duration(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Du
     Ok(duration)
 }
 
-/// For some keys, a zero has another correct form.
+/// Returns the help for a duration that is out of range. For `queue_timeout`, the help explains how to
+/// configure what the author of a zero probably meant.
 fn out_of_range_help(key: &LabelledKey) -> String {
     match key.name {
         "queue_timeout" => {
-            "to never wait set `max_queue = 0`; to wait until the deadline, remove the key".to_owned()
+            "to reject jobs instead of queueing them, set `max_queue = 0`; to let jobs wait until their \
+             deadline, remove the key"
+                .to_owned()
         }
         _ => write_help(key, &key.example()),
     }
@@ -144,7 +153,9 @@ fn duration_text(key: &LabelledKey, text: &str) -> ValueResult<Duration> {
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
-            UnitError::TooFine => "a fraction must be in whole nanoseconds, as in \"1.5ms\"".to_owned(),
+            UnitError::TooFine => {
+                "a duration must be a whole number of nanoseconds, as in \"1.5ms\"".to_owned()
+            }
             UnitError::AmbiguousPower(..) | UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
@@ -153,7 +164,7 @@ fn duration_text(key: &LabelledKey, text: &str) -> ValueResult<Duration> {
     })
 }
 
-/// Suggests a unit for a number without one.
+/// Suggests adding a unit to a duration that is written as a plain number.
 fn unit_help(key: &LabelledKey, number: &str) -> String {
     let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
     format!("{} for seconds, or \"{number}ms\" for milliseconds", write_help(key, &format!("\"{number}s\"")))
@@ -175,7 +186,7 @@ pub(super) fn size(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<u64> {
     Ok(bytes as u64)
 }
 
-/// Reads a size without a range check.
+/// Reads a size without checking that it is in range.
 fn size_value(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
@@ -229,7 +240,7 @@ pub(super) fn count<T: TryFrom<i128>>(key: &LabelledKey, value: &DeValue<'_>) ->
     T::try_from(number).map_err(|_| wrong_kind(key))
 }
 
-/// Reads exit statuses and rejects duplicates.
+/// Reads an array of exit statuses. Rejects duplicates.
 pub(super) fn statuses(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<Vec<u8>> {
     let DeValue::Array(array) = value else {
         return Err(wrong_type(key, "an array of exit statuses", value));
@@ -271,7 +282,7 @@ pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> 
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
-        // TOML has a negative zero, which is never intended.
+        // TOML has a negative zero, but nobody means it.
         return Ok(share.abs());
     }
     let range = match (none, all) {
@@ -280,7 +291,7 @@ pub(super) fn share(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<f64> 
         (false, true) => "above 0 and at most 1",
         (false, false) => "above 0 and below 1",
     };
-    let why = if share >= 1.0 && !all { ": nothing would be left for others" } else { "" };
+    let why = if share >= 1.0 && !all { ": nothing would be left for other jobs" } else { "" };
     let percent = share / 100.0;
     let help = if share >= 2.0 && share.fract() == 0.0 && fits(percent) {
         format!("{} for {share} %", write_help(key, &units::share_literal(&percent)))
@@ -326,11 +337,11 @@ pub(super) fn boolean(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<boo
     Err(ValueError::new(format!("`{}` must be `true` or `false`, not {}", key.label, type_name(value)), help))
 }
 
-/// Reads a number, whole or not. Infinities and NaN are not rejected here.
+/// Reads an integer or floating-point number. The caller must reject infinities and NaN.
 fn fraction(key: &LabelledKey, expected: &str, value: &DeValue<'_>) -> ValueResult<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
-        // Numbers beyond the range of a float become infinite, which is out of range for every key.
+        // A number that is too large for `f64` becomes infinite, which is out of range for every key.
         DeValue::Float(number) => Ok(number.as_str().parse().unwrap_or(f64::NAN)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(ValueError::new(
             format!("`{}` must be {expected}, not a string", key.label),
@@ -384,7 +395,7 @@ fn octal(digits: &str) -> Option<u32> {
     if valid { u32::from_str_radix(digits, 8).ok() } else { None }
 }
 
-/// Reads a string that is not empty and contains no NUL, as the kernel requires.
+/// Reads a string that must not be empty. Rejects NUL bytes, which the kernel does not accept.
 pub(super) fn text(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
@@ -416,7 +427,7 @@ pub(super) fn word<T: Vocabulary>(key: &LabelledKey, value: &DeValue<'_>) -> Val
     T::from_word(text).ok_or_else(|| not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), of))
 }
 
-/// Checks that a text is one of the words.
+/// Checks that the text is one of the allowed words.
 pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> ValueResult<()> {
     if words.contains(&text) {
         return Ok(());
@@ -424,7 +435,8 @@ pub(super) fn check_word(label: &str, text: &str, words: &[&'static str]) -> Val
     Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
 }
 
-/// Returns the error for an unknown word. `intended` is the text in the spelling of the words.
+/// Returns the error for an unknown word. `intended` is the text in the spelling of the allowed words, and
+/// used to find the most similar word.
 fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -> ValueError {
     let help = match nearest(intended, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
@@ -435,7 +447,7 @@ fn not_one_of(label: &str, text: &str, intended: &str, words: &[&'static str]) -
     ValueError::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
 }
 
-/// Reads a range of user ids, `"FIRST-LAST"`. Id 0 is root and is not allowed.
+/// Reads a range of user ids, such as `"200000-200999"`. Rejects id 0, which is root.
 pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRange> {
     let DeValue::String(text) = value else {
         return Err(wrong_type(key, "the first and the last id as a string", value));
@@ -444,7 +456,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
     let number = |digits: &str| {
         let digits = digits.trim();
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        // A number too long to be parsed is far out of range.
+        // A number with too many digits for `u64` is out of range in any case.
         plain.then(|| digits.parse::<u64>().unwrap_or(u64::MAX))
     };
     let Some((first, last)) =
@@ -454,7 +466,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
         return Err(ValueError::new(message, help()));
     };
     if first > last {
-        let message = format!("`{}` starts above the end: \"{}\"", key.label, shown(text));
+        let message = format!("`{}` has a first id above the last id: \"{}\"", key.label, shown(text));
         return Err(ValueError::new(message, write_help(key, &format!("\"{last}-{first}\""))));
     }
     if first == 0 || last > defaults::ID_MAX {
@@ -471,7 +483,7 @@ pub(super) fn ids(key: &LabelledKey, value: &DeValue<'_>) -> ValueResult<UidRang
             format!("{} or fewer", write_help(key, &format!("\"{first}-{fewer}\""))),
         ));
     }
-    // `ID_MAX` fits in 32 bits.
+    // The casts lose nothing, because ids are at most `ID_MAX`.
     Ok(UidRange { first: first as u32, last: last as u32 })
 }
 
@@ -484,7 +496,7 @@ pub(super) fn not_tables(key: &LabelledKey, value: &DeValue<'_>) -> ValueError {
     ValueError::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
 }
 
-/// Returns the error for an element that is not a table.
+/// Returns the error for an element of an array that must be a table.
 pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> ValueError {
     let found = type_name(value);
     ValueError::new(
@@ -493,7 +505,7 @@ pub(super) fn not_a_table_of(key: &LabelledKey, index: usize, value: &DeValue<'_
     )
 }
 
-/// Reads a limit in the unit of the resource; `None` is unlimited.
+/// Reads a resource limit in the unit of the resource. `None` means unlimited.
 pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     let measure = meaning(resource).0;
     if measure == Measure::Zero {
@@ -508,7 +520,7 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
         (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
-    // The kernel treats a processor time of 0 as 1 second, which a 0 in the file does not mean.
+    // A processor time of 0 is rejected, because the kernel would treat it as 1 second.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(ValueError::new(
@@ -519,7 +531,8 @@ pub(super) fn limit(key: &LabelledKey, resource: Resource, value: &DeValue<'_>) 
     Ok(Some(number as u64))
 }
 
-/// Reads a duration or a number of units, up to the maximum duration.
+/// Reads a time limit, written as a duration or as a number of units, and checks that it is at most
+/// `DURATION_MAX`.
 fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> ValueResult<i128> {
     let number = match value {
         DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
@@ -540,7 +553,7 @@ fn time_limit(key: &LabelledKey, value: &DeValue<'_>, unit_nanos: u128) -> Value
     Ok(number)
 }
 
-/// Rounds up, so that a limit below one unit does not become 0.
+/// Converts a duration to a number of units. Rounds up, so that a limit below one unit does not become 0.
 fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }
@@ -566,10 +579,11 @@ fn zero_limit(value: &DeValue<'_>) -> ValueResult<Option<u64>> {
     }
 }
 
-/// Returns the error for a key that is read as another kind than the schema declares. A test reads every key.
+/// Returns the error for a key whose kind in the schema does not match the function that reads it. This is a
+/// bug in this crate; a test reads every key.
 pub(super) fn wrong_kind(key: &LabelledKey) -> ValueError {
     ValueError::new(
         format!("`{}` cannot be read by this version", key.label),
-        "this is an error in bulkhead, not in your file; remove the key and report the error",
+        "this is a bug in Bulkhead, not an error in your file; remove the key and report the bug",
     )
 }

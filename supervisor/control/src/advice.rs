@@ -1,5 +1,5 @@
-//! Recommended limits for a bulkhead, derived from observed numbers. Pure rules: each recommendation carries
-//! the sentence that gives the reason. This module does no I/O and changes no setting.
+//! Recommends limits for a bulkhead, based on observed demand. Each recommendation includes a sentence that
+//! gives the reason. This module consists of pure functions, does no I/O and changes no setting.
 
 mod adaptive;
 mod observations;
@@ -17,14 +17,14 @@ use bulkhead_api::Adaptive;
 pub(crate) use bulkhead_api::Observations;
 pub(crate) use observations::{ResourceUsage, observations};
 
-/// Number of jobs and observation time that suffice for reliable advice.
+/// Number of observed jobs and length of the observation from which advice counts as reliable.
 pub(crate) const SUFFICIENT_JOBS: u64 = 1000;
 pub(crate) const SUFFICIENT_TIME: Duration = Duration::from_secs(600);
 
-/// Minimum number of jobs before any advice is given.
+/// Minimum number of observed jobs for any advice.
 pub(crate) const PROVISIONAL_JOBS: u64 = 100;
 
-/// Minimum observation time before a lower value is proposed.
+/// Minimum length of an observation for a proposal to lower a value.
 pub(crate) const LOWER_AFTER: Duration = Duration::from_secs(3600);
 
 /// Current settings of the bulkhead. With isolated tenants, the numbers apply to each tenant.
@@ -36,20 +36,21 @@ pub(crate) struct Settings {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
-    /// The adaptive concurrency limit, if configured.
+    /// State of the adaptive limit. `None` if none is configured.
     pub(crate) adaptive: Option<Adaptive>,
-    /// Maximum number of tenants with workers at the same time if tenants are isolated; otherwise 1.
+    /// Number of sets of workers that can exist at the same time. This is `tenants.max_active` if tenants are
+    /// isolated, otherwise 1.
     pub(crate) worker_sets: u32,
-    /// Number of spares for each set of workers.
+    /// Number of spares that each set of workers has.
     pub(crate) spares: u32,
-    /// Value of `cgroup.memory` in bytes.
+    /// Value of the key `cgroup.memory` in bytes.
     pub(crate) cgroup_memory: Option<u64>,
-    /// True if `recycle.rss`, `rlimits.as` or `rlimits.data` bounds the memory of a worker.
+    /// True if `recycle.rss`, `rlimits.as` or `rlimits.data` limits the memory of a worker.
     pub(crate) has_memory_limit: bool,
 }
 
 impl Settings {
-    /// Returns the maximum number of jobs in flight.
+    /// Returns the number of permits, which is the maximum number of jobs in flight.
     fn permits(&self) -> u64 {
         u64::from(self.processes) * u64::from(self.max_in_flight)
     }
@@ -82,12 +83,12 @@ impl Serialize for Setting {
     }
 }
 
-/// Complete advice for one bulkhead.
+/// Advice on all limits of one bulkhead.
 pub(crate) type Advice = bulkhead_api::Advice<Setting>;
 pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
 pub(crate) type Kept = bulkhead_api::Kept<Setting>;
 
-/// Computes the advice for a bulkhead.
+/// Computes advice for a bulkhead. `seen` are the observations.
 pub(crate) fn advise(bulkhead: String, seen: Observations, settings: &Settings, machine: &Machine) -> Advice {
     let missing = observations::missing(&seen);
     let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {

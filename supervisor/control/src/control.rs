@@ -1,6 +1,6 @@
-//! The control plane: one thread that serves HTTP on the admin socket, handles signals, keeps events and
-//! reads the output of workers. The control plane sends commands to the data plane and receives notices. It
-//! owns no job.
+//! The main thread of the control plane. It serves HTTP on the admin socket, handles signals, stores events
+//! and reads the output of workers. It sends commands to the data plane and receives notices from it. It owns
+//! no jobs.
 
 mod admin_socket;
 mod advice;
@@ -30,7 +30,7 @@ mod watch;
 use admin_socket::CONNECTIONS_MAX;
 pub use jobs::JOBS_MAX;
 
-/// Maximum number of client connections to the address of `http`.
+/// Maximum number of connections to the TCP address of the admin API.
 pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + waiting::WAITING_MAX + waiting::HEALTH_MAX;
 
 use std::io;
@@ -70,55 +70,55 @@ use reload::Reloads;
 /// Interval between memory checks of workers with `recycle.rss`.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval between checks for event storms that have ended.
+/// Interval between checks for suppressed events that have not been reported.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Pause between two batches of reaped orphans.
+/// Pause between two batches when orphans are reaped.
 const REAP_PAUSE: Duration = Duration::from_millis(10);
 
-/// Time limit for open streams and unfinished responses to end after the control plane has ended.
+/// Maximum time to wait for open streams and unfinished responses when the control plane ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Maximum number of yields to the runtime while the last output of an exited worker is read. Another process
-/// can hold the pipe open, so that end-of-file never comes.
+/// Maximum number of times to yield to the runtime while waiting for the last output of an exited worker. The
+/// wait must end, because another process can hold the pipe open.
 const TAIL_READ_YIELDS_MAX: u32 = 64;
 
-/// Maximum number of stderr bytes in a `worker_exited` event. A crash report holds more.
+/// Maximum number of bytes of standard error in a `worker_exited` event. A crash report contains more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
-/// Kind of process in which the supervisor runs.
+/// Process in which the supervisor runs.
 pub enum RunMode {
-    /// A separate process: signals are commands, the service manager is notified, and there are sockets.
+    /// A process of its own. The supervisor handles signals, notifies the service manager and has sockets.
     Standalone {
         /// The bound admin socket.
         admin: UnixListener,
-        /// The files of both sockets.
+        /// The jobs socket and the admin socket, whose files are checked periodically.
         sockets: Arc<Sockets>,
     },
-    /// The process of an application. The supervisor handles no signals and does not notify the service
-    /// manager.
+    /// The process of an application. The supervisor handles no signals, does not notify the service manager,
+    /// and has no sockets.
     Embedded,
 }
 
-/// Options of the control plane.
+/// Arguments for starting the control plane.
 pub struct Options {
-    /// Kind of process in which the supervisor runs.
+    /// Process in which the supervisor runs.
     pub mode: RunMode,
     /// Sender of commands to the data plane.
     pub commands: CommandSender,
-    /// Receiver of notices from the data plane. The control plane ends when this channel closes.
+    /// Receiver of notices from the data plane. The control plane ends when the channel closes.
     pub notices: NoticeReceiver,
-    /// Shared counters of the data plane.
+    /// Counters that the control plane shares with the data plane.
     pub counters: Arc<SharedCounters>,
-    /// The active configuration, for reloads.
+    /// The active configuration, with everything that a reload needs.
     pub active_config: ActiveConfig,
-    /// The store of crash reports, and the thread that reads and writes them.
+    /// Handle for crash reports, and the thread that reads and writes them.
     pub crashes: (Crashes, CrashThread),
-    /// User id that can connect to the admin socket, besides root.
+    /// Id of the user who, besides root, can connect to the admin socket.
     pub own_uid: u32,
-    /// Configuration active at the start.
+    /// Configuration that is active at the start.
     pub config: Arc<Config>,
-    /// The bound TCP socket and the token, if `http` is configured.
+    /// The listening TCP socket and the token. `None` if `http` is not configured.
     pub http: Option<(TcpListener, Token)>,
     /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
@@ -126,7 +126,7 @@ pub struct Options {
 
 type Shared = Arc<Control>;
 
-/// Shared state of the control plane.
+/// State that all parts of the control plane share.
 pub(crate) struct Control {
     commands: CommandSender,
     events: Events,
@@ -134,43 +134,43 @@ pub(crate) struct Control {
     crashes: Crashes,
     /// Recent resource usage of the workers.
     usage: Mutex<advice::UsageSamples>,
-    /// Cached memory use of the workers.
+    /// Cache of the resident sizes of workers.
     resident_sizes: ResidentSizes,
-    /// Permits for replays.
+    /// Permits that limit the number of concurrent replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
     readiness: readiness::Readiness,
     sockets: sockets::SocketFiles,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
-    /// True if the process belongs to an application.
+    /// True if the supervisor runs in the process of an application.
     is_embedded: bool,
-    /// Permits for streams.
+    /// Permits that limit the number of concurrent streams.
     streams: Arc<Semaphore>,
-    /// State for watchers.
+    /// State of `GET /v1/watch`.
     watch: watch::Watch,
-    /// Permits for jobs over HTTP.
+    /// Permits that limit the number of concurrent jobs over HTTP.
     jobs: Arc<Semaphore>,
     counters: Arc<SharedCounters>,
-    /// The active configuration. A reload replaces it.
+    /// The active configuration, which a reload replaces.
     config: RwLock<Arc<Config>>,
     /// True once the control plane must end.
     shutdown: tokio::sync::watch::Sender<bool>,
 }
 
-/// The running control plane.
+/// Handle of the control plane's main thread.
 #[derive(Debug)]
 pub struct ControlThread(JoinHandle<()>);
 
 impl ControlThread {
-    /// Waits for the thread to end. The thread ends after the channel of notices has closed.
+    /// Waits until the control plane has ended, which happens after the channel of notices has closed.
     pub fn join(self) {
-        // A panic in the thread has already been reported.
+        // A panic of the thread has already been reported.
         let _ = self.0.join();
     }
 }
 
-/// Starts the control plane. From here on, signals are commands.
+/// Starts the control plane. From this call on, a standalone supervisor handles signals.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let Options { mode, commands, notices, counters, active_config, crashes, own_uid, config, http, threads } =
@@ -235,9 +235,10 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             control.shutdown.send_replace(true);
             let _ = tokio::time::timeout(CLOSE_TIMEOUT, served).await;
         });
-        // The readers end by themselves. A panic was already reported.
+        // The thread of the readers also ends on shutdown. A panic of the thread has already been reported.
         let _ = readers.join();
-        // Dropping these drops every sender of requests for reports, so that the crash thread ends.
+        // The runtime and `control` hold the last senders of requests to the crash thread. When they are
+        // dropped, the crash thread ends.
         drop(runtime);
         drop(control);
         crash_thread.finish();
@@ -249,13 +250,14 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
 type Local = (tokio::net::UnixListener, u32);
 type Tcp = (tokio::net::TcpListener, tcp::RequestCheck);
 
-/// Connections that the control plane's own thread serves.
+/// Listeners, and queues of the connections that the main thread serves.
 struct Serving {
     local: (Option<Local>, Dispatcher<UnixStream>, Queue<UnixStream>),
     tcp: Option<(Tcp, Dispatcher<TcpStream>, Queue<TcpStream>)>,
 }
 
-/// Creates two channels for each listener: one to this thread, and one to the low-priority readers.
+/// Creates two channels for each listener. One leads to the main thread, the other to the thread of the
+/// low-priority readers.
 fn serving(
     local: Option<Local>,
     tcp: Option<Tcp>,
@@ -315,7 +317,8 @@ async fn handle_signals(control: Arc<Control>, mut signals: Signals) {
     }
 }
 
-/// Reaps orphans that this process inherits, such as orphans of `docker exec` if this process is process 1.
+/// Reaps exited orphans that this process has inherited. For example, process 1 of a container inherits
+/// orphans of `docker exec`.
 async fn reap_orphans(control: Arc<Control>, mut deaths: Signals) {
     while deaths.next().await.is_some() {
         while control.commands.request(|reply| Command::ReapOrphans { reply }).await != Some(false) {
@@ -350,7 +353,10 @@ async fn handle_notices(control: &Control, mut notices: NoticeReceiver, counters
         }
         let now_dropped = counters.notices_dropped.load(Ordering::Relaxed);
         if now_dropped > dropped {
-            tracing::error!("{} events were dropped: too many at once", now_dropped - dropped);
+            tracing::error!(
+                "{} events were dropped because too many occurred at once",
+                now_dropped - dropped
+            );
             dropped = now_dropped;
         }
     }
@@ -367,7 +373,7 @@ impl Control {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
 
-    /// Runs a task until the control plane ends.
+    /// Runs a task until it completes or the control plane ends.
     async fn until_shutdown(&self, task: impl Future<Output = ()>) {
         let mut shutdown = self.shutdown.subscribe();
         tokio::select! {
@@ -376,7 +382,8 @@ impl Control {
         }
     }
 
-    /// Runs a task at a fixed interval until the control plane ends. A task that has started is finished.
+    /// Runs a task repeatedly, at a fixed interval, until the control plane ends. A task that is running at
+    /// that time is completed.
     async fn every<T: Future<Output = ()>>(
         self: Arc<Self>,
         interval: Duration,
@@ -393,8 +400,8 @@ impl Control {
         }
     }
 
-    /// Reports to the data plane each worker whose resident size exceeds `recycle.rss`. The data plane
-    /// decides if the worker is replaced.
+    /// Reports each worker whose resident size exceeds `recycle.rss` to the data plane, which decides whether
+    /// the worker is replaced.
     async fn check_memory(&self) {
         let limits = self.reloads.rss_limits();
         if limits.is_empty() {
@@ -406,7 +413,8 @@ impl Control {
         for WorkerProcess { bulkhead, pid, generation, .. } in processes {
             let Some(max) = limits.get(&*bulkhead) else { continue };
             let Some(rss_bytes) = process::resident_bytes(pid).filter(|bytes| bytes > max) else { continue };
-            // The command is lost if the data plane is busy. The next check comes soon.
+            // If the command queue is full, the command is dropped, and the next check reports the worker
+            // again.
             let bulkhead = bulkhead.as_ref().to_owned();
             let _ = self.commands.send(Command::ReportMemory { bulkhead, pid, generation, rss_bytes });
         }
@@ -418,7 +426,8 @@ impl Control {
         self.notify_systemd(&[NotifyState::Ready]);
     }
 
-    /// Notifies the service manager, if there is one. An application notifies its own service manager.
+    /// Notifies the service manager, if there is one. Does nothing in an embedded supervisor, because the
+    /// application is responsible for such notifications.
     fn notify_systemd(&self, states: &[NotifyState<'_>]) {
         if !self.is_embedded
             && let Err(error) = sd_notify::notify(states)
@@ -431,14 +440,15 @@ impl Control {
         self.events.add(Event::new(Severity::Info, None, EventKind::Stopped {}));
     }
 
-    /// Adds the stderr tail of a worker. Reports about templates already have a tail.
+    /// Adds the last output on standard error to a report about a worker. Reports about `exec` programs
+    /// already contain the output of the program.
     async fn add_stderr_tail(&self, report: &mut CrashReport) {
         if report.victim == Victim::Worker {
             report.stderr_tail = self.stderr_tail(report.pid).await;
         }
     }
 
-    /// Returns the last stderr output of an exited process.
+    /// Returns the last output of an exited process on standard error.
     async fn stderr_tail(&self, pid: u32) -> Option<String> {
         for _ in 0..TAIL_READ_YIELDS_MAX {
             if !self.output.has_open_stderr(pid) {
@@ -449,7 +459,7 @@ impl Control {
         self.output.tail(pid)
     }
 
-    /// Requests snapshots of one bulkhead or of all bulkheads from the data plane, and adds the resource usage
+    /// Requests a snapshot of one bulkhead, or of all bulkheads, from the data plane. Adds the resource usage
     /// from `/proc`. Returns `None` if the data plane does not respond in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
         let bulkhead = bulkhead.map(str::to_owned);
@@ -458,7 +468,7 @@ impl Control {
         Some(snapshots)
     }
 
-    /// Requests a snapshot of one tenant's part of a bulkhead from the data plane, and adds the resource usage
+    /// Requests a snapshot of one tenant's part of a bulkhead from the data plane. Adds the resource usage
     /// from `/proc`.
     async fn tenant_snapshot(
         &self,
@@ -473,7 +483,8 @@ impl Control {
     }
 }
 
-/// Returns the last `bytes_max` bytes of a text, or slightly fewer so that no character is split.
+/// Returns the last `bytes_max` bytes of a text. Returns slightly fewer bytes if a character would be split
+/// otherwise.
 fn tail_of(text: &str, bytes_max: usize) -> &str {
     let mut start = text.len().saturating_sub(bytes_max);
     while !text.is_char_boundary(start) {
@@ -482,7 +493,7 @@ fn tail_of(text: &str, bytes_max: usize) -> &str {
     &text[start..]
 }
 
-/// Adds the workers' resource usage from `/proc`.
+/// Adds the resource usage of the workers, read from `/proc`.
 fn add_usage(snapshot: &mut Snapshot) {
     for worker in &mut snapshot.workers {
         if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
@@ -492,7 +503,7 @@ fn add_usage(snapshot: &mut Snapshot) {
     }
 }
 
-/// Emits a summary event for each event storm that has ended.
+/// Periodically emits events about suppressed events, until the control plane ends.
 async fn report_suppressed(control: Arc<Control>) {
     control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.report_suppressed() }).await;
 }

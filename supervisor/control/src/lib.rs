@@ -1,5 +1,6 @@
 //! The control plane: the admin API over HTTP, the dashboard, metrics, events, logs, advice, crash reports,
-//! and reload. It sends commands to the data plane and receives notices. It never uses the socket of a job.
+//! and reload. It sends commands to the data plane and receives notices from it. It never uses the connection
+//! of a client that submits jobs.
 
 mod advice;
 pub mod control;

@@ -1,6 +1,6 @@
-//! The supervisor's listening sockets. A socket appears with the right mode and already listening. A socket
-//! of a running supervisor is never taken over; a socket of a dead supervisor is removed. A socket whose file
-//! was removed can be recreated.
+//! Binds the listening sockets of the supervisor. When the file of a socket appears, it has the right mode
+//! and the socket is listening. The socket of a running supervisor is never replaced, but the socket of a
+//! dead supervisor is removed. A socket whose file was removed can be recreated.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
@@ -15,31 +15,32 @@ use rustix::io::Errno;
 use bulkhead_linux::scm_rights::refuse_descriptors;
 use bulkhead_plane::lock::{self, LockError};
 
-/// Maximum number of connections in the backlog. The kernel reduces this to its own maximum.
+/// Maximum number of connections in the backlog. The kernel reduces the value to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
 
-/// A bound socket. Dropping it removes the path and releases the lock.
+/// A bound Unix socket. When it is dropped, the file is removed and the lock is released.
 #[derive(Debug)]
 pub struct BoundSocket {
     path: PathBuf,
     mode: u32,
     folder_mode: u32,
-    /// Device and inode of the socket file, to detect if the path still belongs to this socket.
+    /// Device and inode of the socket file, used to check that the path still belongs to this socket.
     identity: (u64, u64),
     listener: Option<UnixListener>,
     lock: File,
 }
 
-/// Both sockets, shared so that their files can be checked while other threads listen.
+/// The jobs socket and the admin socket. They are shared, so that their files can be checked while other
+/// threads use the listeners.
 #[derive(Debug)]
 pub struct Sockets {
-    /// The socket for clients.
+    /// Socket for clients that submit jobs.
     pub jobs: Mutex<BoundSocket>,
-    /// The socket for operators.
+    /// Socket for operators.
     pub admin: Mutex<BoundSocket>,
 }
 
-/// Error when a socket cannot be bound. Its text fits after "failed to".
+/// Error if a socket cannot be bound. The text continues a sentence that begins with "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("listen on {}: {problem}", path.display())]
 pub struct BindError {
@@ -48,7 +49,8 @@ pub struct BindError {
 }
 
 impl BoundSocket {
-    /// Binds `path` with exactly `mode`. Missing parent folders are created with exactly `folder_mode`.
+    /// Binds a socket at `path` and listens. The file has exactly the mode `mode`, regardless of the umask.
+    /// Parent folders that do not exist are created with exactly `folder_mode`.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         create_folders(path, folder_mode).map_err(fail)?;
@@ -63,18 +65,18 @@ impl BoundSocket {
         &self.path
     }
 
-    /// Returns true if the socket is at its path.
+    /// Returns true if the file of this socket still exists at its path.
     pub fn exists(&self) -> bool {
         identity(&self.path).is_ok_and(|found| found == self.identity)
     }
 
-    /// Binds the path again after its file was removed, and recreates missing folders. The returned listener
+    /// Binds the path again after the file was removed. Creates missing parent folders. The returned listener
     /// replaces the previous one.
     pub fn recreate(&mut self) -> Result<UnixListener, BindError> {
         let fail = |problem: String| BindError { path: self.path.clone(), problem };
         create_folders(&self.path, self.folder_mode).map_err(fail)?;
         let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
-        // If the lock file was removed as well, another supervisor may have created a new one.
+        // If the lock file was removed as well, another supervisor may have created and locked a new one.
         let has_lock = own.is_ok_and(|own| identity(&lock_path(&self.path)).is_ok_and(|found| found == own));
         if !has_lock {
             self.lock = lock(&self.path).map_err(fail)?;
@@ -84,7 +86,7 @@ impl BoundSocket {
         Ok(listener)
     }
 
-    /// Takes the listener. Fails on the second call.
+    /// Returns the listener. Fails if it has already been taken.
     pub fn take_listener(&mut self) -> io::Result<UnixListener> {
         self.listener.take().ok_or_else(|| io::Error::other("the listener was already taken"))
     }
@@ -92,18 +94,19 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
-        // A missing file is fine. Another supervisor may have bound a socket at the same path.
+        // The file is only removed if it belongs to this socket, because another supervisor may have bound a
+        // socket at the path. An error is ignored, because the file may be missing.
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Creates the missing parent folders of a socket, with exactly this mode.
+/// Creates the missing parent folders of a socket with exactly the mode `mode`.
 fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
     for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
-        // The umask may have removed permissions.
+        // The mode is set again, because the umask may have removed permissions.
         let made = DirBuilder::new().mode(mode).create(folder);
         let made = made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(mode)));
         match made {
@@ -116,7 +119,7 @@ fn create_folders(path: &Path, mode: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns a listening socket at this path, and its device and inode.
+/// Returns a listening socket at this path, and the device and inode of its file.
 fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), String> {
     remove_stale_socket(path)?;
     let listener = bind_listening(path, mode)?;
@@ -124,23 +127,24 @@ fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), Strin
     Ok((listener, identity))
 }
 
-/// Binds a socket that appears at `path` only once it listens and has its mode, because between `bind(2)` and
-/// `listen(2)` clients are refused.
+/// Binds a socket at a temporary path, and moves the file to `path` when the socket is listening and has the
+/// right mode. Otherwise, clients that connect between `bind(2)` and `listen(2)` would be refused.
 fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let temporary = with_suffix(path, ".new");
-    // If the temporary name is too long for a socket address, the socket is bound directly.
+    // If the temporary path is too long for a socket address, the socket is bound directly at `path`.
     let is_short = SocketAddr::from_pathname(&temporary).is_ok();
     let first = if is_short { &temporary } else { path };
     if is_short {
-        // A supervisor that was killed at this point may have left a file.
+        // A supervisor that was killed while it bound a socket may have left a file.
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_without_permissions(first).map_err(|error| error.to_string())?;
-    // Accepted connections inherit this option. For older kernels, see `descriptors` of the data plane.
+    // Accepted connections inherit this option. On kernels without the option, the module `descriptors` of
+    // the data plane handles received descriptors.
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {
-        return Err(format!("the socket option against received descriptors cannot be set: {error}"));
+        return Err(format!("the socket option that prevents received descriptors cannot be set: {error}"));
     }
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("the mode of the socket cannot be set: {error}"))?;
@@ -150,8 +154,8 @@ fn bind_listening(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Binds a socket that no client can connect to yet. On Linux, the file gets the mode of the socket before
-/// `bind(2)`.
+/// Binds a socket to which no client can connect yet. On Linux, the file gets the mode that the socket has
+/// before `bind(2)`.
 fn bind_without_permissions(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -176,8 +180,9 @@ fn lock_path(socket: &Path) -> PathBuf {
     with_suffix(socket, ".lock")
 }
 
-/// Locks the lock file of a socket; the holder owns the path. The lock file is never removed, because one
-/// supervisor could then hold a lock on the removed file and another on its successor.
+/// Locks the lock file of a socket. Only the supervisor that holds the lock can use the path. The lock file
+/// is never removed. Otherwise, one supervisor could hold a lock on the removed file and another a lock on a
+/// new file.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
     lock::lock(&name).map_err(|why| match why {
@@ -214,7 +219,9 @@ fn remove_stale_socket(path: &Path) -> Result<(), String> {
         }
         Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Ok(error) => Err(format!("failed to check whether the existing socket is in use: {error}")),
-        Err(()) => Err("a program already listens there; stop the program, or configure another path".into()),
+        Err(()) => Err("another program already listens on this socket; stop that program, or configure \
+                        another path"
+            .into()),
     }
 }
 
@@ -223,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replaces_stale_sockets_only() {
+    fn bind_replaces_only_stale_sockets() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/jobs.sock");
         let bound = BoundSocket::bind(&path, 0o600, 0o700).unwrap();
@@ -241,9 +248,9 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(removed);
-        assert!(path.exists(), "another's socket");
+        assert!(path.exists(), "the socket of another process was removed");
         let error = BoundSocket::bind(&path, 0o600, 0o700).unwrap_err().to_string();
-        assert!(error.contains("already listens there"), "{error}");
+        assert!(error.contains("already listens on this socket"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();
@@ -252,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn creates_missing_folders_with_mode() {
+    fn missing_socket_folders_are_created_with_mode() {
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -262,15 +269,15 @@ mod tests {
         let _admin = BoundSocket::bind(&admin, 0o600, 0o700).unwrap();
         assert_eq!(mode(&folder.path().join("a/b")), 0o755);
         assert_eq!([mode(&jobs), mode(&admin)], [0o666, 0o600]);
-        // Any process that can open a lock file could take the lock.
+        // Other users must not be able to open a lock file, because they could take the lock.
         for socket in [&jobs, &admin] {
             assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
         }
     }
 
-    /// A renewed socket cannot be taken by another supervisor.
+    /// Also checks that another supervisor cannot replace a recreated socket.
     #[test]
-    fn recreates_removed_socket_unless_path_is_taken() {
+    fn removed_socket_is_recreated_unless_path_is_taken() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/jobs.sock");
         let mut bound = BoundSocket::bind(&path, 0o660, 0o755).unwrap();
@@ -294,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_appears_with_its_mode() {
+    fn new_socket_has_no_permissions_at_first() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
         let _listener = bind_without_permissions(&path).unwrap();

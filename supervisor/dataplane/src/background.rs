@@ -1,7 +1,8 @@
-//! Threads for blocking work and for reading files. The data plane sends tasks and handles the results in a later
-//! iteration. The `background` thread starts keepers and examines processes. The `memory-files` thread makes and
-//! frees memory files, so that slow file operations delay no other task. Both threads live as long as the data plane,
-//! because the kernel signals a keeper when the thread that started the keeper ends.
+//! Threads for blocking work. The data plane sends them tasks and handles the results in a later iteration.
+//! The `background` thread starts keepers and examines processes. The `memory-files` thread makes and frees
+//! memory files, so that slow file operations do not delay other tasks. Both threads live as long as the data
+//! plane, because the kernel sends a keeper its parent-death signal when the thread that started the keeper
+//! ends.
 
 use std::io;
 use std::sync::Arc;
@@ -17,16 +18,16 @@ use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
-/// Maximum number of pending tasks up to which starvation checks are added. Beyond this number the machine is
-/// overloaded, which explains silent workers.
+/// Maximum number of pending tasks. If there are more, no starvation checks are added, because the machine is
+/// overloaded, which explains why workers are silent.
 const LOOKS_WAITING_MAX: usize = 1024;
 
-/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Making files keeps a
-/// processor busy.
+/// Pause of the `memory-files` thread after each task, as a multiple of the task's duration. Without a pause,
+/// making files would keep a processor busy.
 const FILES_PAUSE: u32 = 1;
 
 enum Task {
-    /// Ends all processes that a lost keeper has left behind.
+    /// Kills all processes that a lost keeper has left behind.
     SweepKeeper {
         lost: Box<Keeper>,
     },
@@ -35,15 +36,15 @@ enum Task {
         pause: Duration,
         launcher: KeeperLauncher,
     },
-    /// Records how long the threads of a worker have waited for a processor so far.
+    /// Records how long the threads of a worker have waited for a processor up to now.
     Watch(Arc<Watch>),
-    /// Checks if a thread has waited for most of the time since `Watch`.
+    /// Checks whether a thread of the worker has waited for a processor for most of the time since `Watch`.
     Look {
         compartment: CompartmentIndex,
         worker: WorkerId,
         watch: Arc<Watch>,
     },
-    /// Makes the files of a lease. This takes as long as clearing the memory of the files.
+    /// Makes the files of a lease. This takes some time, because the kernel clears their memory.
     MakeFiles {
         lease: u64,
         bytes: u64,
@@ -51,7 +52,7 @@ enum Task {
     FreeFiles(Files),
 }
 
-/// Result of a task.
+/// Result of a completed task.
 pub(super) enum Done {
     KeeperSwept(io::Result<()>),
     Keeper(io::Result<Box<Keeper>>),
@@ -61,7 +62,7 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// Handle of the data plane to the background threads.
+/// Connection of the data plane to the background threads.
 pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
@@ -71,7 +72,8 @@ pub(super) struct Background {
     threads: ThreadMonitor,
 }
 
-/// Marks the end of the threads as expected, because they end with the data plane, even after a panic.
+/// Marks the end of the threads as expected, because they end together with the data plane, even after a
+/// panic.
 impl Drop for Background {
     fn drop(&mut self) {
         self.threads.begin_shutdown();
@@ -79,7 +81,7 @@ impl Drop for Background {
 }
 
 impl Background {
-    /// Starts the threads, which wake the data plane with `waker` after each task.
+    /// Starts the threads. After each task, they wake the data plane through `waker`.
     pub(super) fn start(threads: &ThreadMonitor, waker: Arc<Waker>) -> io::Result<Self> {
         let (sender, done) = channel();
         let tasks = serve("background", 0, threads, (sender.clone(), waker.clone()))?;
@@ -90,19 +92,20 @@ impl Background {
     fn send(&mut self, task: Task) {
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         self.waiting += usize::from(!is_of_files);
-        // Sending fails only if the thread has ended, which ends the whole supervisor (see `ThreadMonitor`).
+        // Sending fails only if the thread has ended. In that case, the whole supervisor is shutting down
+        // (see `Fate`).
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
-    /// Ends all processes of a lost keeper and starts the next keeper. The results are [`Done::KeeperSwept`] and
-    /// [`Done::Keeper`].
+    /// Kills all processes of a lost keeper and starts the next keeper. The results are [`Done::KeeperSwept`]
+    /// and [`Done::Keeper`].
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
         let launcher = lost.launcher();
         self.send(Task::SweepKeeper { lost });
         self.send(Task::StartKeeper { pause, launcher });
     }
 
-    /// Begins to watch a worker. Returns false if too many tasks are pending.
+    /// Starts to observe the processor time of a worker. Returns false if too many tasks are pending.
     pub(super) fn watch(&mut self, watch: &Arc<Watch>) -> bool {
         let has_room = self.waiting < LOOKS_WAITING_MAX;
         if has_room {
@@ -111,8 +114,13 @@ impl Background {
         has_room
     }
 
-    /// Checks if a watched worker is starved. The result is [`Done::Looked`].
-    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch>) {
+    /// Checks whether an observed worker gets too little processor time. The result is [`Done::Looked`].
+    pub(super) fn check_starvation(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        watch: Arc<Watch>,
+    ) {
         self.send(Task::Look { compartment, worker, watch });
     }
 
@@ -121,19 +129,19 @@ impl Background {
         self.send(Task::MakeFiles { lease, bytes });
     }
 
-    /// Frees the memory of the files.
+    /// Frees the memory of the files of a lease.
     pub(super) fn free_files(&mut self, files: Files) {
         self.send(Task::FreeFiles(files));
     }
 
-    /// Returns the next result, if any.
+    /// Returns the next result, or `None` if no task has completed.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
         self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));
         Some(done)
     }
 
-    /// Waits for the keeper that is being started. Used when the supervisor ends.
+    /// Waits until the start of the next keeper is complete. Used when the supervisor shuts down.
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
@@ -143,7 +151,8 @@ impl Background {
     }
 }
 
-/// Starts a thread that performs tasks, and that sleeps after each task for `pause` times the task's duration.
+/// Starts a thread that performs tasks. After each task, the thread sleeps for `pause` times the duration of
+/// the task.
 fn serve(
     name: &'static str,
     pause: u32,
@@ -154,7 +163,7 @@ fn serve(
     threads.spawn(name, move || {
         for task in received {
             let begun_at = Instant::now();
-            // The data plane has ended, so the remaining tasks are dropped.
+            // The data plane has ended, so the remaining tasks need not be performed.
             if done.send(perform(task)).is_err() {
                 return;
             }

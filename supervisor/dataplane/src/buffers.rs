@@ -1,11 +1,11 @@
-//! Reused memory, which saves allocations for each job.
+//! Memory that is reused in order to avoid allocations for each job.
 
 use bulkhead_policy::Action;
 use bulkhead_shared::connection::{BufferPool, Scratch};
 
 use super::JobData;
 
-/// Maximum number of job records kept for reuse.
+/// Maximum number of job records that are kept for reuse.
 const RECORDS_KEPT_MAX: usize = 4096;
 
 #[derive(Default)]
@@ -14,12 +14,12 @@ pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     pub(super) pool: BufferPool,
     pub(super) actions: Vec<Action<Box<JobData>>>,
-    /// Records of finished jobs.
+    /// Unused records of finished jobs.
     records: Vec<Box<JobData>>,
 }
 
 impl Buffers {
-    /// Boxes a record, in reused memory if there is any.
+    /// Boxes a record. Reuses the memory of a finished job's record if one is available.
     pub(super) fn record(&mut self, record: JobData) -> Box<JobData> {
         match self.records.pop() {
             Some(mut kept) => {
@@ -30,7 +30,7 @@ impl Buffers {
         }
     }
 
-    /// Keeps the memory of a record for the next job.
+    /// Keeps the memory of a record for reuse.
     pub(super) fn keep_record(&mut self, mut record: Box<JobData>) {
         if self.records.len() < RECORDS_KEPT_MAX {
             *record = JobData::default();

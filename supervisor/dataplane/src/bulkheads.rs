@@ -1,4 +1,15 @@
-//! Bulkheads by name, and the compartments of each: a shared one, or one for each tenant.
+//! Bulkheads by name, and their compartments. A bulkhead has one shared compartment, or one compartment for
+//! each tenant.
+//!
+//! This part does not apply events to compartments. `wiring` applies the events that
+//! [`Bulkheads::next_effect`] and [`Bulkheads::next_assignment`] return.
+
+mod compartments;
+mod counting;
+mod limits;
+mod metrics;
+mod snapshots;
+mod tenants;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -12,32 +23,34 @@ use bulkhead_plane::possible_series::PossibleSeries;
 use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
-use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
+use bulkhead_policy::{Bulkhead, Counters, Digest, Event, Limits, Time, WorkerId};
 use foldhash::quality::RandomState;
 
+pub(super) use compartments::Compartments;
+pub(super) use snapshots::{DescribeWorker, SnapshotQueue, SnapshotSource, WorkerDetails};
+pub(super) use tenants::Effect;
+
 use super::JobData;
-use super::crashes::Allowance;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
-use super::start_failures::StartFailures;
+use tenants::TenantState;
+
+/// An event, and the compartment to which it must be applied.
+pub(super) type CompartmentEvent = (CompartmentIndex, Event<Box<JobData>>);
 
 /// All bulkheads, by index and by name.
 pub(super) struct Bulkheads {
     slab: Slab<BulkheadIndex, BulkheadEntry>,
-    /// Bulkheads that take jobs.
-    pub(super) by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
+    /// Bulkheads that accept jobs, by name.
+    by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
     /// Bulkheads that were removed from the configuration and still have jobs or workers.
-    pub(super) leaving: Vec<BulkheadIndex>,
-    /// Bulkheads with isolated tenants in which the assignment of workers must be updated.
-    pub(super) unsettled: Vec<BulkheadIndex>,
-    /// Sorted names of the tenants that metrics report.
-    pub(super) labels: Arc<[String]>,
-}
-
-impl Bulkheads {
-    pub(super) fn new(labels: Arc<[String]>) -> Self {
-        let (slab, by_name) = (Slab::default(), HashMap::default());
-        Self { slab, by_name, leaving: Vec::new(), unsettled: Vec::new(), labels }
-    }
+    leaving: Vec<BulkheadIndex>,
+    /// Bulkheads with isolated tenants whose assignment of workers must be updated.
+    needing_update: Vec<BulkheadIndex>,
+    /// Sorted names of the tenants that have metrics of their own.
+    labels: Arc<[String]>,
+    /// True if jobs that went to a fallback may not have been reported yet.
+    has_unreported_fallbacks: bool,
+    effects: VecDeque<Effect>,
 }
 
 owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
@@ -45,126 +58,106 @@ owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 /// Configuration and statistics of a bulkhead.
 pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
-    pub(super) presence: Presence,
-    /// Program of workers started from now on.
+    presence: Presence,
+    /// Program that new workers run.
     pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Bulkheads that get the jobs that this bulkhead cannot take, in this order. Names of missing bulkheads are
-    /// skipped.
+    /// Names of the bulkheads that get the jobs that this bulkhead cannot run, in the order in which they are
+    /// tried. Names of bulkheads that do not exist are skipped.
     pub(super) fallback: Arc<[Arc<str>]>,
-    /// For each fallback: time of the last event, and number of jobs sent there since.
-    pub(super) fallback_told: HashMap<Arc<str>, (Option<Time>, u64)>,
-    /// True if jobs can be retried.
-    pub(super) retries: bool,
-    /// True if poison detection is on.
-    pub(super) knows_poison: bool,
-    pub(super) latency: Latency,
-    /// Recent outcomes.
-    pub(super) service: Window,
+    /// Time of the last event and number of jobs since that event, for each fallback.
+    fallback_events: HashMap<Arc<str>, (Option<Time>, u64)>,
+    pub(super) has_retries: bool,
+    has_poison_detection: bool,
+    latency: Latency,
+    /// Outcomes of the last minute.
+    service: Window,
     /// Counters for the metrics.
     pub(super) counters: BulkheadCounters,
-    /// Metric series that were possible at some scrape so far.
-    pub(super) possible: PossibleSeries,
+    /// Metric series that were possible at any scrape so far.
+    possible: PossibleSeries,
     /// True if the configuration sets `pressure` for this bulkhead, which requires a queue.
-    pub(super) has_own_pressure: bool,
-    /// Memory limit of a worker, in bytes. A worker above the limit is replaced or killed.
-    pub(super) memory_limit: Option<u64>,
-    /// Maximum total size of the memory files lent to a worker, in bytes.
-    pub(super) lent_max: Option<u64>,
-    pub(super) demand: Demand,
-    /// Rate limit of crash reports.
-    pub(super) crash_allowance: Allowance,
-    /// Crashes of workers that were never ready.
-    pub(super) start_failures: StartFailures,
-    /// Individual limits of tenants, if all tenants share the workers.
-    pub(super) own: BTreeMap<String, TenantConfig>,
-    pub(super) layout: Layout,
+    has_own_pressure: bool,
+    /// Memory limit of each worker, in bytes. A worker that exceeds the limit is replaced or killed.
+    memory_limit: Option<u64>,
+    /// Maximum total size of the memory files that are lent to a worker, in bytes.
+    pub(super) loaned_bytes_max: Option<u64>,
+    demand: Demand,
+    /// Individual limits of tenants. Used only if all tenants share the workers.
+    own: BTreeMap<String, TenantConfig>,
+    layout: Layout,
 }
 
-/// Presence of a bulkhead in the configuration.
+/// Whether a bulkhead is part of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Presence {
-    /// Configured; takes jobs.
+enum Presence {
+    /// The bulkhead is configured and accepts jobs.
     Here,
-    /// Removed from the configuration; finishes the remaining jobs.
+    /// The bulkhead was removed from the configuration and only completes its remaining jobs.
     Leaving,
 }
 
 /// Assignment of tenants to compartments.
-pub(super) enum Layout {
-    /// All tenants share a compartment.
+enum Layout {
+    /// All tenants share one compartment.
     Shared(CompartmentIndex),
-    /// Each tenant has a separate compartment.
+    /// Each tenant has a compartment of its own.
     Isolated(Box<Isolated>),
 }
 
 /// Compartments of a bulkhead with isolated tenants.
 #[derive(Default)]
-pub(super) struct Isolated {
-    /// Limits of tenants without individual limits.
-    pub(super) limits: Limits,
-    pub(super) own: BTreeMap<String, TenantConfig>,
-    pub(super) by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
-    pub(super) max_active: usize,
-    /// Compartments with workers and without jobs, ordered by the time of the last job.
-    pub(super) idle: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments without workers, ordered by the time of the last worker.
-    pub(super) resting: BTreeSet<(Time, CompartmentIndex)>,
-    /// Compartments that have workers or jobs, or that wait for workers. All others rest.
-    pub(super) awake: BTreeSet<CompartmentIndex>,
+struct Isolated {
+    /// Limits of tenants that have no individual limits.
+    limits: Limits,
+    own: BTreeMap<String, TenantConfig>,
+    by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
+    max_active: usize,
+    /// Compartments that have workers but no jobs, ordered by the time of their last job.
+    idle: BTreeSet<(Time, CompartmentIndex)>,
+    /// Compartments that have no workers, ordered by the time at which their last worker ended.
+    resting: BTreeSet<(Time, CompartmentIndex)>,
+    /// Compartments that have workers or jobs or are waiting for workers. All other compartments are scaled
+    /// to zero.
+    active: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
-    pub(super) tripped: BTreeSet<CompartmentIndex>,
-    /// Compartments that wait until another compartment has no workers left.
-    pub(super) awaiting: VecDeque<CompartmentIndex>,
-    /// Number of compartments with workers, including workers that are ending.
-    pub(super) running: usize,
-    /// Number of compartments in which all workers are ending.
-    pub(super) leaving: usize,
-    /// Counters of forgotten tenants.
-    pub(super) past: Counters,
-    pub(super) past_restarts: u64,
-    pub(super) is_draining: bool,
-    pub(super) is_forced_open: bool,
-    pub(super) is_unsettled: bool,
+    tripped: BTreeSet<CompartmentIndex>,
+    /// Compartments that are waiting until another compartment has no workers left.
+    waiting: VecDeque<CompartmentIndex>,
+    /// Number of compartments that have workers, including workers that are ending.
+    running: usize,
+    /// Number of compartments whose workers are all ending.
+    ending: usize,
+    /// Counters of tenants whose compartments were removed.
+    forgotten_counters: Counters,
+    forgotten_restarts: u64,
+    is_draining: bool,
+    is_forced_open: bool,
+    needs_update: bool,
 }
 
-/// A policy state machine with workers.
+/// A policy state machine together with its workers.
 pub(super) struct Compartment {
     pub(super) bulkhead: BulkheadIndex,
-    /// The tenant, if the compartment serves a single tenant.
+    /// Tenant of the compartment, or `None` if several tenants share it.
     pub(super) tenant: Option<Arc<str>>,
-    /// True if the compartment exists only to replay a job of a crash report.
+    /// True if the compartment exists only to replay the job of a crash report.
     pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Box<JobData>>,
-    /// Links, indexed by the worker's place.
-    pub(super) links: Vec<Option<LinkIndex>>,
-    /// True if an event was applied after the timer was set.
-    pub(super) is_touched: bool,
-    /// Latency of jobs, if the compartment serves a single tenant.
-    pub(super) latency: Latency,
-    /// Load since the last event.
-    pub(super) load: Load,
-    /// State as recorded in [`Isolated`].
-    pub(super) standing: Standing,
-    /// True if [`Isolated`] lists the compartment as tripped.
-    pub(super) was_tripped: bool,
-}
-
-/// State of a tenant's compartment, as recorded in [`Isolated`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
-    /// No workers since this time.
-    Resting(Time),
-    /// No workers, and waits for some.
-    Awaiting,
-    /// Workers, but no jobs since this time.
-    Idle(Time),
-    /// Workers and jobs.
-    Busy,
-    /// All workers are ending.
-    Leaving,
+    /// Links to workers, indexed by the worker's place.
+    links: Vec<Option<LinkIndex>>,
+    /// True if an event was applied since the timer was last set.
+    is_touched: bool,
+    /// Latency of jobs. Measured only if the compartment serves a single tenant.
+    latency: Latency,
+    /// Load when it was last recorded.
+    load: Load,
+    /// State that is recorded in [`Isolated`].
+    tenant_state: TenantState,
+    /// True if [`Isolated`] contains the compartment in its list `tripped`.
+    is_listed_tripped: bool,
 }
 
 impl Compartment {
@@ -184,29 +177,141 @@ impl Compartment {
             is_touched: false,
             latency: Latency::default(),
             load: Load::default(),
-            standing: Standing::Resting(now),
-            was_tripped: false,
+            tenant_state: TenantState::ScaledToZero(now),
+            is_listed_tripped: false,
         }
     }
 
-    /// Returns the current state. If the compartment has just started to rest, the state contains `now`.
-    pub(super) fn standing_now(&self, now: Time) -> Standing {
-        match (self.policy.activity(), self.policy.idle_since()) {
-            (Activity::Started, Some(since)) => Standing::Idle(since),
-            (Activity::Started, None) => Standing::Busy,
-            (_, _) if !self.policy.has_no_workers() => Standing::Leaving,
-            (Activity::StartAnnounced, _) => Standing::Awaiting,
-            (Activity::ScaledToZero, _) => match self.standing {
-                Standing::Resting(since) => Standing::Resting(since),
-                _ => Standing::Resting(now),
-            },
+    /// Returns the link that was last set for the worker's place. The link may belong to an earlier worker.
+    #[inline]
+    pub(super) fn link_at(&self, worker: WorkerId) -> Option<LinkIndex> {
+        *self.links.get(worker.place as usize)?
+    }
+
+    pub(super) fn set_link(&mut self, worker: WorkerId, link: LinkIndex) {
+        let place = worker.place as usize;
+        if self.links.len() <= place {
+            self.links.resize(place + 1, None);
+        }
+        self.links[place] = Some(link);
+    }
+
+    /// Removes a link from the worker's place, unless the place already has another link.
+    pub(super) fn clear_link(&mut self, worker: WorkerId, link: LinkIndex) {
+        if self.link_at(worker) == Some(link) {
+            self.links[worker.place as usize] = None;
         }
     }
 }
 
+impl Bulkheads {
+    pub(super) fn new(labels: Arc<[String]>) -> Self {
+        Self {
+            slab: Slab::default(),
+            by_name: HashMap::default(),
+            leaving: Vec::new(),
+            needing_update: Vec::new(),
+            labels,
+            has_unreported_fallbacks: false,
+            effects: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn labels(&self) -> &Arc<[String]> {
+        &self.labels
+    }
+
+    /// Returns the metrics label of a tenant whose job was rejected before it reached policy.
+    pub(super) fn label_of(&self, tenant: &str) -> u32 {
+        let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
+        found.unwrap_or(self.labels.len()) as u32
+    }
+
+    /// Returns the bulkhead that accepts jobs under this name.
+    pub(super) fn find(&self, name: &str) -> Option<BulkheadIndex> {
+        self.by_name.get(name).copied()
+    }
+
+    /// Returns the bulkhead with this name. Faster than [`Self::find`] if the bulkhead is `recent`.
+    #[inline]
+    pub(super) fn find_recent(&self, recent: Option<BulkheadIndex>, name: &str) -> Option<BulkheadIndex> {
+        let is_again = |index: &BulkheadIndex| {
+            let entry = self.slab.get(*index);
+            entry.is_some_and(|entry| *entry.name == *name && entry.presence == Presence::Here)
+        };
+        recent.filter(is_again).or_else(|| self.find(name))
+    }
+
+    /// Returns all bulkheads that are part of the configuration.
+    pub(super) fn configured(&self) -> Vec<BulkheadIndex> {
+        let here = self.iter().filter(|(_, entry)| entry.presence == Presence::Here);
+        here.map(|(index, _)| index).collect()
+    }
+
+    /// Returns the bulkhead that a compartment belongs to.
+    #[inline]
+    pub(super) fn owner(&self, compartment: &Compartment) -> &BulkheadEntry {
+        &self.slab[compartment.bulkhead]
+    }
+
+    /// Adds a bulkhead without starting its workers.
+    pub(super) fn add(
+        &mut self,
+        compartments: &mut Compartments,
+        spec: BulkheadSpec,
+        now: Time,
+    ) -> BulkheadIndex {
+        let bulkhead = self.next();
+        let shared = spec.max_active.is_none().then(|| {
+            let seed = compartments.next_seed(now);
+            compartments.insert(Compartment::new(bulkhead, None, spec.limits.clone(), seed, now))
+        });
+        let demand = Demand::new(now, &spec.limits);
+        self.by_name.insert(spec.name.clone(), bulkhead);
+        self.slab.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) })
+    }
+
+    /// Starts to remove a bulkhead. Clients can no longer submit jobs to the bulkhead.
+    pub(super) fn start_removal(&mut self, name: &str) {
+        if let Some(bulkhead) = self.by_name.remove(name) {
+            self.slab[bulkhead].presence = Presence::Leaving;
+            self.leaving.push(bulkhead);
+        }
+    }
+
+    /// Returns the bulkheads that are being removed.
+    pub(super) fn leaving(&self) -> Vec<BulkheadIndex> {
+        self.leaving.clone()
+    }
+
+    /// Completes the removal of a bulkhead that has no compartments left. Its index can be reused at once.
+    pub(super) fn finish_removal(&mut self, bulkhead: BulkheadIndex) {
+        self.leaving.retain(|leaving| *leaving != bulkhead);
+        self.slab.remove(bulkhead);
+    }
+
+    /// Returns true if this bulkhead or one of its fallbacks needs payload digests.
+    pub(super) fn needs_payload_bytes(&self, bulkhead: BulkheadIndex) -> bool {
+        let entry = &self[bulkhead];
+        let mut targets = entry.fallback.iter().filter_map(|name| self.find(name));
+        entry.has_poison_detection || targets.any(|target| self[target].has_poison_detection)
+    }
+
+    /// Returns the names of all bulkheads that need payload digests because of this bulkhead. These are the
+    /// bulkhead itself and the bulkheads that use it as a fallback.
+    pub(super) fn needing_payload_bytes(&self, bulkhead: BulkheadIndex) -> Vec<Arc<str>> {
+        let entry = &self[bulkhead];
+        let own = self.needs_payload_bytes(bulkhead).then_some(bulkhead);
+        let falls_back =
+            |other: &BulkheadIndex| entry.has_poison_detection && self[*other].fallback.contains(&entry.name);
+        let others = self.by_name.values().copied().filter(falls_back);
+        own.into_iter().chain(others).map(|index| self[index].name.clone()).collect()
+    }
+}
+
 impl BulkheadEntry {
-    /// Creates a bulkhead with a shared compartment, or with a compartment for each tenant if `shared` is `None`.
-    pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
+    /// Creates a bulkhead. If `shared` is `None`, each tenant has a compartment of its own.
+    fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
             None => Layout::Isolated(Box::new(Isolated {
@@ -224,77 +329,58 @@ impl BulkheadEntry {
             max_result: 0,
             heartbeat: Duration::ZERO,
             fallback: Arc::default(),
-            fallback_told: HashMap::new(),
-            retries: false,
-            knows_poison: false,
+            fallback_events: HashMap::new(),
+            has_retries: false,
+            has_poison_detection: false,
             latency: Latency::default(),
             service: Window::default(),
             counters: BulkheadCounters::new(spec.limits.tenants.labelled.len()),
             possible: PossibleSeries::default(),
             has_own_pressure: false,
             memory_limit: None,
-            lent_max: None,
+            loaned_bytes_max: None,
             demand: Demand::default(),
-            crash_allowance: Allowance::default(),
-            start_failures: StartFailures::default(),
             own: BTreeMap::new(),
             layout,
         };
-        bulkhead.put(&spec, spec.limits.clone(), spec.tenants.clone());
+        bulkhead.configure(&spec, spec.limits.clone(), spec.tenants.clone());
         bulkhead
     }
 
-    /// Applies a configuration, except for the program of workers and the limits in compartments.
-    pub(super) fn put(&mut self, spec: &BulkheadSpec, limits: Limits, own: BTreeMap<String, TenantConfig>) {
-        self.max_payload = spec.max_payload;
-        self.max_result = spec.max_result;
-        self.heartbeat = limits.health.heartbeat;
-        self.retries = limits.retry.is_some();
-        self.knows_poison = limits.poison.is_some();
-        self.has_own_pressure = spec.has_own_pressure;
-        self.memory_limit = spec.memory_limit;
-        self.lent_max = spec.lent_max;
-        self.counters.add_fallbacks(&spec.fallback);
-        if self.fallback != spec.fallback {
-            self.fallback = spec.fallback.clone();
-            self.fallback_told.clear();
-        }
-        if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, spec.max_active) {
-            isolated.max_active = max_active;
-            isolated.limits = limits;
-            isolated.own.clone_from(&own);
-        }
-        self.own = own;
-    }
-
-    /// Returns the individual limits of tenants.
-    pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantConfig> {
+    /// Returns all compartments of the bulkhead.
+    pub(super) fn compartments(&self) -> Vec<CompartmentIndex> {
         match &self.layout {
-            Layout::Shared(_) => &self.own,
-            Layout::Isolated(isolated) => &isolated.own,
+            Layout::Shared(compartment) => vec![*compartment],
+            Layout::Isolated(isolated) => isolated.by_tenant.values().copied().collect(),
         }
     }
 
-    /// Returns the tenants' compartments, if tenants are isolated.
-    pub(super) fn isolated(&mut self) -> Option<&mut Isolated> {
+    /// Returns the compartment that all tenants share, or `None` if tenants are isolated.
+    pub(super) fn shared_compartment(&self) -> Option<CompartmentIndex> {
+        match &self.layout {
+            Layout::Shared(compartment) => Some(*compartment),
+            Layout::Isolated(_) => None,
+        }
+    }
+
+    /// Returns the compartments of isolated tenants, or `None` if all tenants share a compartment.
+    fn isolated(&self) -> Option<&Isolated> {
+        match &self.layout {
+            Layout::Shared(_) => None,
+            Layout::Isolated(isolated) => Some(isolated),
+        }
+    }
+
+    fn isolated_mut(&mut self) -> Option<&mut Isolated> {
         match &mut self.layout {
             Layout::Shared(_) => None,
             Layout::Isolated(isolated) => Some(isolated),
         }
     }
 
-    /// Returns the tenants' compartments. Panics if tenants are not isolated, so the caller must have a compartment
-    /// of a tenant.
-    pub(super) fn tenants(&mut self) -> &mut Isolated {
-        match self.isolated() {
-            Some(isolated) => isolated,
-            None => unreachable!("the layout of a bulkhead never changes"),
-        }
-    }
-
-    /// Returns the digest that identifies an operation with a payload, if poison detection is on.
+    /// Returns the digest of an operation and its payload, or `None` if poison detection is off.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
-        self.knows_poison.then(|| {
+        self.has_poison_detection.then(|| {
             let mut hasher = blake3::Hasher::new();
             hasher.update(&(operation.len() as u64).to_le_bytes());
             hasher.update(operation.as_bytes());
@@ -303,16 +389,5 @@ impl BulkheadEntry {
             digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
             u128::from_be_bytes(digest).into()
         })
-    }
-}
-
-impl Isolated {
-    /// Returns the limits of a tenant, including individual limits.
-    pub(super) fn limits_of(&self, tenant: &str) -> Limits {
-        let mut limits = self.limits.clone();
-        if let Some(own) = self.own.get(tenant) {
-            own.of_workers().apply_to(&mut limits);
-        }
-        limits
     }
 }

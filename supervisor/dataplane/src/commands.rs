@@ -1,108 +1,100 @@
-//! Requests from the control plane. Each iteration performs only a few commands and a piece of a snapshot, so that
-//! many requests cannot starve jobs.
+//! Commands from the control plane. Only a few commands are handled per iteration, so that a large number of
+//! commands cannot delay jobs for long.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
 
-use bulkhead_api::ShortState;
 use bulkhead_plane::command::Command;
-use bulkhead_policy::{Activity, BulkheadState};
 
-use super::DataPlane;
-use super::bulkheads::{Compartment, Layout};
-use super::replay::Replay;
-use super::slab::BulkheadIndex;
-use super::snapshots::SnapshotInPieces;
-use super::view::States;
+/// Maximum total weight of the commands that are handled per iteration (see `Command::weight`).
+const WEIGHT_PER_ITERATION_MAX: usize = 16;
 
-/// Maximum total weight of commands per iteration (`Command::weight`).
-const WEIGHT_PER_TURN: usize = 16;
+/// Maximum number of commands taken from the channel per iteration. Commands whose sender no longer waits for
+/// the reply have no weight.
+const COMMANDS_PER_ITERATION_MAX: usize = 1024;
 
-/// Maximum number of commands taken per iteration. A command whose caller has gone has no weight.
-const ABANDONED_PER_TURN: usize = 1024;
-
-/// Pending requests of the control plane.
-pub(super) struct Orders {
-    pub(super) commands: Receiver<Command>,
-    /// True if the channel may contain more commands.
-    pub(super) has_commands: bool,
-    /// Number of stop requests.
+/// Pending commands.
+pub(super) struct CommandQueue {
+    receiver: Receiver<Command>,
+    /// True if the channel may contain commands.
+    has_commands: bool,
+    /// Number and total weight of the commands taken in the current iteration.
+    taken: usize,
+    weight: usize,
+    /// Number of stop requests since the last call of `take_stops`.
     stops: Arc<AtomicU32>,
-    /// Snapshots in progress.
-    pub(super) snapshots: VecDeque<SnapshotInPieces>,
-    /// Replays of jobs from crash reports.
-    pub(super) replays: Vec<Replay>,
 }
 
-impl Orders {
-    pub(super) fn new(commands: Receiver<Command>, stops: Arc<AtomicU32>) -> Self {
-        Self { commands, has_commands: false, stops, snapshots: VecDeque::new(), replays: Vec::new() }
+impl CommandQueue {
+    pub(super) fn new(receiver: Receiver<Command>, stops: Arc<AtomicU32>) -> Self {
+        Self { receiver, has_commands: false, taken: 0, weight: 0, stops }
     }
 
-    /// Returns true if requests are pending.
+    /// Records that commands may have arrived in the channel.
+    pub(super) fn arrived(&mut self) {
+        self.has_commands = true;
+    }
+
+    /// Returns true if commands are pending.
     pub(super) fn is_waiting(&self) -> bool {
-        self.has_commands || !self.snapshots.is_empty()
+        self.has_commands
     }
-}
 
-impl DataPlane {
-    /// Performs a bounded part of the pending requests.
-    pub(super) fn obey(&mut self) {
-        for _ in 0..self.orders.stops.swap(0, Ordering::SeqCst).min(2) {
-            self.stop();
-        }
-        self.show_a_piece();
-        let mut weight = 0;
-        for _ in 0..ABANDONED_PER_TURN {
-            if !self.orders.has_commands || weight >= WEIGHT_PER_TURN {
-                return;
-            }
-            match self.orders.commands.try_recv() {
+    /// Returns the number of stop requests since the last call. Requests after the second one have no effect.
+    pub(super) fn take_stops(&self) -> u32 {
+        self.stops.swap(0, Ordering::SeqCst).min(2)
+    }
+
+    /// Returns the next command. Returns `None` if no command is pending or the maximum per iteration is
+    /// reached, and then resets the counts for the next iteration.
+    pub(super) fn next(&mut self) -> Option<Command> {
+        while self.has_commands
+            && self.taken < COMMANDS_PER_ITERATION_MAX
+            && self.weight < WEIGHT_PER_ITERATION_MAX
+        {
+            self.taken += 1;
+            match self.receiver.try_recv() {
                 Ok(command) if command.is_abandoned() => {}
                 Ok(command) => {
-                    weight += command.weight();
-                    self.command(command);
+                    self.weight += command.weight();
+                    return Some(command);
                 }
-                Err(_) => self.orders.has_commands = false,
+                Err(_) => self.has_commands = false,
             }
         }
+        (self.taken, self.weight) = (0, 0);
+        None
     }
 
-    /// Returns a short description of each bulkhead's state.
-    pub(super) fn states(&self) -> Vec<ShortState> {
-        self.present().into_iter().map(|bulkhead| self.state_in_short(bulkhead)).collect()
+    /// Returns the next command without a maximum per iteration. Used in the last iteration.
+    pub(super) fn next_unlimited(&mut self) -> Option<Command> {
+        self.receiver.try_recv().ok()
     }
+}
 
-    fn state_in_short(&self, bulkhead: BulkheadIndex) -> ShortState {
-        let (state, detail) = self.state_of(bulkhead);
-        ShortState { detail, name: self.bulkheads[bulkhead].name.to_string(), state: state.into() }
-    }
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::sync_channel;
 
-    /// Returns the state of a bulkhead, and the reason if the state is not `ready`.
-    pub(super) fn state_of(&self, bulkhead: BulkheadIndex) -> (BulkheadState, Option<String>) {
-        let entry = &self.bulkheads[bulkhead];
-        let mut states = States::default();
-        let mut trouble = None;
-        let mut look = |part: &Compartment| {
-            if part.tenant.is_none() || part.policy.activity() != Activity::ScaledToZero {
-                states.add(part.policy.state());
-                trouble = trouble.take().or_else(|| {
-                    Some(part.policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned)
-                });
-            }
-        };
-        let mut is_draining = false;
-        match &entry.layout {
-            Layout::Shared(place) => look(&self.compartments[*place]),
-            Layout::Isolated(isolated) => {
-                is_draining = isolated.is_draining;
-                isolated.awake.iter().for_each(|&place| look(&self.compartments[place]));
-            }
+    use super::*;
+
+    #[test]
+    fn weight_of_commands_per_iteration_is_bounded() {
+        let (sender, receiver) = sync_channel(64);
+        let mut queue = CommandQueue::new(receiver, Arc::default());
+        (0..40).for_each(|_| sender.try_send(Command::Summarise).unwrap());
+        assert!(queue.next().is_none(), "the arrival of commands was not recorded");
+        queue.arrived();
+        let mut iterations = 0;
+        let mut taken = 0;
+        while queue.is_waiting() {
+            let before = taken;
+            taken += std::iter::from_fn(|| queue.next()).count();
+            assert!(taken - before <= WEIGHT_PER_ITERATION_MAX);
+            iterations += 1;
         }
-        let state = states.in_one();
-        let detail = trouble.filter(|_| state != BulkheadState::Ready);
-        (if is_draining { BulkheadState::Draining } else { state }, detail)
+        assert_eq!(taken, 40);
+        assert!(iterations > 1);
     }
 }

@@ -1,69 +1,109 @@
-//! Crash reports: the data plane records the state of a worker at the time of death, with the payloads that are still
-//! in memory. A crash costs a process, so reports are normally rare. If crashes are frequent, most are only counted.
+//! Crash reports: decides which deaths are reported, and collects the contents of each report.
+//!
+//! The data plane records the state of a worker at the time of its death, including the payloads that are
+//! still in memory. Reports are normally rare, because each crash costs a process. If crashes are frequent,
+//! most of them are only counted.
 
+mod start_failures;
+
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{
-    Cause, CrashId, CrashJob, CrashReport, EventKind, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX,
-    Severity, Stage, Victim,
+    Cause, Confinement, CrashId, CrashJob, CrashReport, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
 };
 use bulkhead_keeper::Usage;
-use bulkhead_plane::command::DroppableNotice;
 use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
-use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
-use bulkhead_shared::JobId;
-use tokio::sync::OwnedSemaphorePermit;
+use bulkhead_policy::{Bulkhead, Death, Ending, HeldJob, JobOutcome, PostMortem, Time, WorkerId};
+use bulkhead_shared::{JobId, Verdict};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::links::Link;
-use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::{DataPlane, JobData};
+use super::JobData;
+use super::slab::BulkheadIndex;
+use start_failures::StartFailures;
 
-/// Maximum number of consecutive crash reports of a bulkhead. The rate is then limited to one report per second.
-const BURST: u32 = 10;
+/// Maximum number of crash reports of a bulkhead in quick succession. Further reports are limited to one per
+/// second.
+const REPORT_BURST_MAX: u32 = 10;
 
-/// Minimum interval between events about unreported crashes.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// Minimum time between two events about crashes that were not reported.
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Rate limit of crash reports (token bucket).
-#[derive(Debug)]
-pub(super) struct Allowance {
-    left: u32,
-    /// Time up to which the bucket has been refilled.
-    filled_to: Time,
-    /// Number of unreported crashes since the last event about unreported crashes.
+pub(super) struct Crashes {
+    /// Number of crash reports so far.
+    reports: u32,
+    /// Permits for crash reports that are waiting to be stored.
+    permits: Arc<Semaphore>,
+    /// State of each bulkhead that has had crashes.
+    by_bulkhead: HashMap<BulkheadIndex, BulkheadCrashes>,
+    /// Number of crashes that had no report and have not been counted in an event yet.
     skipped: u64,
-    told_at: Option<Time>,
+    /// Process id and crash report of the death that is being handled. Events about the death refer to the
+    /// report.
+    last_report: Option<(u32, CrashId)>,
+    /// Id, operation and tenant of the last job that crashed or exceeded its deadline. The next event may be
+    /// about this job.
+    last_failed: Option<(JobId, Box<str>, Box<str>)>,
 }
 
-impl Default for Allowance {
+#[derive(Default)]
+struct BulkheadCrashes {
+    limit: ReportLimit,
+    /// Deaths of workers that were never ready.
+    start_failures: StartFailures,
+}
+
+/// Permission to send a crash report.
+pub(super) struct ReportSlot {
+    id: CrashId,
+    at: SystemTime,
+    /// Number of start failures with this cause so far.
+    count: u32,
+    permit: OwnedSemaphorePermit,
+}
+
+/// Rate limit for crash reports (token bucket).
+#[derive(Debug)]
+struct ReportLimit {
+    left: u32,
+    /// Time at which the bucket was last refilled.
+    filled_to: Time,
+    /// Number of crashes without a report since the last event that counted such crashes.
+    skipped: u64,
+    reported_at: Option<Time>,
+}
+
+impl Default for ReportLimit {
     fn default() -> Self {
-        Self { left: BURST, filled_to: Time::ZERO, skipped: 0, told_at: None }
+        Self { left: REPORT_BURST_MAX, filled_to: Time::ZERO, skipped: 0, reported_at: None }
     }
 }
 
-impl Allowance {
+impl ReportLimit {
     fn take(&mut self, now: Time) -> bool {
         let seconds = now.since(self.filled_to).as_secs();
         self.filled_to = self.filled_to + Duration::from_secs(seconds);
-        self.left = self.left.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).min(BURST);
+        self.left =
+            self.left.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).min(REPORT_BURST_MAX);
         let has_some = self.left > 0;
         self.left -= u32::from(has_some);
         has_some
     }
 
-    /// Returns the number of unreported crashes, if an event is due.
+    /// Returns the number of crashes without a report if an event about them must be sent now.
     fn take_unreported(&mut self, now: Time) -> Option<u64> {
-        let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
+        let is_due = self.reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
         if self.skipped == 0 || !is_due {
             return None;
         }
-        self.told_at = Some(now);
+        self.reported_at = Some(now);
         Some(std::mem::take(&mut self.skipped))
     }
 }
 
 /// Circumstances of a death.
-struct Finding {
+pub(super) struct CrashContext {
     victim: Victim,
     cause: Cause,
     stage: Stage,
@@ -72,166 +112,193 @@ struct Finding {
     stderr_tail: Option<String>,
 }
 
-impl DataPlane {
-    /// Reports the death of a worker, unless the worker ended normally. Must run before policy gets the event.
-    pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
-        let (compartment, worker) = (link.compartment, link.worker);
-        let (now, entry) = (self.now, &mut self.compartments[compartment]);
-        if entry.is_replay {
-            return;
-        }
-        let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
-        let Some(cause) = crash_of(&post, death) else { return };
+impl CrashContext {
+    /// Returns the circumstances of a worker's death, or `None` if the worker ended normally.
+    pub(super) fn of_worker(post: &PostMortem, death: Death, usage: Usage) -> Option<Self> {
+        let cause = crash_cause(post, death)?;
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        let death =
-            Finding { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None };
-        self.report(compartment, worker, (&post, Some(link)), death);
+        Some(Self { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None })
     }
 
-    /// Reports that a program was killed by a signal, while the worker continues.
-    pub(super) fn report_program(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        job: JobId,
-        death: Death,
-        message: &str,
-    ) {
-        let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
-        // If the client already has an answer, the supervisor itself ended the program.
-        if !policy.holds(worker, job) || policy.record_mut(job).is_none() {
-            return;
-        }
-        let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
-        post.jobs.extend(policy.held_job(now, job));
-        let Some(cause) = cause_of(death, None) else { return };
-        if self.compartments[compartment].is_replay {
-            return self.replay_program_died(compartment, Some(cause));
-        }
-        let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
-        let said = said.trim_start_matches(": ");
-        let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let death = Finding {
-            victim: Victim::Program,
-            cause,
-            stage: Stage::Working,
-            culprit: Some(0),
-            usage: None,
-            stderr_tail,
-        };
-        self.report(compartment, worker, (&post, None), death);
+    /// Returns the circumstances of the death of a program. `message` is the description by the program's
+    /// worker.
+    pub(super) fn of_program(cause: Cause, message: &str) -> Self {
+        let output = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
+        let output = output.trim_start_matches(": ");
+        let stderr_tail = (!output.is_empty()).then(|| output.to_owned());
+        let (victim, stage) = (Victim::Program, Stage::Working);
+        Self { victim, cause, stage, culprit: Some(0), usage: None, stderr_tail }
     }
 
-    /// Sends a crash report. `link` is the worker's link if the table does not contain it any more.
-    fn report(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        (post, link): (&PostMortem, Option<&Link>),
-        death: Finding,
-    ) {
-        let entry = &self.compartments[compartment];
-        let bulkhead = entry.bulkhead;
-        let tenant = entry.tenant.as_deref().map(str::to_owned);
-        let place = self.place_for_report(bulkhead, death.stage);
-        let before = match death.stage {
-            Stage::Starting => self.bulkheads[bulkhead].start_failures.count_again(&death.cause),
-            _ => None,
-        };
-        if let Some((id, _)) = before {
-            self.reporter.last_report = Some((post.pid, id));
-        }
-        let Some(place) = place else { return self.want_housekeeping() };
-        let at = SystemTime::now();
-        let (id, count) = before.unwrap_or_else(|| {
-            self.reporter.crashes = self.reporter.crashes.wrapping_add(1);
-            (CrashId::new(at, self.reporter.crashes), 1)
-        });
-        if death.stage == Stage::Starting && before.is_none() {
-            self.bulkheads[bulkhead].start_failures.begin(death.cause.clone(), id);
-        }
-        let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
-        let of_living = || self.links.get(self.link_of(compartment, worker)?);
-        let confinement = link.or_else(of_living).and_then(Link::confinement);
+    /// Returns the crash report and its permit. `names` contains the bulkhead and the tenant.
+    pub(super) fn report(
+        self,
+        slot: ReportSlot,
+        names: (&str, Option<&str>),
+        (worker, post): (WorkerId, &PostMortem),
+        confinement: Option<Confinement>,
+        jobs: Vec<CrashJob>,
+    ) -> (Box<CrashReport>, OwnedSemaphorePermit) {
         let report = CrashReport {
-            id,
-            at,
-            count,
-            bulkhead: self.bulkheads[bulkhead].name.as_ref().to_owned(),
-            tenant,
-            victim: victim.into(),
-            stage: stage.into(),
-            cause,
+            id: slot.id,
+            at: slot.at,
+            count: slot.count,
+            bulkhead: names.0.to_owned(),
+            tenant: names.1.map(str::to_owned),
+            victim: self.victim.into(),
+            stage: self.stage.into(),
+            cause: self.cause,
             pid: post.pid,
             slot: post.slot,
             generation: worker.generation,
             uptime_ms: millis(post.uptime),
             served: post.served,
-            usage: usage.map(crash::usage),
+            usage: self.usage.map(crash::usage),
             in_flight: post.in_flight,
-            culprit,
-            jobs: self.crash_jobs(compartment, &post.jobs),
-            stderr_tail,
+            culprit: self.culprit,
+            jobs,
+            stderr_tail: self.stderr_tail,
             confinement: confinement.and_then(|it| serde_json::to_value(it).ok()),
         };
-        self.reporter.last_report = Some((post.pid, id));
-        self.reporter.notify(DroppableNotice::Crash { report: Box::new(report), permit: place });
+        (Box::new(report), slot.permit)
+    }
+}
+
+impl Crashes {
+    pub(super) fn new() -> Self {
+        Self {
+            reports: 0,
+            permits: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
+            by_bulkhead: HashMap::new(),
+            skipped: 0,
+            last_report: None,
+            last_failed: None,
+        }
     }
 
-    /// Returns a permit for a report that waits to be stored, unless the bulkhead is over the rate limit. Half of the
-    /// permits are reserved for workers that had been ready.
-    fn place_for_report(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
-        let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
-        let (allowance, spared) = match stage {
-            Stage::Starting => (&mut bulkhead.start_failures.allowance, REPORTS_WAITING_MAX / 2),
-            Stage::Idle | Stage::Working => (&mut bulkhead.crash_allowance, 0),
+    // Reports.
+
+    /// Counts the death of process `pid`. Returns `None` if there are too many crash reports. Half of the
+    /// permits are reserved for workers that were ready.
+    pub(super) fn begin_report(
+        &mut self,
+        (now, at): (Time, SystemTime),
+        bulkhead: BulkheadIndex,
+        context: &CrashContext,
+        pid: u32,
+    ) -> Option<ReportSlot> {
+        let crashes = self.by_bulkhead.entry(bulkhead).or_default();
+        let is_start = context.stage == Stage::Starting;
+        let (limit, spared) = match is_start {
+            true => (&mut crashes.start_failures.limit, REPORTS_WAITING_MAX / 2),
+            false => (&mut crashes.limit, 0),
         };
-        let is_allowed = allowance.take(now) && self.reporter.places.available_permits() > spared;
-        let place = self.reporter.place().filter(|_| is_allowed);
-        allowance.skipped += u64::from(place.is_none());
-        place
+        let is_allowed = limit.take(now) && self.permits.available_permits() > spared;
+        let permit = self.permits.clone().try_acquire_owned().ok().filter(|_| is_allowed);
+        let is_skipped = u64::from(permit.is_none());
+        limit.skipped += is_skipped;
+        self.skipped += is_skipped;
+        let known = if is_start { crashes.start_failures.count_again(&context.cause) } else { None };
+        if let Some((id, _)) = known {
+            self.last_report = Some((pid, id));
+        }
+        let permit = permit?;
+        let (id, count) = known.unwrap_or_else(|| {
+            self.reports = self.reports.wrapping_add(1);
+            (CrashId::new(at, self.reports), 1)
+        });
+        if is_start && known.is_none() {
+            crashes.start_failures.begin(context.cause.clone(), id);
+        }
+        self.last_report = Some((pid, id));
+        Some(ReportSlot { id, at, count, permit })
     }
 
-    fn crash_jobs(&mut self, compartment: CompartmentIndex, jobs: &[HeldJob]) -> Vec<CrashJob> {
-        let mut room = PAYLOADS_BYTES_MAX;
-        let policy = &mut self.compartments[compartment].policy;
-        jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
+    /// Returns the crash report that an event about the death of process `pid` must refer to.
+    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
+        let (dead, id) = self.last_report?;
+        (pid == Some(dead)).then_some(id)
     }
 
-    /// Reports at intervals the number of unreported crashes and of further jobs sent to fallbacks.
-    pub(super) fn tell_unreported(&mut self) {
-        let now = self.now;
-        for bulkhead in self.bulkheads.indices() {
-            let Some(entry) = self.bulkheads.get_mut(bulkhead) else { continue };
-            let allowances = [&mut entry.crash_allowance, &mut entry.start_failures.allowance];
-            let unreported =
-                allowances.map(|allowance| (allowance.take_unreported(now), allowance.skipped > 0));
-            for (skipped, is_waiting) in unreported {
-                if let Some(skipped) = skipped {
-                    let what = EventKind::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
-                    self.bulkhead_event(Severity::Warning, bulkhead, what);
-                } else if is_waiting {
-                    self.want_housekeeping();
-                }
+    /// Returns the crash report about the death that ended this job. Valid only while the death is being
+    /// handled.
+    pub(super) fn report_of(&self, answer: &JobOutcome<Box<JobData>>) -> Option<CrashId> {
+        let has_crashed = matches!(answer.verdict, Verdict::Crashed { .. });
+        self.report_about(answer.worker_pid.filter(|_| has_crashed))
+    }
+
+    /// Records that a death was handled. Later events do not refer to its crash report.
+    pub(super) fn death_applied(&mut self) {
+        self.last_report = None;
+    }
+
+    // Jobs.
+
+    /// Remembers the operation and tenant of a job that crashed or exceeded its deadline.
+    pub(super) fn record_failed_job(&mut self, answer: &JobOutcome<Box<JobData>>) {
+        let names = |job| (job, answer.record.operation.clone(), answer.record.tenant.clone());
+        self.last_failed = answer.job.map(names);
+    }
+
+    /// Returns the operation and tenant of `job` if it was the last job that failed.
+    pub(super) fn names_of(&self, job: JobId) -> Option<(String, String)> {
+        let (_, operation, tenant) = self.last_failed.as_ref().filter(|(id, ..)| *id == job)?;
+        Some((operation.to_string(), tenant.to_string()))
+    }
+
+    // Crashes without a report.
+
+    /// Returns true if some crashes had no report and have not been counted in an event yet.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.skipped > 0
+    }
+
+    /// Returns the bulkheads for which an event must be sent now, with the number of crashes without a report
+    /// since their last event.
+    pub(super) fn take_skipped(&mut self, now: Time) -> Vec<(BulkheadIndex, u64)> {
+        let mut due = Vec::new();
+        for (&bulkhead, crashes) in &mut self.by_bulkhead {
+            for limit in [&mut crashes.limit, &mut crashes.start_failures.limit] {
+                due.extend(limit.take_unreported(now).map(|skipped| (bulkhead, skipped)));
             }
-            self.tell_more_fallbacks(bulkhead);
+        }
+        due.sort_unstable();
+        self.skipped -= due.iter().map(|(_, skipped)| skipped).sum::<u64>();
+        due
+    }
+
+    /// Removes the state of a bulkhead whose index will be reused.
+    pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
+        if let Some(crashes) = self.by_bulkhead.remove(&bulkhead) {
+            self.skipped -= crashes.limit.skipped + crashes.start_failures.limit.skipped;
         }
     }
 }
 
-/// Returns the cause of a worker's death. Returns `None` for a normal end: the worker was ready, had begun no job,
-/// was not killed, and exited with status 0.
-fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
-    let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
-    if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
+/// Describes the jobs of a dead worker. Payloads are included up to a maximum total size.
+pub(super) fn crash_jobs(policy: &mut Bulkhead<Box<JobData>>, jobs: &[HeldJob]) -> Vec<CrashJob> {
+    let mut room = PAYLOADS_BYTES_MAX;
+    jobs.iter().map(|job| crash_job(job, policy.record_mut(job.id), &mut room)).collect()
 }
 
-/// Describes a job of a dead worker. Includes the payload if it fits into `room`.
+/// Returns the cause of a worker's death. Returns `None` if the worker ended normally: the worker was ready,
+/// had not begun any of its jobs, was not killed, and exited with status 0.
+fn crash_cause(post: &PostMortem, death: Death) -> Option<Cause> {
+    let ending = Ending { death, killed: post.killed.clone() };
+    let is_fine = ending.is_clean() && post.begun == 0 && post.was_ready;
+    if is_fine { None } else { cause_of(&ending) }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Describes a job of a dead worker. Includes the payload if it is not larger than `room`.
 fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize) -> CrashJob {
     let record = record.map(|record| &**record);
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
@@ -256,29 +323,28 @@ fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize
     }
 }
 
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
-        let mut allowance = Allowance::default();
+    fn crashes_beyond_the_rate_limit_are_counted() {
+        let mut report_limit = ReportLimit::default();
         let (mut reported, mut told) = (0, 0);
-        // A hundred crashes per second for a minute.
+        // Simulates one minute with a hundred crashes per second.
         for tick in 0..6000 {
             let now = Time::ZERO + Duration::from_millis(10 * tick);
-            let is_reported = allowance.take(now);
+            let is_reported = report_limit.take(now);
             reported += u32::from(is_reported);
-            allowance.skipped += u64::from(!is_reported);
-            told += allowance.take_unreported(now).unwrap_or(0);
+            report_limit.skipped += u64::from(!is_reported);
+            told += report_limit.take_unreported(now).unwrap_or(0);
         }
-        assert_eq!(reported, BURST + 59);
+        assert_eq!(reported, REPORT_BURST_MAX + 59);
         let later = Time::ZERO + Duration::from_secs(90);
-        assert_eq!(told + allowance.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
-        assert!((0..20).filter(|_| allowance.take(later)).count() == BURST as usize, "a pause fills it up");
+        assert_eq!(told + report_limit.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
+        assert!(
+            (0..20).filter(|_| report_limit.take(later)).count() == REPORT_BURST_MAX as usize,
+            "a pause must refill the bucket"
+        );
     }
 }

@@ -1,10 +1,12 @@
-//! Descriptors that clients and workers send along with bytes. No protocol uses descriptors in this direction. The
-//! sender can make closing a descriptor take arbitrarily long, so the data plane never closes received descriptors.
+//! Handles descriptors that clients and workers send along with bytes, although no protocol allows this. The
+//! sender can make closing a descriptor take arbitrarily long, so the data plane itself never closes received
+//! descriptors.
 //!
-//! Linux 6.16 can refuse descriptors at the sender. On an older kernel the data plane receives descriptors, with room
-//! for the maximum per message, and passes them to closing threads. The closing threads also close sockets with
-//! unread data, which may contain descriptors. While too many descriptors wait to be closed, the data plane peeks
-//! before reading, and receives none.
+//! Since Linux 6.16, the kernel can refuse descriptors at the sender. On an older kernel, the data plane
+//! receives the descriptors, with room for the maximum per message, and passes them to closing threads. The
+//! closing threads also close sockets with unread data, because the data may contain descriptors. While too
+//! many descriptors wait to be closed, the data plane peeks before it reads, and receives no more
+//! descriptors.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -22,27 +24,28 @@ use rustix::net::{
 
 use bulkhead_linux::scm_rights::refuse_descriptors;
 
-/// Maximum number of descriptors per message: the kernel's `SCM_MAX_FD`.
+/// Maximum number of descriptors per message (`SCM_MAX_FD` in the kernel).
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
 
-/// Maximum number of received descriptors held at once.
+/// Maximum number of received descriptors that are held at a time.
 const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
 
-/// Number of closing threads. Other descriptors wait only if closing blocks on all threads.
+/// Number of closing threads. A descriptor that blocks while it is closed occupies one thread, so other
+/// descriptors are delayed only if all threads are blocked.
 const CLOSERS: usize = 4;
 
-/// Error of [`Intake::receive`] for bytes that came with descriptors.
+/// Error that [`Intake::receive`] returns if bytes came with descriptors.
 pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 
-/// Message for the sender.
+/// Message for a peer that sent descriptors.
 pub(crate) const NOT_TAKEN: &str = "the peer sent descriptors, which this socket does not accept";
 
-/// Returns the number of descriptor slots to keep free for received descriptors.
+/// Returns the number of descriptors of this process that must be kept free for received descriptors.
 pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
 
-/// Returns true if this kernel can refuse descriptors at the sender.
+/// Returns true if the running kernel can refuse descriptors at the sender.
 fn kernel_refuses() -> bool {
     static REFUSES: OnceLock<bool> = OnceLock::new();
     *REFUSES.get_or_init(|| {
@@ -52,21 +55,21 @@ fn kernel_refuses() -> bool {
     })
 }
 
-/// Method of reading and closing sockets.
+/// Method of reading from sockets and closing them.
 pub(crate) enum Intake {
     /// The kernel refuses descriptors.
     Refusing,
-    /// Descriptors arrive and have to be closed.
+    /// The supervisor receives descriptors and must close them.
     Closing(Closers),
 }
 
 impl Intake {
-    /// Chooses the method for this kernel.
+    /// Chooses the method that the running kernel supports.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
     }
 
-    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Accepted sockets need no preparation.
+    /// Prepares the supervisor's end of a socket pair for [`Self::receive`]. Not needed for accepted sockets.
     pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
         match self {
             Self::Refusing => Ok(refuse_descriptors(socket)?),
@@ -74,7 +77,7 @@ impl Intake {
         }
     }
 
-    /// Reads without blocking. Errors are those of `recv(2)`, and [`CAME_WITH_DESCRIPTORS`].
+    /// Reads without blocking. Returns the errors of `recv(2)`, or [`CAME_WITH_DESCRIPTORS`].
     pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         match self {
             Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
@@ -82,14 +85,15 @@ impl Intake {
         }
     }
 
-    /// Closes a socket that another process could write to.
+    /// Closes a socket to which another process can write.
     pub(crate) fn close(&self, socket: UnixStream) {
         if let Self::Closing(closers) = self {
             closers.close(socket);
         }
     }
 
-    /// Shuts down a socket that its owner will drop. If there is unread data, a closing thread drains it.
+    /// Shuts down a socket that its owner is about to drop. If the socket has unread data, a closing thread
+    /// reads and drops it.
     pub(crate) fn close_soon(&self, socket: &UnixStream) {
         if let Self::Closing(closers) = self
             && let Ok(copy) = socket.try_clone()
@@ -107,7 +111,7 @@ impl Intake {
     }
 }
 
-/// Numbers of descriptors and sockets that wait to be closed.
+/// Numbers of descriptors and sockets that are waiting to be closed.
 #[derive(Default)]
 struct Backlog {
     descriptors: AtomicUsize,
@@ -119,8 +123,9 @@ enum Unwanted {
     Socket(UnixStream),
 }
 
-/// Channel to the closing threads. The channel is unbounded, but the number of descriptors is bounded by
-/// [`HELD_MAX`], and each socket still occupies the place of a client. The threads end with the channel.
+/// Channel to the closing threads. The channel is unbounded, but the number of descriptors in it is limited
+/// by [`HELD_MAX`], and each socket in it still counts as a client. The threads end when the channel is
+/// closed.
 pub(crate) struct Closers {
     unwanted: Sender<Unwanted>,
     backlog: Arc<Backlog>,
@@ -153,7 +158,7 @@ impl Closers {
     }
 
     fn close(&self, socket: UnixStream) {
-        // Nothing arrives after the shutdown, so a socket without unread bytes contains no descriptors.
+        // No data arrives after the shutdown, so a socket without unread bytes cannot contain descriptors.
         let is_shut = socket.shutdown(Shutdown::Both).is_ok();
         if is_shut && rustix::io::ioctl_fionread(&socket) == Ok(0) {
             return;
@@ -163,8 +168,8 @@ impl Closers {
     }
 
     fn hand_over(&self, unwanted: Unwanted) {
-        // The threads outlive the channel, so sending does not fail. If sending failed, leaking would be better than
-        // closing here.
+        // Sending does not fail, because the threads outlive the channel. If it failed, leaking the
+        // descriptor would be better than closing it on this thread.
         if let Err(unsent) = self.unwanted.send(unwanted) {
             std::mem::forget(unsent);
         }
@@ -173,7 +178,8 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // A waiting thread holds the lock, and releases the lock before closing anything.
+        // The thread that waits for the next item holds the lock. It releases the lock before it closes the
+        // item.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {
@@ -196,12 +202,13 @@ fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
 
 fn close_descriptors(descriptors: Vec<OwnedFd>) {
     for descriptor in descriptors {
-        // `SO_LINGER` is the usual reason for a slow close. The call fails for descriptors that are not sockets.
+        // The usual reason for a slow close is `SO_LINGER`. This call fails for descriptors that are not
+        // sockets.
         let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
     }
 }
 
-/// Reads bytes and any accompanying descriptors.
+/// Reads bytes, and any descriptors that were sent along with them.
 fn receive_with_descriptors(
     socket: &UnixStream,
     buffer: &mut [u8],
@@ -220,13 +227,13 @@ fn receive_with_descriptors(
     Ok((received.bytes, descriptors))
 }
 
-/// Reads only bytes that came without descriptors.
+/// Reads bytes, but fails if descriptors were sent along with them.
 fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     let mut slices = [IoSliceMut::new(&mut *buffer)];
     let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
-    // A peek ends after the first message with descriptors, and sets `CTRUNC` because there is no room for
-    // descriptors.
+    // A peek returns no data after the first message with descriptors. It sets `CTRUNC` because the buffer
+    // has no room for descriptors.
     if seen.flags.contains(ReturnFlags::CTRUNC) {
         return Err(CAME_WITH_DESCRIPTORS);
     }
@@ -253,17 +260,17 @@ mod tests {
         sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
     }
 
-    /// Creates closers as on an older kernel, but without threads.
+    /// Returns closers as on an older kernel, but without closing threads.
     fn closers() -> (Closers, Receiver<Unwanted>) {
         let (unwanted, coming) = channel();
         (Closers { unwanted, backlog: Arc::default() }, coming)
     }
 
     #[test]
-    fn descriptors_are_never_closed_where_bytes_are_read() {
+    fn reading_thread_never_closes_received_descriptors() {
         let (closers, coming) = closers();
         let mut buffer = [0; 100];
-        // The first messages are received with descriptors, and the later messages stay in the socket.
+        // The first messages are received with their descriptors. The later messages remain in the socket.
         for round in 0..5 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             send(&theirs, b"frames", 0).unwrap();
@@ -275,7 +282,11 @@ mod tests {
             assert_eq!(held, MESSAGE_DESCRIPTORS_MAX * (round + 1).min(2));
             closers.close(ours);
         }
-        assert_eq!(closers.backlog.sockets.load(Ordering::Relaxed), 3, "those with something unread");
+        assert_eq!(
+            closers.backlog.sockets.load(Ordering::Relaxed),
+            3,
+            "only sockets with unread bytes must be passed to the closing threads"
+        );
         let backlog = closers.backlog.clone();
         drop(closers);
         close_all(&Mutex::new(coming), &backlog);
@@ -284,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_that_can_refuses_descriptors_to_their_sender() {
+    fn kernel_refuses_descriptors_at_the_sender() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         if let Err(error) = refuse_descriptors(&ours) {
             assert_eq!(error, Errno::NOPROTOOPT);

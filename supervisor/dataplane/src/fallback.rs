@@ -1,49 +1,44 @@
-//! Fallbacks: a job that a bulkhead cannot take, or that crashed there, goes to other bulkheads. Each is tried once,
-//! in the order of the configuration, within the remaining time. If none takes the job, the client gets the first
-//! answer.
+//! Fallbacks. A job that a bulkhead cannot accept, or that crashed in it, is passed on to other bulkheads.
+//! Each fallback is tried once, in the configured order, within the time that remains for the job. If no
+//! fallback completes the job, the client gets the first outcome.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_api::{EventKind, Severity};
 use bulkhead_policy::{JobOutcome, Submission, Time};
-use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
-use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{Executed, Outcome, Priority, RejectReason, Verdict};
 
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::{DataPlane, Incoming, JobData};
+use super::{JobData, link_bytes};
 
-/// Minimum interval between events about a fallback.
-const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
-
-/// State of a job that can go to a fallback.
+/// State of a job that can be passed on to a fallback.
 pub(super) struct FallbackState {
-    /// Bulkhead and compartment to which the client sent the job. The job is counted there.
-    pub(super) entry: (BulkheadIndex, CompartmentIndex),
-    pub(super) chain: Arc<[Arc<str>]>,
-    /// Position of the next bulkhead in `chain`.
-    pub(super) next: usize,
-    pub(super) received: Time,
-    pub(super) limit: Duration,
+    /// Bulkhead and compartment to which the client sent the job. The outcome is counted there.
+    entry: (BulkheadIndex, CompartmentIndex),
+    chain: Arc<[Arc<str>]>,
+    /// Position in `chain` of the next bulkhead to try.
+    next: usize,
+    received: Time,
+    limit: Duration,
     /// Run limit that the client requested.
-    pub(super) run_limit: Option<Duration>,
-    pub(super) priority: Priority,
-    pub(super) idempotent: bool,
-    pub(super) cost: u32,
-    /// Result of earlier bulkheads. `None` in the first bulkhead.
-    pub(super) before: Option<Before>,
+    run_limit: Option<Duration>,
+    priority: Priority,
+    idempotent: bool,
+    cost: u32,
+    /// Result in the earlier bulkheads, or `None` if the job is still in the first one.
+    earlier: Option<EarlierResult>,
 }
 
-/// Result of a job in earlier bulkheads.
-pub(super) struct Before {
-    /// First answer. The client gets this answer if no fallback gives a better answer.
+/// Result of a job in the earlier bulkheads.
+struct EarlierResult {
+    /// First outcome. The client gets this outcome if no fallback has a better one.
     first: Outcome,
     attempts: u32,
     ran: Duration,
     worker_pid: Option<u32>,
 }
 
-/// Returns true if another bulkhead may have more success.
+/// Returns true if the job may succeed in another bulkhead.
 fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     match verdict {
         Verdict::Rejected { reason, .. } => matches!(
@@ -59,242 +54,131 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     }
 }
 
-impl DataPlane {
-    /// Passes a job to the next fallback. Returns the answer if the client should get the answer instead.
-    pub(super) fn pass_on(
-        &mut self,
-        compartment: CompartmentIndex,
-        mut answer: JobOutcome<Box<JobData>>,
-        incoming: &mut Incoming<'_>,
-    ) -> Option<JobOutcome<Box<JobData>>> {
-        let Some(mut fallback) = answer.record.fallback.take() else { return Some(answer) };
-        let next = self.next_target(&fallback, &answer);
-        // Only the payload of a job that was rejected on arrival is still in `incoming`.
-        let is_at_hand = answer.job.is_none() || !answer.record.held.is_empty();
-        let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
-            answer.record.fallback = Some(fallback);
-            return Some(answer);
-        };
-        if let Some(wait) = self.charge_at_entry(&fallback, &answer) {
-            answer.retryable = wait <= left;
-            answer.retry_after = (wait < Duration::MAX).then_some(wait);
-            answer.verdict = Verdict::rejected(RejectReason::RateLimited);
-            answer.record.fallback = Some(fallback);
-            return Some(answer);
-        }
-        self.note_fallback(&fallback, place, &answer.verdict);
-        match fallback.before {
-            Some(_) => {
-                let target_before = fallback.chain[fallback.next - 1].clone();
-                self.count_guest_end(compartment, (fallback.entry.0, &target_before), &answer.verdict);
-            }
-            None => self.bulkheads[fallback.entry.0].counters.elsewhere += 1,
-        }
-        if matches!(answer.verdict, Verdict::Crashed { .. }) {
-            self.note_answer(compartment, &answer);
-        }
-        let payload = self.payload_of(&mut answer.record, incoming);
-        let JobOutcome { record, attempts, ran, worker_pid, .. } = &answer;
-        let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
-        debug_assert!(record.held.payload.is_none() && record.held.copy.is_none());
-        match &mut fallback.before {
-            Some(before) => {
-                before.attempts += attempts;
-                before.ran += ran;
-                before.worker_pid = worker_pid.or(before.worker_pid);
-            }
-            None => {
-                let first = self.outcome_of(compartment, &answer);
-                fallback.before = Some(Before { first, attempts, ran, worker_pid });
-                self.compartments[fallback.entry.1].policy.count_fallback(&answer.verdict);
-            }
-        }
-        fallback.next = place + 1;
-        answer.record.status = None;
-        self.enter_as_guest(target, left, answer.record, fallback, payload);
-        None
+impl FallbackState {
+    /// Creates the state of a job that a client has submitted. `wishes` contains the run limit, the priority,
+    /// the cost, and whether the job is idempotent.
+    pub(super) fn new(
+        entry: (BulkheadIndex, CompartmentIndex),
+        chain: Arc<[Arc<str>]>,
+        (received, limit): (Time, Duration),
+        (run_limit, priority, idempotent, cost): (Option<Duration>, Priority, bool, u32),
+    ) -> Self {
+        Self { entry, chain, next: 0, received, limit, run_limit, priority, idempotent, cost, earlier: None }
     }
 
-    /// Charges the rate limit of the bulkhead that the client addressed, if the job was rejected before the charge.
-    /// Returns the necessary wait if the job is over the rate.
-    fn charge_at_entry(
-        &mut self,
-        fallback: &FallbackState,
-        answer: &JobOutcome<Box<JobData>>,
-    ) -> Option<Duration> {
+    /// Returns the bulkhead to which the client sent the job.
+    pub(super) fn origin(&self) -> BulkheadIndex {
+        self.entry.0
+    }
+
+    /// Returns the compartment to which the client sent the job.
+    pub(super) fn origin_compartment(&self) -> CompartmentIndex {
+        self.entry.1
+    }
+
+    /// Returns true if the job was already passed on to a fallback.
+    pub(super) fn is_at_fallback(&self) -> bool {
+        self.earlier.is_some()
+    }
+
+    /// Returns the fallback that currently has the job, or `None` if the job was not passed on.
+    pub(super) fn current_target(&self) -> Option<&Arc<str>> {
+        self.earlier.as_ref().map(|_| &self.chain[self.next - 1])
+    }
+
+    /// Returns the position, the index and the remaining time for the next bulkhead to try. `find` returns
+    /// the bulkhead with a given name, or `None` if the bulkhead was removed or the payload is too large for
+    /// it.
+    pub(super) fn next_target(
+        &self,
+        now: Time,
+        verdict: &Verdict,
+        find: impl Fn(&str) -> Option<BulkheadIndex>,
+    ) -> Option<(usize, BulkheadIndex, Duration)> {
+        if !is_worth_another(verdict, self.idempotent) {
+            return None;
+        }
+        let left = self.limit.checked_sub(now.since(self.received))?;
+        let (position, target) = (self.next..self.chain.len())
+            .find_map(|position| Some((position, find(&self.chain[position])?)))?;
+        (!left.is_zero()).then_some((position, target, left))
+    }
+
+    /// Returns the name of the fallback at a position in the chain.
+    pub(super) fn target_name(&self, position: usize) -> &Arc<str> {
+        &self.chain[position]
+    }
+
+    /// Returns the cost to charge to the origin's rate limit before the job is passed on. Returns `None` if
+    /// the job was already charged.
+    pub(super) fn due_cost(&self, answer: &JobOutcome<Box<JobData>>) -> Option<u32> {
         let is_early = matches!(
             &answer.verdict,
             Verdict::Rejected { reason: RejectReason::CircuitOpen | RejectReason::Draining, .. }
         );
-        if fallback.before.is_some() || answer.job.is_some() || !is_early {
-            return None;
-        }
-        let (now, policy) = (self.now, &mut self.compartments[fallback.entry.1].policy);
-        policy.charge_fallback(now, &answer.record.tenant, fallback.cost, &answer.verdict)
+        (self.earlier.is_none() && answer.job.is_none() && is_early).then_some(self.cost)
     }
 
-    /// Returns the next bulkhead for a job: its position in the chain, its index, and the remaining time.
-    fn next_target(
-        &self,
-        fallback: &FallbackState,
-        answer: &JobOutcome<Box<JobData>>,
-    ) -> Option<(usize, BulkheadIndex, Duration)> {
-        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_awaited(&answer.record) {
-            return None;
-        }
-        let left = fallback.limit.checked_sub(self.now.since(fallback.received))?;
-        let size = answer.record.payload_bytes as u64;
-        let (place, target) = (fallback.next..fallback.chain.len()).find_map(|place| {
-            // The bulkhead may have been removed.
-            let &target = self.bulkheads.by_name.get(&fallback.chain[place])?;
-            (self.bulkheads[target].max_payload >= size).then_some((place, target))
-        })?;
-        (!left.is_zero()).then_some((place, target, left))
-    }
-
-    fn payload_of<'p>(&mut self, record: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
-        self.memory.discharge(&mut record.charge);
-        if record.held.file.is_some() {
-            // The file stays with the job.
-            record.held.payload = None;
-            return Incoming::Owned(Vec::new());
-        }
-        if let Some(payload) = record.held.payload.take() {
-            return Incoming::Owned(payload);
-        }
-        match record.held.copy.take() {
-            Some(copy) => Incoming::Owned(copy.into_vec()),
-            None => std::mem::replace(incoming, Incoming::None),
-        }
-    }
-
-    fn enter_as_guest(
+    /// Records the outcome in the current bulkhead before the job is passed on to the fallback at `position`.
+    /// `outcome` creates the outcome that is recorded.
+    pub(super) fn pass_on(
         &mut self,
-        bulkhead: BulkheadIndex,
-        left: Duration,
-        mut record: Box<JobData>,
-        fallback: Box<FallbackState>,
-        payload: Incoming<'_>,
+        position: usize,
+        answer: &JobOutcome<Box<JobData>>,
+        outcome: impl FnOnce() -> Outcome,
     ) {
-        let compartment = self.compartment_for(bulkhead, &record.tenant);
-        self.bulkheads[bulkhead].counters.guests += 1;
-        let FallbackState { priority, idempotent, cost, run_limit, .. } = *fallback;
-        let keeps = idempotent && (self.bulkheads[bulkhead].retries || fallback.next < fallback.chain.len());
-        record.held.is_resendable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
-        record.fallback = Some(fallback);
-        let (session, request) = (record.session, record.request);
-        let submission = Submission {
-            sequence: self.compartments.next_job(),
+        let (attempts, ran, worker_pid) = (answer.attempts, answer.ran, answer.worker_pid);
+        match &mut self.earlier {
+            Some(earlier) => {
+                earlier.attempts += attempts;
+                earlier.ran += ran;
+                earlier.worker_pid = worker_pid.or(earlier.worker_pid);
+            }
+            None => self.earlier = Some(EarlierResult { first: outcome(), attempts, ran, worker_pid }),
+        }
+        self.next = position + 1;
+    }
+
+    /// Returns true if the payload must be kept in memory because another worker or another bulkhead may need
+    /// it.
+    pub(super) fn keeps_payload(&self, has_retries: bool) -> bool {
+        self.idempotent && (has_retries || self.next < self.chain.len())
+    }
+
+    /// Returns a submission of the job to a fallback. `left` is the time until the deadline.
+    pub(super) fn submission(&self, left: Duration, record: Box<JobData>) -> Submission<Box<JobData>> {
+        Submission {
             deadline: Some(left),
-            run_limit,
-            priority,
-            idempotent,
+            run_limit: self.run_limit,
+            priority: self.priority,
+            idempotent: self.idempotent,
             is_resendable: record.held.is_resendable,
-            digest: match &record.held.file {
-                None => self.bulkheads[bulkhead].digest(&record.operation, payload.bytes()),
-                Some(_) => None,
-            },
             is_fallback: true,
-            preferred_worker: None,
-            tenant: self.compartments[compartment].policy.tenant(&record.tenant),
-            cost,
-            bytes: super::ahead::link_bytes(
-                record.payload_bytes + record.operation.len() + record.tenant.len(),
-            ),
-            record,
-        };
-        let job = self.enter(compartment, submission, payload);
-        if let Some(job) = job {
-            self.sessions.remember_request(session, request, compartment, job);
+            cost: self.cost,
+            bytes: link_bytes(record.payload_bytes + record.operation.len() + record.tenant.len()),
+            ..Submission::new(record)
         }
     }
 
-    /// Returns the outcome for the client. For a job that was in several bulkheads, attempts and times are added up.
-    pub(super) fn outcome_in_all(
-        &mut self,
-        compartment: CompartmentIndex,
-        answer: &JobOutcome<Box<JobData>>,
-    ) -> Outcome {
-        let outcome = self.outcome_of(compartment, answer);
-        let Some(fallback) = &answer.record.fallback else { return outcome };
-        let Some(before) = &fallback.before else { return outcome };
-        let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
-        let (entry, target_before) = (fallback.entry.0, fallback.chain[fallback.next - 1].clone());
-        let is_refused = match &outcome.verdict {
+    /// Combines the outcome of the last bulkhead with the earlier results, by adding up the attempts and
+    /// times. Returns `None` if the job was in only one bulkhead.
+    pub(super) fn combine(&self, now: Time, outcome: &Outcome) -> Option<Outcome> {
+        let earlier = self.earlier.as_ref()?;
+        let has_crashed = matches!(earlier.first.verdict, Verdict::Crashed { .. });
+        let is_rejected = match &outcome.verdict {
             Verdict::Rejected { .. } => true,
             Verdict::DeadlineQueued => has_crashed,
             _ => false,
         };
-        let mut told = if is_refused { before.first.clone() } else { outcome.clone() };
-        told.attempts = before.attempts + outcome.attempts;
-        told.ran = before.ran + outcome.ran;
-        told.queued = self.now.since(fallback.received).saturating_sub(told.ran);
-        told.worker_pid = outcome.worker_pid.or(before.worker_pid);
-        told.deadline = fallback.limit;
-        if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, before.attempts > 0) {
-            *executed = bulkhead_shared::Executed::Yes;
+        let mut combined = if is_rejected { earlier.first.clone() } else { outcome.clone() };
+        combined.attempts = earlier.attempts + outcome.attempts;
+        combined.ran = earlier.ran + outcome.ran;
+        combined.queued = now.since(self.received).saturating_sub(combined.ran);
+        combined.worker_pid = outcome.worker_pid.or(earlier.worker_pid);
+        combined.deadline = self.limit;
+        if let (Verdict::Cancelled { executed }, true) = (&mut combined.verdict, earlier.attempts > 0) {
+            *executed = Executed::Yes;
         }
-        self.compartments[fallback.entry.1].policy.count_fallback_outcome(&told.verdict);
-        let counts = &mut self.bulkheads[entry].counters;
-        counts.elsewhere = counts.elsewhere.saturating_sub(1);
-        self.count_guest_end(compartment, (entry, &target_before), &outcome.verdict);
-        told
-    }
-
-    pub(super) fn outcome_of(
-        &self,
-        compartment: CompartmentIndex,
-        answer: &JobOutcome<Box<JobData>>,
-    ) -> Outcome {
-        Outcome {
-            verdict: answer.verdict.clone(),
-            job: answer.job,
-            bulkhead: self.owner(compartment).name.as_ref().to_owned(),
-            attempts: answer.attempts,
-            queued: answer.queued,
-            ran: answer.ran,
-            worker_pid: answer.worker_pid,
-            retryable: answer.retryable,
-            retry_after: answer.retry_after,
-            deadline: answer.deadline,
-            run_limit: answer.run_limit,
-            status: Self::exit_status(answer),
-            report: self.report_of(answer).map(|id| id.to_string()),
-        }
-    }
-
-    /// Reports that jobs go to another bulkhead. Repeated events are rate-limited and contain the number of jobs.
-    fn note_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
-        let (entry, target) = (fallback.entry.0, fallback.chain[place].clone());
-        let now = self.now;
-        let (told_at, jobs) = self.bulkheads[entry].fallback_told.entry(target.clone()).or_default();
-        *jobs += 1;
-        if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
-            return self.want_housekeeping();
-        }
-        *told_at = Some(now);
-        let jobs = std::mem::take(jobs);
-        let reason = verdict.reason().map(|reason| reason.to_owned().into());
-        let what = EventKind::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
-        self.bulkhead_event(Severity::Warning, entry, what);
-    }
-
-    /// Reports, when due, the jobs sent to fallbacks since the last report.
-    pub(super) fn tell_more_fallbacks(&mut self, bulkhead: BulkheadIndex) {
-        let (now, mut due, mut is_waiting) = (self.now, Vec::new(), false);
-        for (target, (told_at, jobs)) in &mut self.bulkheads[bulkhead].fallback_told {
-            if *jobs > 0 && told_at.is_some_and(|at| now >= at + TELL_AGAIN_AFTER) {
-                *told_at = Some(now);
-                due.push((target.as_ref().to_owned(), std::mem::take(jobs)));
-            }
-            is_waiting |= *jobs > 0;
-        }
-        for (target, jobs) in due {
-            let what = EventKind::FallbackUsed { target, reason: None, jobs };
-            self.bulkhead_event(Severity::Warning, bulkhead, what);
-        }
-        if is_waiting {
-            self.want_housekeeping();
-        }
+        Some(combined)
     }
 }

@@ -1,7 +1,8 @@
-//! Journals: memory lent to workers for answers that are not sent yet (see [`bulkhead_shared::journal`]).
+//! Journals: memory that is lent to workers, in which they store replies that they have not sent yet (see
+//! [`bulkhead_shared::journal`]).
 //!
-//! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker's exit,
-//! and are trusted no more than bytes from the worker's link.
+//! Only the counters at the beginning of a journal are mapped here. The frames are copied after the worker
+//! has exited. They are trusted no more than bytes from the worker's link.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,13 +17,13 @@ use bulkhead_shared::journal::{
 
 use super::memory_files::sealed_file;
 
-/// A journal lent to a worker.
+/// A journal that is lent to a worker.
 pub(super) struct Journal {
     pub(super) file: OwnedFd,
     words: Arc<SharedWords>,
 }
 
-/// The policy's access to the counters in a worker's journal.
+/// Gives policy access to the counters in a worker's journal.
 #[derive(Debug)]
 struct JournalClaims(Arc<SharedWords>);
 
@@ -49,8 +50,8 @@ impl Journal {
         Box::new(JournalClaims(self.words.clone()))
     }
 
-    /// Returns the time since the worker's last beat. Returns `None` if there was no beat, or if the time is in the
-    /// future.
+    /// Returns the time since the last heartbeat that the worker wrote. Returns `None` if there is no
+    /// heartbeat, or if its time is in the future.
     pub(super) fn since_beat(&self) -> Option<Duration> {
         let beat = Some(self.words.load(HEARTBEAT_OFFSET / WORD_BYTES)).filter(|beat| *beat > 0)?;
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -58,7 +59,8 @@ impl Journal {
         now.checked_sub(Duration::from_nanos(beat))
     }
 
-    /// Returns the number of jobs begun, and the frames. The contents are not trusted, so lengths are limited.
+    /// Returns the number of jobs that the worker has begun, and the frames in the journal. The contents are
+    /// not trusted, so their lengths are limited.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
         let mut head = [0; FRAMES_OFFSET];
         let filled = self.fill(&mut head, 0);
@@ -74,7 +76,8 @@ impl Journal {
         (begun, frames)
     }
 
-    /// Reads into `bytes` from offset `from`. Returns the number of bytes read.
+    /// Fills `bytes` with the contents of the journal from offset `from` on. Returns the number of bytes that
+    /// were read.
     fn fill(&self, bytes: &mut [u8], from: usize) -> usize {
         let mut filled = 0;
         while filled < bytes.len() {

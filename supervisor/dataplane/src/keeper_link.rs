@@ -1,5 +1,5 @@
-//! Connection to the keeper: timeout, replacement, and the workers to order when there is a keeper again.
-//! `reports.rs` applies the keeper's reports.
+//! Connection to the keeper: its timeout, the replacement of a lost keeper, and the workers that wait until
+//! there is a keeper again. `reports.rs` applies the keeper's reports.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,32 +12,32 @@ use bulkhead_policy::{Time, WorkerId};
 use super::background::Background;
 use super::slab::CompartmentIndex;
 
-/// Timeout for answers of the keeper, which usually answers within milliseconds.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+/// Time limit for an answer from the keeper. The keeper usually answers within milliseconds.
+const PONG_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Minimum lifetime of a keeper. An earlier death counts as an early death.
-const PROVEN_AFTER: Duration = Duration::from_secs(10);
+/// Minimum lifetime of a keeper. If a keeper dies earlier, its death counts as an early death.
+const LIFETIME_MIN: Duration = Duration::from_secs(10);
 
-/// Pause before the fourth keeper in a row. The pause doubles with each further early death, up to sixteen times this
-/// value.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Delay before a new keeper starts after three consecutive early deaths. With each further early death the
+/// delay doubles, up to sixteen times this value.
+const RESTART_PAUSE: Duration = Duration::from_millis(100);
 
 pub(super) struct KeeperLink {
-    /// `None` while the keeper is being replaced. The previous keeper is then lost, with all workers.
+    /// `None` while the keeper is being replaced. At that time, the previous keeper and all workers are lost.
     keeper: Option<Box<Keeper>>,
     since: Time,
-    /// Number of consecutive early deaths.
-    deaths: u32,
-    /// Time of the oldest unanswered request.
-    asked_at: Option<Time>,
-    /// Reports that could not be handled on arrival.
-    late_reports: VecDeque<Report>,
-    /// Workers to order.
-    wanted: VecDeque<Wanted>,
+    /// Number of consecutive early deaths of keepers.
+    early_deaths: u32,
+    /// Time at which an answer was requested, or `None` if no answer is due.
+    pinged_at: Option<Time>,
+    /// Reports that could not be handled when they arrived.
+    deferred_reports: VecDeque<Report>,
+    /// Workers that the keeper has not been ordered to start yet.
+    worker_orders: VecDeque<WorkerOrder>,
 }
 
-/// A worker to order when there is a keeper and the iteration has time.
-pub(super) struct Wanted {
+/// A worker to start. The order is sent when there is a keeper and the iteration has time left.
+pub(super) struct WorkerOrder {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
     pub(super) slot: u32,
@@ -48,23 +48,23 @@ impl KeeperLink {
         Self {
             keeper: Some(Box::new(keeper)),
             since: Time::ZERO,
-            deaths: 0,
-            asked_at: None,
-            late_reports: VecDeque::new(),
-            wanted: VecDeque::new(),
+            early_deaths: 0,
+            pinged_at: None,
+            deferred_reports: VecDeque::new(),
+            worker_orders: VecDeque::new(),
         }
     }
 
-    /// Returns the keeper. Fails while the keeper is being replaced.
+    /// Returns the keeper, or an error while the keeper is being replaced.
     pub(super) fn serving(&mut self) -> io::Result<&mut Keeper> {
         self.keeper.as_deref_mut().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
     }
 
-    pub(super) fn is_replaced(&self) -> bool {
+    pub(super) fn is_being_replaced(&self) -> bool {
         self.keeper.is_none()
     }
 
-    /// Returns the keeper's pid, or `None` while the keeper is being replaced.
+    /// Returns the process id of the keeper, or `None` while the keeper is being replaced.
     pub(super) fn pid(&self) -> Option<u32> {
         self.keeper.as_ref().map(|keeper| keeper.pid())
     }
@@ -75,68 +75,70 @@ impl KeeperLink {
 
     // Orders.
 
-    /// Reaps ended orphans, see [`Keeper::reap_orphans`]. While the keeper is being replaced, the replacement reaps
-    /// all orphans.
+    /// Reaps orphans that have ended (see [`Keeper::reap_orphans`]). While the keeper is being replaced, all
+    /// orphans are reaped as part of the replacement.
     pub(super) fn reap_orphans(&mut self) -> bool {
         self.serving().is_ok_and(|keeper| keeper.reap_orphans())
     }
 
-    /// Queues a worker to be ordered.
-    pub(super) fn want(&mut self, wanted: Wanted) {
-        self.wanted.push_back(wanted);
+    /// Adds a worker to the queue of workers to start.
+    pub(super) fn queue_worker(&mut self, order: WorkerOrder) {
+        self.worker_orders.push_back(order);
     }
 
-    /// Returns the next worker that can be ordered now.
-    pub(super) fn next_wanted(&mut self) -> Option<Wanted> {
-        if self.is_replaced() { None } else { self.wanted.pop_front() }
+    /// Returns the next worker to start, or `None` if the queue is empty or there is no keeper.
+    pub(super) fn next_worker_order(&mut self) -> Option<WorkerOrder> {
+        if self.is_being_replaced() { None } else { self.worker_orders.pop_front() }
     }
 
-    /// Returns true if a worker can be ordered now.
-    pub(super) fn has_wanted(&self) -> bool {
-        !self.wanted.is_empty() && !self.is_replaced()
+    /// Returns true if a worker can be started now.
+    pub(super) fn has_worker_orders(&self) -> bool {
+        !self.worker_orders.is_empty() && !self.is_being_replaced()
     }
 
-    /// Removes a worker from the queue. Returns true if the worker was queued.
-    pub(super) fn forget_wanted(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
-        let found = self.wanted.iter().position(|it| it.compartment == compartment && it.worker == worker);
-        found.map(|at| self.wanted.remove(at)).is_some()
+    /// Removes a worker from the queue of workers to start. Returns true if the worker was in the queue.
+    pub(super) fn cancel_worker_order(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
+        let found =
+            self.worker_orders.iter().position(|it| it.compartment == compartment && it.worker == worker);
+        found.map(|at| self.worker_orders.remove(at)).is_some()
     }
 
-    /// Kills a worker, and requests an answer from the keeper.
+    /// Kills a worker, and requests an answer from the keeper to check that it still works.
     pub(super) fn kill(&mut self, spawn: u64, now: Time) {
         if let Ok(keeper) = self.serving() {
-            // An error means that the keeper is gone. The socket reports this as well.
+            // An error means that the keeper is gone, which the socket will also report.
             let _ = keeper.kill(spawn);
-            self.ask(now);
+            self.ping(now);
         }
     }
 
-    /// Requests an answer from the keeper after an important order. The timeout starts now, unless another answer is
-    /// already due.
-    pub(super) fn ask(&mut self, now: Time) {
-        if self.asked_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
-            self.asked_at = Some(now);
+    /// Requests an answer from the keeper after an important order. The time limit starts now, unless another
+    /// answer is already due.
+    pub(super) fn ping(&mut self, now: Time) {
+        if self.pinged_at.is_none() && self.serving().and_then(Keeper::ping).is_ok() {
+            self.pinged_at = Some(now);
         }
     }
 
-    /// Returns true if an answer is due.
-    pub(super) fn is_asked(&self) -> bool {
-        self.asked_at.is_some()
+    /// Returns true if an answer from the keeper is due.
+    pub(super) fn awaits_pong(&self) -> bool {
+        self.pinged_at.is_some()
     }
 
-    /// Restarts the timeout after a pause of the supervisor, which could not receive an answer during the pause.
-    pub(super) fn excuse(&mut self, now: Time) {
-        self.asked_at = self.asked_at.map(|_| now);
+    /// Restarts the time limit for an answer after the supervisor was paused, because it could not receive an
+    /// answer during the pause.
+    pub(super) fn restart_timeout(&mut self, now: Time) {
+        self.pinged_at = self.pinged_at.map(|_| now);
     }
 
-    /// Kills a keeper that is stopped or stuck, because such a keeper neither kills workers nor reports deaths. The
-    /// keeper's end of the socket closes, and the rest follows as after a crash of the keeper. Returns true if the
-    /// keeper was killed.
+    /// Kills a keeper that does not answer, because a keeper that is stopped or stuck neither kills workers
+    /// nor reports deaths. The keeper's end of the socket is closed by its death, and everything else follows
+    /// as after a crash of the keeper. Returns true if the keeper was killed.
     pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
-        let is_silent = self.asked_at.is_some_and(|at| now.since(at) >= ANSWERS_WITHIN);
+        let is_silent = self.pinged_at.is_some_and(|at| now.since(at) >= PONG_TIMEOUT);
         if is_silent {
-            self.asked_at = None;
-            // Fails only if the keeper has just ended.
+            self.pinged_at = None;
+            // Fails only if the keeper has just ended by itself.
             let _ = self.serving().and_then(Keeper::kill_keeper);
         }
         is_silent
@@ -144,47 +146,48 @@ impl KeeperLink {
 
     // Reports.
 
-    /// Records that the keeper has sent a report, which counts as an answer.
-    pub(super) fn heard(&mut self) {
-        self.asked_at = None;
+    /// Records that the keeper has sent a report. Any report counts as an answer.
+    pub(super) fn report_received(&mut self) {
+        self.pinged_at = None;
     }
 
-    pub(super) fn put_off(&mut self, report: Report) {
-        self.late_reports.push_back(report);
+    pub(super) fn defer_report(&mut self, report: Report) {
+        self.deferred_reports.push_back(report);
     }
 
-    pub(super) fn late_report(&mut self) -> Option<Report> {
-        self.late_reports.pop_front()
+    pub(super) fn next_deferred_report(&mut self) -> Option<Report> {
+        self.deferred_reports.pop_front()
     }
 
     // Replacement.
 
-    /// Starts the replacement of a lost keeper. If keepers have died repeatedly, a pause comes first.
+    /// Starts to replace a lost keeper. If keepers have died early several times, the new keeper starts after
+    /// a delay.
     pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
-        let is_again = now.since(self.since) < PROVEN_AFTER;
-        self.deaths = if is_again { self.deaths + 1 } else { 0 };
-        self.asked_at = None;
-        let lost = self.keeper.take().expect("a keeper is lost once");
-        background.replace_keeper(lost, pause_after(self.deaths));
+        let is_again = now.since(self.since) < LIFETIME_MIN;
+        self.early_deaths = if is_again { self.early_deaths + 1 } else { 0 };
+        self.pinged_at = None;
+        let lost = self.keeper.take().expect("a keeper can be lost only once");
+        background.replace_keeper(lost, pause_after(self.early_deaths));
     }
 
-    /// Puts a new keeper into service. The queued workers can then be ordered.
-    pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) {
+    /// Starts to use a new keeper. The queued workers can then be started.
+    pub(super) fn install(&mut self, keeper: Box<Keeper>, now: Time) {
         self.since = now;
         self.keeper = Some(keeper);
     }
 
-    /// Ends the keeper with all workers, and waits for the end. If a keeper is being started, waits for that keeper
-    /// first.
+    /// Ends the keeper together with all workers, and waits until it has ended. If a keeper is currently
+    /// being started, waits for it first.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         self.keeper.map_or_else(|| background.last_keeper(), Ok)?.shut_down()
     }
 }
 
-/// Returns the pause before the next keeper after `deaths` consecutive early deaths.
-fn pause_after(deaths: u32) -> Duration {
-    match deaths.checked_sub(3) {
-        Some(doublings) => PAUSE * (1 << doublings.min(4)),
+/// Returns the delay before the next keeper starts after `early_deaths` consecutive early deaths.
+fn pause_after(early_deaths: u32) -> Duration {
+    match early_deaths.checked_sub(3) {
+        Some(doublings) => RESTART_PAUSE * (1 << doublings.min(4)),
         None => Duration::ZERO,
     }
 }
@@ -194,8 +197,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pause_begins_with_the_fourth_keeper_and_has_an_end() {
-        let pauses_ms: Vec<u128> = (0..10).map(|deaths| pause_after(deaths).as_millis()).collect();
+    fn keeper_restart_is_delayed_after_three_early_deaths() {
+        let pauses_ms: Vec<u128> =
+            (0..10).map(|early_deaths| pause_after(early_deaths).as_millis()).collect();
         assert_eq!(pauses_ms, [0, 0, 0, 100, 200, 400, 800, 1600, 1600, 1600]);
     }
 }

@@ -1,299 +1,419 @@
-//! Leases of memory files: the client and the worker of each lease, and the end of a lease.
+//! Leases of memory files. Records the client and the worker of each lease, and decides when a lease ends.
 //!
-//! A lease is for a single client, bulkhead and tenant. The first worker that gets a job with the lease is also lent
-//! the files. From then on, no other worker gets the files. The lease ends when this worker is gone, or when the
-//! worker could still write to the files although the job is over. A file that is in use therefore never contains
-//! data of another client, tenant or worker. If a job goes to a different worker, the payload is sent as bytes.
+//! A lease belongs to one client, one bulkhead and one tenant. The first worker that gets a job with the
+//! lease is also lent the files. From then on, no other worker gets these files. The lease ends when this
+//! worker is gone, or when the job is over but the worker could still write to the files. A file that is in
+//! use therefore never contains data of another client, tenant or worker. If a job goes to a different
+//! worker, the payload is sent as bytes.
 //!
-//! A lease ends with a recall. Jobs that the client sent before receiving the recall can still use the lease. If the
-//! client does not return the lease in time, the lease is revoked.
+//! A lease ends with a recall. Jobs that the client sent before it received the recall can still use the
+//! lease. If the client does not return the lease in time, the lease is revoked.
 
-use std::collections::HashMap;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_plane::access::{self, Grant};
 use bulkhead_plane::open_files;
-use bulkhead_policy::{Time, WorkerId};
-use bulkhead_shared::client_protocol::Submit;
-use bulkhead_shared::codec;
+use bulkhead_policy::Time;
 use bulkhead_shared::connection::Payload;
-use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::memory_files::{LeaseRef, LeaseRequest};
-use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_shared::{JobId, RejectReason, Verdict};
+use bulkhead_shared::{JobId, RejectReason};
 use foldhash::quality::RandomState;
 
-use super::lends::Lends;
-use super::memory_files::{Files, Lending, lend};
-use super::sessions::{Breach, Stage as SessionStage};
-use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
-use super::{DataPlane, Endpoint};
+use super::memory_files::Files;
+use super::slab::SessionId;
 
 /// Maximum number of leases per client.
-const LEASES_MAX: usize = 64;
+const LEASES_PER_CLIENT_MAX: usize = 64;
 
-/// Maximum number of leases per client whose files are being made.
-const MAKING_MAX: usize = 4;
+/// Maximum number of leases per client whose files are currently being created.
+const CREATING_PER_CLIENT_MAX: usize = 4;
 
-/// Minimum size of a file, in bytes.
+/// Minimum size of a memory file, in bytes.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
-/// Idle time after which a lease is recalled.
+/// Time without a job after which a lease is recalled.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
-/// Time limit for the return of a recalled lease.
-const RETURN_WITHIN: Duration = Duration::from_secs(5);
+/// Time limit for returning a recalled lease, and for confirming an offer.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum number of revoked leases remembered per client. A client may still use such a lease until the client has
+/// Maximum number of revoked leases remembered per client. A client may still use such a lease until it has
 /// processed the recall.
-const LOST_MAX: usize = LEASES_MAX;
+const REVOKED_PER_CLIENT_MAX: usize = LEASES_PER_CLIENT_MAX;
 
-/// Message for a client that uses a revoked lease.
-const LOST: &str = "this lease was recalled and not returned in time; send the job again";
+const REVOKED: &str = "this lease was recalled, but not returned in time; send the job again";
+const UNKNOWN: &str = "this client has no such lease: the lease was returned, or never belonged to this client; \
+                       send the payload with the job, or ask for another lease";
 
-pub(super) struct Leases {
-    by_number: HashMap<u64, Lease, RandomState>,
-    /// Limit of open files of this process.
-    open_files: u64,
-    pub(super) lends: Lends,
-    /// Number of the latest lease.
-    last: u64,
-    /// Total size of all live files, in bytes. Includes files of ended leases that are still in use by a job.
-    pub(super) bytes: u64,
-    /// Number of leases counted in `bytes`.
-    live: u64,
-    /// Clients to offer a lease when all answers of this iteration are sent.
-    to_offer: Vec<SessionId>,
-    /// Files that a worker may still read. The client has the outcome of the job, but the worker has not answered for
-    /// the job. The first field is the worker's spawn number.
-    left: Vec<(u64, JobId, Arc<Files>)>,
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+pub(super) enum Effect {
+    /// Creates the files of a lease. The caller must then call [`Leases::files_created`].
+    CreateFiles {
+        lease: u64,
+        bytes: u64,
+    },
+    FreeFiles(Files),
+    /// Rejects a client's request for a lease.
+    RejectRequest {
+        client: SessionId,
+        request: u64,
+    },
+    /// Asks a client to return a lease.
+    Recall {
+        client: SessionId,
+        lease: u64,
+    },
+    /// Counts a frame that a correct client would not have sent.
+    CountMisuse {
+        client: SessionId,
+    },
+    /// Asks a worker to unmap the files of a lease.
+    EndLoan {
+        worker: u64,
+        lease: u64,
+    },
+}
+
+/// A lease that must be offered to its client. The caller must then call [`Leases::offer_sent`].
+pub(super) struct Offer {
+    pub(super) client: SessionId,
+    pub(super) request: u64,
+    pub(super) bulkhead: Arc<str>,
+    pub(super) named: LeaseRef,
+    pub(super) files: Arc<Files>,
+}
+
+/// Files that must be lent to a worker. The caller must then call [`Leases::loan_sent`].
+pub(super) struct Loan {
+    pub(super) named: LeaseRef,
+    pub(super) files: Arc<Files>,
+}
+
+/// Result of sending files to a client or worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    Yes,
+    /// The socket has no room, or too many descriptors are in transit.
+    NotNow,
+    /// The receiver can never be sent files.
+    Never,
+}
+
+/// Memory that is available for files.
+#[derive(Clone, Copy)]
+pub(super) struct Budget {
+    /// Maximum total size of all files, in bytes (`max_pooled`).
+    pub(super) pooled_bytes_max: u64,
+    /// Maximum total size of waiting data and files together, in bytes (`max_buffered`).
+    pub(super) buffered_bytes_max: u64,
+    /// Size of the waiting data, not including files, in bytes.
+    pub(super) waiting_bytes: u64,
+}
+
+impl Budget {
+    fn room(&self) -> u64 {
+        self.pooled_bytes_max.min(self.buffered_bytes_max.saturating_sub(self.waiting_bytes))
+    }
 }
 
 struct Lease {
-    session: SessionId,
-    /// Request number of the client.
-    asked_as: u64,
+    client: SessionId,
+    /// Number of the client's request for the lease.
+    request: u64,
     bulkhead: Arc<str>,
     tenant: Box<str>,
+    /// Size of each of the two files, in bytes.
     bytes: u64,
-    /// `None` until the files are made.
-    files: Option<Arc<Files>>,
-    stage: Stage,
+    state: State,
     is_busy: bool,
-    user: User,
-    /// Time of the last use.
+    loan: LoanState,
+    /// Time at which a job last used the lease.
     used_at: Time,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// The files are being made.
-    Making,
-    /// The files exist. The client has not confirmed the previous offer yet.
-    Made,
-    /// The files were sent to the client, which has not confirmed the lease.
-    Offered,
-    Held,
-    CalledBack(Time),
+enum State {
+    Creating,
+    /// The files exist, but the lease was not offered yet, because the client has not confirmed the previous
+    /// offer.
+    Created(Arc<Files>),
+    Offered(Arc<Files>),
+    Held(Arc<Files>),
+    Recalled {
+        files: Arc<Files>,
+        at: Time,
+    },
 }
 
-/// Worker that has the files, identified by spawn number.
+impl State {
+    fn files(&self) -> Option<&Arc<Files>> {
+        match self {
+            Self::Creating => None,
+            Self::Created(files)
+            | Self::Offered(files)
+            | Self::Held(files)
+            | Self::Recalled { files, .. } => Some(files),
+        }
+    }
+}
+
+/// State of the loan of a lease's files to a worker. The number is the worker's spawn number.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum User {
+enum LoanState {
     None,
-    /// The worker has not confirmed the loan.
+    /// The worker has not confirmed the loan yet.
     Offered(u64),
-    Has(u64),
+    Confirmed(u64),
     /// The files must not be lent to another worker.
     Barred,
 }
 
-/// A job's payload in a memory file.
-pub(super) struct Leased {
+impl LoanState {
+    fn worker(self) -> Option<u64> {
+        match self {
+            Self::Offered(worker) | Self::Confirmed(worker) => Some(worker),
+            Self::None | Self::Barred => None,
+        }
+    }
+}
+
+/// A worker that is able to map memory files.
+struct Borrower {
+    /// Total size of the files lent to the worker, in bytes.
+    loaned_bytes: u64,
+    state: BorrowerState,
+}
+
+#[derive(PartialEq, Eq)]
+enum BorrowerState {
+    CanBorrow,
+    /// The worker has not confirmed the last loan.
+    Unconfirmed,
+    /// Sending files to the worker has failed.
+    Unreachable,
+}
+
+/// Payload of a job in a leased file.
+pub(super) struct LeasedPayload {
     lease: u64,
     files: Arc<Files>,
-    pub(super) bytes: usize,
-    /// Worker that has the payload, in the file or as bytes.
-    at: Option<u64>,
-    /// Worker that got a reference to the file instead of bytes.
-    given_to: Option<u64>,
-    /// Size of the result in bytes, if the result is in the result file.
-    result: Option<u64>,
-    /// True if the job can be retried. The payload then counts as held while a worker has the job.
-    pub(super) is_kept: bool,
+    bytes: usize,
+    /// Worker that was sent the payload, as a reference to the file or as bytes.
+    worker: Option<u64>,
+    /// True if the worker was sent a reference to the file instead of bytes.
+    is_by_name: bool,
+    /// Size of the result in bytes, or `None` if the result is not in the result file.
+    result_bytes: Option<u64>,
+    /// True if the job can be retried. The payload then counts as waiting data even while a worker has the
+    /// job.
+    is_kept: bool,
+}
+
+impl LeasedPayload {
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn is_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    pub(super) fn set_kept(&mut self, is_kept: bool) {
+        self.is_kept = is_kept;
+    }
+
+    /// Records that a worker wrote the result of the job to the result file. Returns false if the file was
+    /// not lent to this worker.
+    #[must_use]
+    pub(super) fn result_written(&mut self, worker: u64, named: LeaseRef) -> bool {
+        let is_valid = self.lease == named.lease
+            && self.is_by_name
+            && self.worker == Some(worker)
+            && named.bytes <= self.files.bytes();
+        if is_valid {
+            self.result_bytes = Some(named.bytes);
+        }
+        is_valid
+    }
+}
+
+pub(super) struct Leases {
+    by_number: HashMap<u64, Lease, RandomState>,
+    borrowers: HashMap<u64, Borrower, RandomState>,
+    /// Revoked leases that their clients may still use, because they may not have processed the recall.
+    revoked: HashMap<SessionId, VecDeque<u64>, RandomState>,
+    /// Files that a worker may still read although the client has the outcome of the job, because the worker
+    /// has not replied yet. The first field is the spawn number of the worker.
+    lingering: Vec<(u64, JobId, Arc<Files>)>,
+    /// Clients to which a lease must be offered.
+    to_offer: VecDeque<SessionId>,
+    effects: VecDeque<Effect>,
+    /// Maximum number of open files of this process.
+    open_files_max: u64,
+    last_number: u64,
+    /// Total size of all live files, in bytes. Includes the files of ended leases that a job still uses.
+    bytes: u64,
+    /// Number of leases that are included in `bytes`.
+    live: u64,
 }
 
 impl Leases {
-    pub(super) fn new() -> Self {
-        let limit = open_files::current_limit();
+    pub(super) fn new(open_files_max: u64) -> Self {
         Self {
             by_number: HashMap::default(),
-            open_files: limit,
-            lends: Lends::new(usize::try_from(limit / open_files::LIMIT_PER_UNREAD).unwrap_or(usize::MAX)),
-            last: 0,
+            borrowers: HashMap::default(),
+            revoked: HashMap::default(),
+            lingering: Vec::new(),
+            to_offer: VecDeque::new(),
+            effects: VecDeque::new(),
+            open_files_max,
+            last_number: 0,
             bytes: 0,
             live: 0,
-            to_offer: Vec::new(),
-            left: Vec::new(),
         }
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.by_number.len()
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
-    /// Returns true if a client or a worker may have files.
-    pub(super) fn are_there(&self) -> bool {
+    /// Returns true if any client or worker may have files.
+    pub(super) fn any_live(&self) -> bool {
         self.live > 0
     }
 
-    fn of_session(&self, session: SessionId) -> impl Iterator<Item = (u64, &Lease)> {
-        let of = self.by_number.iter().filter(move |(_, lease)| lease.session == session);
-        of.map(|(number, lease)| (*number, lease))
+    /// Returns true if [`Leases::check_deadlines`] must be called, now or later.
+    pub(super) fn needs_checks(&self) -> bool {
+        !self.by_number.is_empty()
     }
 
-    fn numbers(&self, is: impl Fn(&Lease) -> bool) -> Vec<u64> {
-        self.by_number.iter().filter(|(_, lease)| is(lease)).map(|(number, _)| *number).collect()
+    #[inline]
+    pub(super) fn next_effect(&mut self) -> Option<Effect> {
+        self.effects.pop_front()
     }
-}
 
-impl DataPlane {
+    fn of_client(&self, client: SessionId) -> impl Iterator<Item = (u64, &Lease)> {
+        self.by_number
+            .iter()
+            .filter(move |(_, lease)| lease.client == client)
+            .map(|(number, lease)| (*number, lease))
+    }
+
+    /// Returns the numbers of all leases for which `matches` returns true, oldest first.
+    fn matching(&self, matches: impl Fn(&Lease) -> bool) -> Vec<u64> {
+        let matching = self.by_number.iter().filter(|(_, lease)| matches(lease));
+        let mut numbers: Vec<u64> = matching.map(|(number, _)| *number).collect();
+        // Sorted, because clients can see the order of the effects.
+        numbers.sort_unstable();
+        numbers
+    }
+
     // Clients.
 
-    /// Handles a client's frame about leases.
-    pub(super) fn lease_frame(
+    /// Handles a request for a lease that the access rules and the bulkhead allow.
+    pub(super) fn request(
         &mut self,
-        index: SessionIndex,
-        header: Header,
-        metadata: &[u8],
-    ) -> Result<(), Breach> {
-        let invalid = |error: codec::CodecError| Breach(RejectReason::Invalid, error.to_string());
-        if header.kind == kind::LEASE {
-            let (wanted, _) = codec::decode::<LeaseRequest<'_>>(metadata, &[]).map_err(invalid)?;
-            if !self.begin_lease(index, header.number, wanted) {
-                self.sessions[index].standing.refuse();
-                self.send_to_client(index, kind::LEASE_REFUSED, header.number);
-            }
-            return Ok(());
-        }
-        codec::decode::<Empty>(metadata, &[]).map_err(invalid)?;
-        let number = header.number;
-        let id = SessionId { index, epoch: self.sessions[index].epoch };
-        let Some(lease) = self.leases.by_number.get_mut(&number).filter(|lease| lease.session == id) else {
-            let session = &mut self.sessions[index];
-            session.standing.refuse();
-            if header.kind == kind::LEASE_RETURNED {
-                session.leases_lost.retain(|lost| *lost != number);
-            }
-            return Ok(());
-        };
-        // The client cannot know a lease that was not sent yet.
-        if matches!(lease.stage, Stage::Making | Stage::Made) {
-            self.sessions[index].standing.refuse();
-        } else if header.kind == kind::LEASE_RETURNED {
-            self.drop_lease(number);
-        } else if lease.stage == Stage::Offered {
-            lease.stage = Stage::Held;
-        }
-        self.offer_next(id);
-        Ok(())
-    }
-
-    /// Returns true if this bulkhead or any fallback needs payload digests.
-    fn needs_bytes(&self, bulkhead: BulkheadIndex) -> bool {
-        let entry = &self.bulkheads[bulkhead];
-        let targets = entry.fallback.iter().filter_map(|name| self.bulkheads.by_name.get(name));
-        entry.knows_poison || targets.into_iter().any(|target| self.bulkheads[*target].knows_poison)
-    }
-
-    /// Recalls the leases that a new or changed bulkhead no longer permits, because poison detection needs the bytes
-    /// of each payload. Includes leases for bulkheads that use this bulkhead as a fallback.
-    pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
-        let entry = &self.bulkheads[bulkhead];
-        let mut needing = Vec::new();
-        if self.needs_bytes(bulkhead) {
-            needing.push(entry.name.clone());
-        }
-        if entry.knows_poison {
-            let falls_back = |other: &&BulkheadIndex| self.bulkheads[**other].fallback.contains(&entry.name);
-            let others = self.bulkheads.by_name.values().filter(falls_back);
-            needing.extend(others.map(|other| self.bulkheads[*other].name.clone()));
-        }
-        needing.iter().for_each(|name| self.end_leases_for(name));
-    }
-
-    /// Starts to make a lease. Returns false if the request must be refused.
-    fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseRequest<'_>) -> bool {
-        let session = &self.sessions[index];
-        let id = SessionId { index, epoch: session.epoch };
-        let Some(&bulkhead) = self.bulkheads.by_name.get(wanted.bulkhead) else { return false };
-        if let Grant::Rules(rules) = &session.grant
-            && access::rejection_message(rules, (wanted.bulkhead, true), wanted.tenant).is_some()
-        {
-            return false;
-        }
-        let entry = &self.bulkheads[bulkhead];
-        // Poison detection needs the bytes of each payload.
-        let is_welcome = !self.needs_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.stopping;
-        let is_making = |(_, lease): &(u64, &Lease)| lease.stage == Stage::Making;
-        let has_room = self.leases.of_session(id).count() < LEASES_MAX
-            && self.leases.of_session(id).filter(is_making).count() < MAKING_MAX;
-        if !is_welcome || !has_room || wanted.tenant.len() > TENANT_BYTES_MAX {
-            return false;
-        }
+        now: Time,
+        (client, request): (SessionId, u64),
+        bulkhead: Arc<str>,
+        wanted: &LeaseRequest<'_>,
+        budget: Budget,
+    ) {
+        let is_creating = |(_, lease): &(u64, &Lease)| matches!(lease.state, State::Creating);
+        let has_room = self.of_client(client).count() < LEASES_PER_CLIENT_MAX
+            && self.of_client(client).filter(is_creating).count() < CREATING_PER_CLIENT_MAX;
         let bytes = wanted.bytes.max(FILE_BYTES_MIN).next_power_of_two();
-        let name = entry.name.clone();
-        if !self.make_room_for_files(2 * bytes) {
-            return false;
+        if !has_room || !self.make_room(now, 2 * bytes, budget) {
+            return self.reject(client, request);
         }
-        self.leases.last += 1;
-        self.leases.live += 1;
-        self.leases.bytes += 2 * bytes;
-        let (number, used_at) = (self.leases.last, self.now);
+        self.last_number += 1;
+        self.live += 1;
+        self.bytes += 2 * bytes;
         let lease = Lease {
-            session: id,
-            asked_as,
-            bulkhead: name,
+            client,
+            request,
+            bulkhead,
             tenant: wanted.tenant.into(),
             bytes,
-            files: None,
-            stage: Stage::Making,
+            state: State::Creating,
             is_busy: false,
-            user: User::None,
-            used_at,
+            loan: LoanState::None,
+            used_at: now,
         };
-        self.leases.by_number.insert(number, lease);
-        self.background.make_files(number, bytes);
-        self.want_housekeeping();
-        true
+        self.by_number.insert(self.last_number, lease);
+        self.effects.push_back(Effect::CreateFiles { lease: self.last_number, bytes });
     }
 
-    /// Returns true if memory files can take `more` bytes. Otherwise recalls idle leases to make room for a later
-    /// request.
-    fn make_room_for_files(&mut self, more: u64) -> bool {
-        let (most, waiting) = (self.limits.pooled_bytes_max, self.memory.shares.held() as u64);
-        let most = most.min((self.limits.buffered_bytes_max as u64).saturating_sub(waiting));
+    /// Rejects a request for a lease.
+    pub(super) fn reject(&mut self, client: SessionId, request: u64) {
+        self.effects.push_back(Effect::CountMisuse { client });
+        self.effects.push_back(Effect::RejectRequest { client, request });
+    }
+
+    /// Handles a client's confirmation of an offer.
+    pub(super) fn accepted(&mut self, client: SessionId, number: u64) {
+        let Some(lease) = self.known_to(client, number) else { return };
+        if let State::Offered(files) = &lease.state {
+            lease.state = State::Held(files.clone());
+        }
+        self.schedule_offer(client);
+    }
+
+    /// Handles the return of a lease.
+    pub(super) fn returned(&mut self, client: SessionId, number: u64) {
+        if self.known_to(client, number).is_some() {
+            self.end(number);
+            self.schedule_offer(client);
+        } else if let Some(revoked) = self.revoked.get_mut(&client) {
+            revoked.retain(|other| *other != number);
+        }
+    }
+
+    /// Returns a lease that was sent to the client. If the client has no lease with this number, counts a
+    /// misuse and returns `None`.
+    fn known_to(&mut self, client: SessionId, number: u64) -> Option<&mut Lease> {
+        let is_sent = |lease: &&mut Lease| {
+            lease.client == client && !matches!(lease.state, State::Creating | State::Created(_))
+        };
+        let lease = self.by_number.get_mut(&number).filter(is_sent);
+        if lease.is_none() {
+            self.effects.push_back(Effect::CountMisuse { client });
+        }
+        lease
+    }
+
+    /// Ends all leases of a client whose connection is closed.
+    pub(super) fn client_gone(&mut self, client: SessionId) {
+        self.revoked.remove(&client);
+        self.matching(|lease| lease.client == client).into_iter().for_each(|number| self.end(number));
+    }
+
+    // Memory.
+
+    /// Returns true if there is memory for `more` bytes of files. Otherwise, recalls idle leases to make room
+    /// for a later request.
+    fn make_room(&mut self, now: Time, more: u64, budget: Budget) -> bool {
+        let most = budget.room();
         if more > most {
             return false;
         }
-        let over = (self.leases.bytes + more).saturating_sub(most);
-        let live_max = open_files::leases_max(self.leases.open_files, self.limits.pooled_bytes_max);
-        let is_full = self.leases.live >= live_max;
-        self.call_back_idle(over.max(u64::from(is_full)));
+        let over = (self.bytes + more).saturating_sub(most);
+        let is_full = self.live >= open_files::leases_max(self.open_files_max, budget.pooled_bytes_max);
+        self.recall_idle(now, over.max(u64::from(is_full)));
         over == 0 && !is_full
     }
 
-    /// Recalls idle leases of at least `bytes` in total. The lease that has been idle the longest is recalled first.
-    fn call_back_idle(&mut self, bytes: u64) {
-        let mut idle: Vec<_> = self
-            .leases
-            .by_number
-            .iter()
-            .filter(|(_, lease)| !lease.is_busy && lease.stage == Stage::Held)
-            .map(|(number, lease)| (lease.used_at, *number, 2 * lease.bytes))
-            .collect();
+    /// Recalls idle leases with a total size of at least `bytes`. The leases that have been idle the longest
+    /// are recalled first.
+    fn recall_idle(&mut self, now: Time, bytes: u64) {
+        let is_idle = |lease: &Lease| !lease.is_busy && matches!(lease.state, State::Held(_));
+        let idle = self.by_number.iter().filter(|(_, lease)| is_idle(lease));
+        let mut idle: Vec<_> =
+            idle.map(|(number, lease)| (lease.used_at, *number, 2 * lease.bytes)).collect();
         idle.sort_unstable();
         let mut freed = 0;
         for (_, number, worth) in idle {
@@ -301,451 +421,370 @@ impl DataPlane {
                 return;
             }
             freed += worth;
-            self.call_back(number);
+            self.recall(now, number);
         }
     }
 
-    /// Recalls idle leases if waiting data and memory files together exceed the memory budget.
-    pub(super) fn settle_files(&mut self, held: usize) {
-        let room = (self.limits.buffered_bytes_max as u64).saturating_sub(held as u64);
-        if self.leases.bytes <= room.min(self.limits.pooled_bytes_max) {
+    /// Recalls idle leases if waiting data and files together exceed the memory budget.
+    pub(super) fn enforce_budget(&mut self, now: Time, budget: Budget) {
+        if self.bytes <= budget.room() {
             return;
         }
-        // The file of a waiting job is charged with the job. Recalled leases count as returned.
-        let sum = |is: fn(&Lease) -> bool| -> u64 {
-            self.leases.by_number.values().filter(|lease| is(lease)).map(|lease| 2 * lease.bytes).sum()
+        // The file of a waiting job is already charged as part of the job. Recalled leases count as if they
+        // were returned.
+        let sum = |matches: fn(&Lease) -> bool| -> u64 {
+            self.by_number.values().filter(|lease| matches(lease)).map(|lease| 2 * lease.bytes).sum()
         };
-        let (idle, given) =
-            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::CalledBack(_))));
-        let over =
-            idle.saturating_sub(room).max(self.leases.bytes.saturating_sub(self.limits.pooled_bytes_max));
-        self.call_back_idle(over.saturating_sub(given));
+        let (idle, recalled) =
+            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.state, State::Recalled { .. })));
+        let room = budget.buffered_bytes_max.saturating_sub(budget.waiting_bytes);
+        let over = idle.saturating_sub(room).max(self.bytes.saturating_sub(budget.pooled_bytes_max));
+        self.recall_idle(now, over.saturating_sub(recalled));
     }
 
-    /// Handles the result of making the files of a lease.
-    pub(super) fn files_made(&mut self, number: u64, bytes: u64, made: rustix::io::Result<Files>) {
-        let lease = self.leases.by_number.get_mut(&number);
-        match (made, lease) {
+    // Offers.
+
+    /// Handles the result of an attempt to create the files of a lease.
+    pub(super) fn files_created(&mut self, number: u64, bytes: u64, created: rustix::io::Result<Files>) {
+        match (created, self.by_number.get_mut(&number)) {
             (Ok(files), Some(lease)) => {
-                (lease.stage, lease.files) = (Stage::Made, Some(Arc::new(files)));
-                let session = lease.session;
-                self.offer_next(session);
+                lease.state = State::Created(Arc::new(files));
+                let client = lease.client;
+                self.schedule_offer(client);
             }
-            (made, _) => {
-                self.leases.bytes -= 2 * bytes;
-                self.leases.live -= 1;
-                if let Ok(files) = made {
-                    self.background.free_files(files);
+            (created, lease) => {
+                if let Some(Lease { client, request, .. }) = lease {
+                    let effect = Effect::RejectRequest { client: *client, request: *request };
+                    self.effects.push_back(effect);
+                    self.by_number.remove(&number);
                 }
-                self.decline(number);
+                self.bytes -= 2 * bytes;
+                self.live -= 1;
+                self.effects.extend(created.ok().map(Effect::FreeFiles));
             }
         }
     }
 
-    /// Schedules an offer to a client for the end of this iteration.
-    fn offer_next(&mut self, session: SessionId) {
-        // A client can send a thousand confirmations per iteration.
-        if self.leases.to_offer.last() != Some(&session) {
-            self.leases.to_offer.push(session);
+    fn schedule_offer(&mut self, client: SessionId) {
+        // A client can confirm a lease a thousand times in one iteration, but must be listed only once.
+        if self.to_offer.back() != Some(&client) {
+            self.to_offer.push_back(client);
         }
     }
 
-    /// Offers pending leases. Must not run while frames of a client are being read, because a failed write closes the
-    /// session.
-    pub(super) fn offer_leases(&mut self) {
-        // Each declined lease schedules another offer, at most as often as the client has leases.
-        while !self.leases.to_offer.is_empty() {
-            for session in std::mem::take(&mut self.leases.to_offer) {
-                self.offer_one(session);
+    /// Returns the next lease to offer to a client that has confirmed its previous offer. Must not be called
+    /// while the frames of a client are being read, because a failed write closes the session.
+    pub(super) fn next_offer(&mut self) -> Option<Offer> {
+        loop {
+            let client = self.to_offer.pop_front()?;
+            if self.of_client(client).any(|(_, lease)| matches!(lease.state, State::Offered(_))) {
+                continue;
+            }
+            let offers = self.of_client(client).filter_map(|(number, lease)| match &lease.state {
+                State::Created(files) => Some(Offer {
+                    client,
+                    request: lease.request,
+                    bulkhead: lease.bulkhead.clone(),
+                    named: LeaseRef { lease: number, bytes: lease.bytes },
+                    files: files.clone(),
+                }),
+                _ => None,
+            });
+            if let Some(oldest) = offers.min_by_key(|offer| offer.named.lease) {
+                return Some(oldest);
             }
         }
-        // Sends the refusals.
-        self.flush_dirty();
     }
 
-    /// Offers the next lease to a client that has confirmed the previous one.
-    fn offer_one(&mut self, session: SessionId) {
-        let of = || self.leases.of_session(session);
-        let made = of().find(|(_, lease)| lease.stage == Stage::Made).map(|(number, _)| number);
-        let is_behind = of().any(|(_, lease)| lease.stage == Stage::Offered);
-        let Some(number) = made.filter(|_| !is_behind) else { return };
-        // A reload may have changed the bulkhead since the request.
-        let name = self.leases.by_number.get(&number).map(|lease| &lease.bulkhead);
-        let bulkhead = name.and_then(|name| self.bulkheads.by_name.get(name).copied());
-        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_bytes(bulkhead));
-        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
-        let Some(files) = &lease.files else { return };
-        let lends = &mut self.leases.lends;
-        let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
-        let is_sent = client.is_some_and(|client| {
-            let (named, unread) = (LeaseRef { lease: number, bytes: lease.bytes }, &mut client.unread);
-            let said = (kind::LEASED, lease.asked_as);
-            client.end.may_lend(lends, unread)
-                && client.end.lend(said, named, files.of_client(), (lends, unread)).is_ok()
-        });
-        if is_sent {
-            (lease.stage, lease.used_at) = (Stage::Offered, self.now);
-        } else {
-            // The client cannot receive files, or too many descriptors are in transit. The next lease can be offered.
-            self.decline(number);
-            self.offer_next(session);
+    /// Handles the result of sending an offer. If the offer was not sent, rejects the client's request and
+    /// continues with the next lease.
+    pub(super) fn offer_sent(&mut self, now: Time, offer: Offer, sent: Sent) {
+        let Offer { client, request, named, files, .. } = offer;
+        match self.by_number.get_mut(&named.lease) {
+            Some(lease) if sent == Sent::Yes => {
+                lease.state = State::Offered(files);
+                lease.used_at = now;
+            }
+            _ => {
+                // Drops these references, so that the lease has the last reference and its end frees the
+                // files.
+                drop(files);
+                self.end(named.lease);
+                self.effects.push_back(Effect::RejectRequest { client, request });
+                self.schedule_offer(client);
+            }
         }
     }
 
-    /// Ends a lease that is not offered after all, and refuses the client's request.
-    fn decline(&mut self, number: u64) {
-        if let Some((session, asked_as)) = self.drop_lease(number) {
-            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+    // End of leases.
+
+    /// Recalls a lease from its client. Afterwards, the files are not lent to another worker.
+    fn recall(&mut self, now: Time, number: u64) {
+        let Some(lease) = self.by_number.get_mut(&number) else { return };
+        let (State::Held(files) | State::Offered(files)) = &lease.state else { return };
+        lease.state = State::Recalled { files: files.clone(), at: now };
+        let (client, bytes) = (lease.client, lease.bytes);
+        let loan = std::mem::replace(&mut lease.loan, LoanState::Barred);
+        self.end_loan(loan, number, bytes);
+        self.effects.push_back(Effect::Recall { client, lease: number });
+    }
+
+    fn end_loan(&mut self, loan: LoanState, lease: u64, bytes: u64) {
+        if let Some(worker) = loan.worker()
+            && let Some(borrower) = self.borrowers.get_mut(&worker)
+        {
+            borrower.loaned_bytes -= 2 * bytes;
+            self.effects.push_back(Effect::EndLoan { worker, lease });
         }
     }
 
-    fn send_to_client(&mut self, index: SessionIndex, kind: u8, number: u64) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
-        if session.stage == SessionStage::Open {
-            let _ = session.outbox.push(kind, number, &Empty, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Session(index));
+    /// Ends a lease. If a job uses the files, they are freed when the job ends.
+    fn end(&mut self, number: u64) {
+        let Some(lease) = self.by_number.remove(&number) else { return };
+        self.end_loan(lease.loan, number, lease.bytes);
+        // If the files are still being created, `files_created` subtracts their size later.
+        if let Some(files) = lease.state.files().cloned() {
+            drop(lease);
+            self.release(files);
         }
     }
 
-    /// Recalls a lease from its client. The files are not lent to another worker afterwards.
-    fn call_back(&mut self, number: u64) {
-        let lease = self.leases.by_number.get_mut(&number);
-        let is_out = |lease: &&mut Lease| matches!(lease.stage, Stage::Held | Stage::Offered);
-        let Some(lease) = lease.filter(is_out) else { return };
-        lease.stage = Stage::CalledBack(self.now);
-        let user = std::mem::replace(&mut lease.user, User::Barred);
-        let (session, bytes) = (lease.session, lease.bytes);
-        self.take_from_worker(user, number, bytes);
-        self.want_housekeeping();
-        if self.sessions.of(session).is_some() {
-            self.send_to_client(session.index, kind::LEASE_ENDED, number);
-        }
-    }
-
-    fn take_from_worker(&mut self, user: User, number: u64, bytes: u64) {
-        let (User::Offered(spawn) | User::Has(spawn)) = user else { return };
-        if let Some(&index) = self.links.by_spawn.get(&spawn) {
-            self.links[index].lent_bytes -= 2 * bytes;
-            let _ = self.links[index].outbox.push(kind::FILES_ENDED, number, &Empty, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Link(index));
-        }
-    }
-
-    /// Ends a lease. A job that uses the files keeps them until the job's end. Returns the client and the number of
-    /// the client's request.
-    fn drop_lease(&mut self, number: u64) -> Option<(SessionId, u64)> {
-        let lease = self.leases.by_number.remove(&number)?;
-        self.take_from_worker(lease.user, number, lease.bytes);
-        // If the files are still being made, `files_made` subtracts the bytes later.
-        if let Some(files) = lease.files {
-            self.let_go(files);
-        }
-        Some((lease.session, lease.asked_as))
-    }
-
-    fn let_go(&mut self, files: Arc<Files>) {
+    fn release(&mut self, files: Arc<Files>) {
         if let Some(files) = Arc::into_inner(files) {
-            self.leases.bytes -= 2 * files.bytes;
-            self.leases.live -= 1;
-            self.background.free_files(files);
-        }
-    }
-
-    /// Ends all leases of a client that is gone.
-    pub(super) fn drop_leases_of(&mut self, session: SessionId) {
-        if let Some(client) = self.sessions.of_mut(session) {
-            client.end.let_go(&mut self.leases.lends, &mut client.unread);
-            self.want_housekeeping();
-        }
-        if self.leases.len() > 0 {
-            let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
-            for number in numbers {
-                self.drop_lease(number);
-            }
-        }
-    }
-
-    /// Recalls the leases that a dead worker used, because the files must not be lent to another worker.
-    pub(super) fn end_leases_at(&mut self, spawn: u64) {
-        while let Some(at) = self.leases.left.iter().position(|(at, ..)| *at == spawn) {
-            let (_, _, files) = self.leases.left.swap_remove(at);
-            self.let_go(files);
-        }
-        if self.leases.len() > 0 {
-            let is_its =
-                |lease: &Lease| matches!(lease.user, User::Offered(at) | User::Has(at) if at == spawn);
-            self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+            self.bytes -= 2 * files.bytes();
+            self.live -= 1;
+            self.effects.push_back(Effect::FreeFiles(files));
         }
     }
 
     /// Recalls all leases for a bulkhead. Called when the bulkhead starts to need payload digests.
-    pub(super) fn end_leases_for(&mut self, bulkhead: &str) {
-        let is_its = |lease: &Lease| *lease.bulkhead == *bulkhead;
-        self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+    pub(super) fn recall_for_bulkhead(&mut self, now: Time, bulkhead: &str) {
+        let numbers = self.matching(|lease| *lease.bulkhead == *bulkhead);
+        numbers.into_iter().for_each(|number| self.recall(now, number));
     }
 
-    pub(super) fn look_after_leases(&mut self) {
-        if self.leases.lends.look_after_closed() {
-            self.want_housekeeping();
+    /// Ends a lease that was not offered yet, and rejects the client's request.
+    fn reject_created(&mut self, number: u64) {
+        if let Some(Lease { client, request, state: State::Created(_), .. }) = self.by_number.get(&number) {
+            self.effects.push_back(Effect::RejectRequest { client: *client, request: *request });
+            self.end(number);
         }
-        if self.leases.len() == 0 {
-            return;
-        }
-        let now = self.now;
-        let is_unused = |lease: &Lease| match lease.stage {
-            Stage::Held => !lease.is_busy && now.since(lease.used_at) >= IDLE_MAX,
-            Stage::Offered => now.since(lease.used_at) >= RETURN_WITHIN,
-            _ => false,
-        };
-        for number in self.leases.numbers(is_unused) {
-            self.refuse_made(number);
-            self.call_back(number);
-        }
-        let is_late = |lease: &Lease| {
-            matches!(lease.stage, Stage::CalledBack(since) if now.since(since) >= RETURN_WITHIN)
-                && !lease.is_busy
-                && now.since(lease.used_at) >= RETURN_WITHIN
-        };
-        for number in self.leases.numbers(is_late) {
-            let Some((session, _)) = self.drop_lease(number) else { continue };
-            if let Some(client) = self.sessions.of_mut(session) {
-                if client.leases_lost.len() >= LOST_MAX {
-                    client.leases_lost.pop_front();
-                }
-                client.leases_lost.push_back(number);
+    }
+
+    /// Recalls idle leases and unconfirmed offers, and revokes leases that were not returned in time.
+    pub(super) fn check_deadlines(&mut self, now: Time) {
+        let is_over = |since: Time, most: Duration| now.since(since) >= most;
+        for number in self.matching(|lease| {
+            matches!(lease.state, State::Offered(_)) && is_over(lease.used_at, RESPONSE_TIMEOUT)
+        }) {
+            let client = self.by_number[&number].client;
+            // The client must no longer wait for further leases.
+            for created in
+                self.matching(|lease| lease.client == client && matches!(lease.state, State::Created(_)))
+            {
+                self.reject_created(created);
             }
-            // The next lease of this client may have waited for the confirmation of the previous lease.
-            self.offer_next(session);
+            self.recall(now, number);
         }
-        self.want_housekeeping();
+        let is_idle = |lease: &Lease| {
+            !lease.is_busy && matches!(lease.state, State::Held(_)) && is_over(lease.used_at, IDLE_MAX)
+        };
+        self.matching(is_idle).into_iter().for_each(|number| self.recall(now, number));
+        let is_late = |lease: &Lease| {
+            !lease.is_busy
+                && matches!(lease.state, State::Recalled { at, .. } if is_over(at, RESPONSE_TIMEOUT))
+                && is_over(lease.used_at, RESPONSE_TIMEOUT)
+        };
+        for number in self.matching(is_late) {
+            let client = self.by_number[&number].client;
+            self.end(number);
+            let revoked = self.revoked.entry(client).or_default();
+            if revoked.len() >= REVOKED_PER_CLIENT_MAX {
+                revoked.pop_front();
+            }
+            revoked.push_back(number);
+            self.schedule_offer(client);
+        }
     }
 
-    /// Refuses the further leases of a client that has not confirmed an offer in time, so that the client does not
-    /// wait for them any longer.
-    fn refuse_made(&mut self, offered: u64) {
-        let Some(lease) = self.leases.by_number.get(&offered) else { return };
-        if lease.stage != Stage::Offered {
-            return;
+    // Workers.
+
+    /// Adds a worker that is able to map memory files.
+    pub(super) fn worker_ready(&mut self, worker: u64) {
+        self.borrowers.insert(worker, Borrower { loaned_bytes: 0, state: BorrowerState::CanBorrow });
+    }
+
+    /// Handles a worker's confirmation of a loan. Returns false if the worker has no unconfirmed loan.
+    pub(super) fn loan_confirmed(&mut self, worker: u64, number: u64) -> bool {
+        let is_waiting = |borrower: &&mut Borrower| borrower.state == BorrowerState::Unconfirmed;
+        let Some(borrower) = self.borrowers.get_mut(&worker).filter(is_waiting) else { return false };
+        borrower.state = BorrowerState::CanBorrow;
+        if let Some(lease) = self.by_number.get_mut(&number)
+            && lease.loan == LoanState::Offered(worker)
+        {
+            lease.loan = LoanState::Confirmed(worker);
         }
-        let session = lease.session;
-        let is_made = |lease: &Lease| lease.session == session && lease.stage == Stage::Made;
-        self.leases.numbers(is_made).into_iter().for_each(|number| self.decline(number));
+        true
+    }
+
+    /// Recalls the leases whose files were lent to a dead worker, because these files must not be lent to
+    /// another worker.
+    pub(super) fn worker_gone(&mut self, now: Time, worker: u64) {
+        self.borrowers.remove(&worker);
+        self.release_lingering(|of, _| of == worker);
+        let numbers = self.matching(|lease| lease.loan.worker() == Some(worker));
+        numbers.into_iter().for_each(|number| self.recall(now, number));
+    }
+
+    fn release_lingering(&mut self, matches: impl Fn(u64, JobId) -> bool) {
+        while let Some(at) = self.lingering.iter().position(|(worker, job, _)| matches(*worker, *job)) {
+            let (_, _, files) = self.lingering.swap_remove(at);
+            self.release(files);
+        }
     }
 
     // Jobs.
 
-    /// Checks a job whose payload is in a memory file. Returns the checked reference, or the reason for rejecting the
-    /// job.
-    pub(super) fn check_leased(
+    /// Checks a job whose payload is in a memory file. `inline_bytes` is the number of payload bytes in the
+    /// frame itself.
+    pub(super) fn check_job(
         &self,
-        session: SessionId,
-        submit: &Submit<'_>,
-        (named, payload): (Option<LeaseRef>, usize),
-    ) -> Result<LeaseRef, (RejectReason, String)> {
-        let invalid = |message: &str| (RejectReason::Invalid, message.to_owned());
-        let named = named.ok_or_else(|| invalid("the name of a lease must have 16 bytes"))?;
-        let lease = match self.leases.by_number.get(&named.lease) {
-            Some(lease) if lease.session == session => lease,
-            // A client that was stopped for a while may not have received the recall.
-            _ if self
-                .sessions
-                .of(session)
-                .is_some_and(|client| client.leases_lost.contains(&named.lease)) =>
-            {
-                return Err((RejectReason::Overloaded, LOST.to_owned()));
-            }
-            _ => {
-                return Err(invalid(
-                    "this client has no such lease: the lease was returned, or never belonged to this \
-                     client; send the payload with the job, or ask for another lease",
-                ));
-            }
+        now: Time,
+        client: SessionId,
+        (bulkhead, tenant): (&str, &str),
+        (named, inline_bytes): (LeaseRef, usize),
+    ) -> Result<(), (RejectReason, &'static str)> {
+        let invalid = |message| Err((RejectReason::Invalid, message));
+        let revoked = Err((RejectReason::Overloaded, REVOKED));
+        let Some(lease) = self.by_number.get(&named.lease).filter(|lease| lease.client == client) else {
+            // If the client was stopped for a while, it may not have received the recall.
+            let is_revoked = self.revoked.get(&client).is_some_and(|numbers| numbers.contains(&named.lease));
+            return if is_revoked { revoked } else { invalid(UNKNOWN) };
         };
-        if lease.is_busy || !matches!(lease.stage, Stage::Held | Stage::CalledBack(_)) {
-            return Err(invalid("this lease is in use by another job, or was not taken"));
+        match lease.state {
+            State::Held(_) | State::Recalled { .. } if !lease.is_busy => {}
+            _ => return invalid("this lease is in use by another job, or the client has not taken it"),
         }
-        if matches!(lease.stage, Stage::CalledBack(since) if self.now.since(since) >= RETURN_WITHIN) {
-            return Err((RejectReason::Overloaded, LOST.to_owned()));
+        if matches!(lease.state, State::Recalled { at, .. } if now.since(at) >= RESPONSE_TIMEOUT) {
+            return revoked;
         }
-        if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
-            return Err(invalid("this lease is for another bulkhead or tenant"));
+        if *lease.bulkhead != *bulkhead || *lease.tenant != *tenant {
+            return invalid("this lease is for another bulkhead or tenant");
         }
-        if payload > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
-            return Err(invalid("the payload is not in the file of the lease, or too small for a file"));
+        if inline_bytes > 0 || named.bytes > lease.bytes || named.bytes <= INLINE_PAYLOAD_BYTES_MAX as u64 {
+            return invalid(
+                "the payload is not in the memory file of the lease, or is too small for a memory file",
+            );
         }
-        Ok(named)
-    }
-
-    /// Marks a lease as used by a job. The reference must have been checked.
-    pub(super) fn use_lease(&mut self, named: LeaseRef) -> Option<Box<Leased>> {
-        let lease = self.leases.by_number.get_mut(&named.lease)?;
-        let files = lease.files.clone()?;
-        lease.is_busy = true;
-        let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
-        Some(Box::new(Leased {
-            lease: named.lease,
-            files,
-            bytes,
-            at: None,
-            given_to: None,
-            result: None,
-            is_kept: false,
-        }))
-    }
-
-    /// Returns the worker that has the files of a lease.
-    pub(super) fn user_of(&self, number: u64) -> Option<WorkerId> {
-        let (User::Offered(spawn) | User::Has(spawn)) = self.leases.by_number.get(&number)?.user else {
-            return None;
-        };
-        Some(self.links.of_spawn(spawn)?.worker)
-    }
-
-    /// Returns a job's payload in the form for this worker: a reference if the worker has the file, otherwise bytes.
-    /// If no worker has the file, the file is lent to this worker for the next job.
-    pub(super) fn give_leased(
-        &mut self,
-        index: LinkIndex,
-        compartment: CompartmentIndex,
-        job: JobId,
-    ) -> (Option<LeaseRef>, Payload<'static>) {
-        let Some(link) = self.links.get(index) else { return (None, Payload::NONE) };
-        let spawn = link.spawn;
-        let bulkhead = self.owner(compartment).name.clone();
-        let policy = &mut self.compartments[compartment].policy;
-        let Some(leased) = policy.record_mut(job).and_then(|record| record.held.file.as_deref_mut()) else {
-            return (None, Payload::NONE);
-        };
-        (leased.at, leased.given_to) = (Some(spawn), None);
-        let (number, bytes) = (leased.lease, leased.bytes);
-        let user = self.leases.by_number.get(&number).filter(|lease| lease.bulkhead == bulkhead);
-        match user.map(|lease| lease.user) {
-            Some(User::Has(has)) if has == spawn => {
-                leased.given_to = Some(spawn);
-                (Some(LeaseRef { lease: number, bytes: bytes as u64 }), Payload::NONE)
-            }
-            Some(User::None) => {
-                let payload = Payload::File(leased.files.payload(), bytes);
-                self.lend_to_worker(index, number);
-                (None, payload)
-            }
-            _ => (None, Payload::File(leased.files.payload(), bytes)),
-        }
-    }
-
-    /// Returns true if the loan fits within `lent_max`. Lent files count as memory of the worker, and must not be the
-    /// reason for exceeding the memory limit.
-    fn may_be_lent(&self, index: LinkIndex, number: u64) -> bool {
-        let link = &self.links[index];
-        let more = self.leases.by_number.get(&number).map_or(0, |lease| 2 * lease.bytes);
-        let most = self.owner(link.compartment).lent_max;
-        most.is_none_or(|most| link.lent_bytes + more <= most)
-    }
-
-    fn lend_to_worker(&mut self, index: LinkIndex, number: u64) {
-        if self.links[index].lending != Lending::Open || !self.may_be_lent(index, number) {
-            return;
-        }
-        if !self.links[index].outbox.is_empty() {
-            self.flush_link(index);
-        }
-        let Some(link) = self.links.get_mut(index) else { return };
-        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
-        let Some(files) = lease.files.as_ref().filter(|_| link.outbox.is_empty()) else { return };
-        let lends = &mut self.leases.lends;
-        if !lends.may_lend(&link.socket, &mut link.unread) {
-            return;
-        }
-        let named = LeaseRef { lease: number, bytes: lease.bytes };
-        match lend(&link.socket, (kind::FILES, number), &named, &files.of_worker()) {
-            Ok(sent) => {
-                link.reading.written(sent);
-                link.lent_bytes += 2 * lease.bytes;
-                lends.lent(&mut link.unread);
-                link.lending = Lending::Unacknowledged;
-                lease.user = User::Offered(link.spawn);
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(_) => link.lending = Lending::Never,
-        }
-    }
-
-    /// Handles a worker's confirmation of a loan.
-    pub(super) fn files_taken(&mut self, index: LinkIndex, number: u64) {
-        let link = &mut self.links[index];
-        if link.lending != Lending::Unacknowledged {
-            return link.stray();
-        }
-        link.lending = Lending::Open;
-        let spawn = link.spawn;
-        if let Some(lease) = self.leases.by_number.get_mut(&number)
-            && lease.user == User::Offered(spawn)
-        {
-            lease.user = User::Has(spawn);
-        }
-    }
-
-    /// Ends a worker's access to the files of a job that the worker has answered or returned. The worker no longer
-    /// reads the payload or writes the result, even if the job is retried and ends elsewhere.
-    pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
-        if let Some(record) = self.compartments[compartment].policy.record_mut(job)
-            && let Some(leased) = record.held.file.as_deref_mut()
-            && leased.at == Some(spawn)
-        {
-            (leased.at, leased.given_to) = (None, None);
-        }
-        // The client may have been answered earlier.
-        while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
-            let (_, _, files) = self.leases.left.swap_remove(at);
-            self.let_go(files);
-        }
-    }
-
-    /// Records that a job's result is in the result file. Returns an error message if the worker does not have this
-    /// file.
-    pub(super) fn result_in_file(
-        &mut self,
-        (compartment, worker): (CompartmentIndex, WorkerId),
-        spawn: u64,
-        job: JobId,
-        named: LeaseRef,
-    ) -> Result<(), String> {
-        let policy = &mut self.compartments[compartment].policy;
-        if !policy.holds(worker, job) {
-            return Ok(());
-        }
-        // A cancelled job may have no record any more.
-        let Some(record) = policy.record_mut(job) else { return Ok(()) };
-        let leased = record.held.file.as_deref_mut();
-        let is_its = |leased: &&mut Leased| {
-            leased.lease == named.lease && leased.given_to == Some(spawn) && named.bytes <= leased.files.bytes
-        };
-        let leased = leased.filter(is_its).ok_or("the worker reported a result in a file of another job")?;
-        leased.result = Some(named.bytes);
         Ok(())
     }
 
-    /// Ends a job's use of a lease. Returns the location of the result if the result is in the file.
-    pub(super) fn end_use(
+    /// Marks a lease as used by a job, which must have been checked. Also returns the worker to which the
+    /// files were lent.
+    pub(super) fn begin_job(&mut self, named: LeaseRef) -> Option<(Box<LeasedPayload>, Option<u64>)> {
+        let lease = self.by_number.get_mut(&named.lease)?;
+        let files = lease.state.files()?.clone();
+        lease.is_busy = true;
+        let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
+        let payload = LeasedPayload {
+            lease: named.lease,
+            files,
+            bytes,
+            worker: None,
+            is_by_name: false,
+            result_bytes: None,
+            is_kept: false,
+        };
+        Some((Box::new(payload), lease.loan.worker()))
+    }
+
+    /// Returns a job's payload in the form in which it is sent to this worker: as a reference if the worker
+    /// has the file, and as bytes otherwise. If no worker has the files, also returns them, so that they can
+    /// be lent to this worker for its next job. The files lent to a worker must not exceed `loaned_bytes_max`
+    /// bytes in total.
+    pub(super) fn give(
+        &self,
+        payload: &mut LeasedPayload,
+        worker: u64,
+        bulkhead: &str,
+        loaned_bytes_max: Option<u64>,
+    ) -> (Option<LeaseRef>, Payload<'static>, Option<Loan>) {
+        let lease = self.by_number.get(&payload.lease).filter(|lease| *lease.bulkhead == *bulkhead);
+        payload.worker = Some(worker);
+        payload.is_by_name = lease.is_some_and(|lease| lease.loan == LoanState::Confirmed(worker));
+        if payload.is_by_name {
+            return (
+                Some(LeaseRef { lease: payload.lease, bytes: payload.bytes as u64 }),
+                Payload::NONE,
+                None,
+            );
+        }
+        let can_borrow = |lease: &&Lease| {
+            lease.loan == LoanState::None
+                && self.borrowers.get(&worker).is_some_and(|borrower| {
+                    let loaned_bytes = borrower.loaned_bytes + 2 * lease.bytes;
+                    borrower.state == BorrowerState::CanBorrow
+                        && loaned_bytes_max.is_none_or(|most| loaned_bytes <= most)
+                })
+        };
+        let loan = lease.filter(can_borrow).map(|lease| Loan {
+            named: LeaseRef { lease: payload.lease, bytes: lease.bytes },
+            files: payload.files.clone(),
+        });
+        (None, Payload::File(payload.files.payload(), payload.bytes), loan)
+    }
+
+    /// Handles the result of an attempt to lend files to a worker.
+    pub(super) fn loan_sent(&mut self, worker: u64, loan: &Loan, sent: Sent) {
+        let lease = self.by_number.get_mut(&loan.named.lease);
+        let (Some(borrower), Some(lease)) = (self.borrowers.get_mut(&worker), lease) else { return };
+        match sent {
+            Sent::Yes => {
+                borrower.loaned_bytes += 2 * lease.bytes;
+                borrower.state = BorrowerState::Unconfirmed;
+                lease.loan = LoanState::Offered(worker);
+            }
+            Sent::NotNow => {}
+            Sent::Never => borrower.state = BorrowerState::Unreachable,
+        }
+    }
+
+    /// Ends a worker's access to the files of a job after the worker has sent a reply for the job or has
+    /// returned the job. The worker no longer reads the payload or writes the result, even if the job is
+    /// retried and ends in another worker.
+    pub(super) fn worker_done(&mut self, worker: u64, job: JobId, payload: Option<&mut LeasedPayload>) {
+        if let Some(payload) = payload.filter(|payload| payload.worker == Some(worker)) {
+            (payload.worker, payload.is_by_name) = (None, false);
+        }
+        // The client may have got the outcome before the worker's reply.
+        self.release_lingering(|borrower, lingering| (borrower, lingering) == (worker, job));
+    }
+
+    /// Ends the use of a lease by a job. If the result is in the result file, returns its location.
+    /// `is_alive` returns true if a worker still has a link.
+    pub(super) fn end_job(
         &mut self,
-        leased: Leased,
+        now: Time,
+        payload: LeasedPayload,
         job: Option<JobId>,
-        verdict: &Verdict,
+        is_answered: bool,
+        is_alive: impl Fn(u64) -> bool,
     ) -> Option<LeaseRef> {
-        let Leased { lease: number, files, at, result, .. } = leased;
-        let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
-        if let Some(lease) = self.leases.by_number.get_mut(&number) {
+        let LeasedPayload { lease: number, files, worker, result_bytes, .. } = payload;
+        // A worker that has not replied may still run the job, and could write a result after the next job
+        // has begun.
+        let user = worker.filter(|_| !is_answered);
+        if let Some(lease) = self.by_number.get_mut(&number) {
             lease.is_busy = false;
-            lease.used_at = self.now;
-            // The worker may still run the job, and could write a result after the next job has begun.
-            if at.is_some() && !is_answered {
-                self.call_back(number);
+            lease.used_at = now;
+            if user.is_some() {
+                self.recall(now, number);
             }
         }
-        match (at.filter(|at| !is_answered && self.links.by_spawn.contains_key(at)), job) {
-            (Some(at), Some(job)) => self.leases.left.push((at, job, files)),
-            _ => self.let_go(files),
+        match (user.filter(|worker| is_alive(*worker)), job) {
+            (Some(worker), Some(job)) => self.lingering.push((worker, job, files)),
+            _ => self.release(files),
         }
-        result.filter(|_| *verdict == Verdict::Ok).map(|bytes| LeaseRef { lease: number, bytes })
+        result_bytes.map(|bytes| LeaseRef { lease: number, bytes })
     }
 }

@@ -1,65 +1,45 @@
 //! The data plane: a thread that owns every socket, every bulkhead and every job.
 //!
-//! Each iteration of the event loop takes new events (a frame, a death, a timer, a command) and applies each event to
-//! a bulkhead. The loop then performs the actions that policy returns, and writes each socket once at the end. The
-//! data plane decides nothing itself. It never blocks or sleeps, and never formats text or writes a log. Work that
-//! could block runs on another thread (`background.rs`).
+//! Each iteration of the event loop takes new events (such as a frame, a death, a timer or a command) and
+//! applies each event to a bulkhead. The loop then performs the actions that policy returns, and writes each
+//! socket once at the end. The data plane itself makes no decisions about jobs. It never blocks or sleeps,
+//! and never formats text or writes logs. Work that can block runs on another thread (`background.rs`).
 //!
-//! From `/proc` the data plane reads only `stat`, at about 7 µs each. This happens for the ancestors of a process
-//! that connects for the first time, and for a worker that closed the link a second ago and is not reported dead.
+//! The only file that the data plane reads from `/proc` is `stat`, which takes about 7 µs. This happens for
+//! the ancestors of a process that connects for the first time, and for a worker that closed its link a
+//! second ago and has not been reported dead.
 
-mod ahead;
-mod allowance;
+mod acceptor;
 mod background;
-mod bell;
 mod buffers;
 mod bulkheads;
-mod client_end;
-mod client_frames;
 mod commands;
-mod compartments;
 mod crashes;
-mod demand;
 pub mod descriptors;
-mod ending;
-mod entrance;
 mod fallback;
-mod held_up;
+mod handshake;
+mod in_process_waker;
 mod journal;
 mod keeper_link;
 mod leases;
-mod lends;
-mod link_table;
 mod links;
 mod memory;
 mod memory_files;
-mod metrics;
-mod notes;
-mod notices;
-mod outcomes;
-mod output;
-mod refusals;
-mod reload;
-mod replay;
+mod operator_events;
+mod pauses;
+mod rejections;
+mod replays;
 mod reporter;
-mod reports;
-mod session_table;
 mod sessions;
 mod shares;
 mod slab;
-mod snapshots;
 mod spans;
-mod start_failures;
 mod starvation;
-mod steer;
-mod submits;
+mod submissions;
 mod templates;
-mod temporary;
-mod tenants;
-mod turns;
-mod unread;
-mod view;
-mod worker_frames;
+mod time_budget;
+mod unread_loans;
+mod wiring;
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -69,15 +49,19 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll as Readiness};
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Severity;
 use bulkhead_config::Config;
-use bulkhead_keeper::Keeper;
+use bulkhead_keeper::{Keeper, Report};
 use bulkhead_plane::access::Access;
-use bulkhead_plane::command::CommandSender;
+use bulkhead_plane::command::{Command, CommandSender, WorkerProcess};
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::notices::NoticeSender;
+use bulkhead_plane::notices::{Milestone, NoticeSender};
+use bulkhead_plane::open_files;
+use bulkhead_plane::peer_check::SocketKind;
 use bulkhead_plane::reload::{BulkheadSpec, SpecInputs};
+use bulkhead_plane::scrape::Scrape;
 use bulkhead_plane::span::SpanSender;
 use bulkhead_plane::threads::ThreadMonitor;
 use bulkhead_policy::{Action, Event, Time};
@@ -88,29 +72,38 @@ use bulkhead_shared::worker_protocol::{Empty, Limits};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::oneshot;
 
-use background::Background;
-use bell::Bell;
+use acceptor::Acceptor;
+use background::{Background, Done};
 use buffers::Buffers;
-use bulkheads::Bulkheads;
-use commands::Orders;
-use compartments::Compartments;
-use entrance::Entrance;
+use bulkheads::{Bulkheads, Compartments, SnapshotQueue, SnapshotSource};
+use commands::CommandQueue;
+use crashes::Crashes;
+use descriptors::Intake;
 use fallback::FallbackState;
-use keeper_link::{KeeperLink, Wanted};
-use leases::{Leased, Leases};
-use link_table::Links;
-use memory::{Charge, Memory};
+use in_process_waker::InProcessWaker;
+use keeper_link::{KeeperLink, WorkerOrder};
+use leases::{LeasedPayload, Leases};
+use links::{JobPosition, Link, Links, death_of};
+use memory::{Charge, ChargeKind, Memory};
+use pauses::PauseDetector;
+use rejections::RejectionReports;
+use replays::Replays;
 use reporter::Reporter;
-use session_table::Sessions;
+use sessions::Sessions;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
-use spans::Trace;
+use spans::{Spans, Trace};
+use templates::Templates;
+use unread_loans::UnreadLoans;
 
-/// Maximum number of socket events per iteration.
-const EVENTS_PER_TURN: usize = 1024;
+/// Maximum number of socket events handled per iteration.
+const EVENTS_PER_ITERATION_MAX: usize = 1024;
 
-/// Interval between periodic checks, such as checks for stalled peers. Checks run only while needed.
-const HOUSEKEEPING: Duration = Duration::from_millis(250);
+/// Interval between periodic checks, such as checks for stalled peers. The checks run only while a part needs
+/// them.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -120,11 +113,14 @@ const FIRST_CONNECTION: usize = 4;
 /// Readiness events to poll for. `PRIORITY` reports out-of-band data, which is a protocol violation.
 const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
 
-/// Message for a peer that has sent out-of-band data.
-const OUT_OF_BAND: &str = "the peer sent bytes out of band, which the protocol does not have";
+/// Size of the header and metadata of a job's frame without names, in bytes.
+const FRAME_BYTES: usize = 128;
 
-/// The data plane's record of a job. Policy stores each record boxed and moves the box with every action, so keep
-/// records small.
+/// Message for a peer that sent out-of-band data.
+const OUT_OF_BAND: &str = "the peer sent out-of-band data, which the protocol does not allow";
+
+/// The data plane's record of a job. Policy stores the record in a box and moves the box with every action,
+/// so the record should be small.
 #[derive(Default)]
 pub(crate) struct JobData {
     session: SessionId,
@@ -134,20 +130,20 @@ pub(crate) struct JobData {
     trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
-    /// Label of the tenant in the metrics.
+    /// Label of the job's tenant in the metrics.
     label: u32,
-    held: Held,
-    /// Position on the link of the job's worker.
-    given: unread::Given,
+    held: HeldPayload,
+    /// Position of the job's frame on the link of its worker.
+    position: JobPosition,
     charge: Charge,
-    /// Exit status of the program that ran the job.
+    /// Exit status of the program that ran the job, if reported.
     status: Option<i32>,
-    /// State of a job that can go, or has gone, to a fallback.
+    /// State of a job that can be passed on, or was passed on, to a fallback.
     fallback: Option<Box<FallbackState>>,
 }
 
 impl JobData {
-    /// Returns the payload if it is held in memory.
+    /// Returns the payload, or `None` if it is not held in memory.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
@@ -161,34 +157,39 @@ impl JobData {
     }
 }
 
-/// Payload of a job while it is held here.
+/// Returns the number of bytes that a job takes on a link. `own` is the size of its payload and names.
+fn link_bytes(own: usize) -> u32 {
+    u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
+}
+
+/// The parts of a job's payload that the data plane holds.
 #[derive(Default)]
-struct Held {
-    /// Payload of a waiting job. A large payload of a repeatable job is kept until the job's end. Counts towards the
-    /// memory for waiting payloads.
+struct HeldPayload {
+    /// Payload of a waiting job. If a job with a large payload can be repeated, its payload is kept until the
+    /// job ends. Counts towards the memory for waiting payloads.
     payload: Option<Vec<u8>>,
-    /// Copy of a small payload while a worker has the job.
+    /// Copy of a small payload, kept while a worker has the job.
     copy: Option<Box<[u8]>>,
-    /// Set if the payload is in a memory file.
-    file: Option<Box<Leased>>,
-    /// True if another worker may need the payload. Always true for a small payload, because a worker can die before
-    /// reading the job.
+    /// Present if the payload is in a memory file.
+    file: Option<Box<LeasedPayload>>,
+    /// True if the payload may have to be sent to another worker. Always true for a small payload, because a
+    /// worker can die before it has read the job.
     is_resendable: bool,
 }
 
-impl Held {
+impl HeldPayload {
     fn is_empty(&self) -> bool {
         self.payload.is_none() && self.copy.is_none() && self.file.is_none()
     }
 
-    /// Returns the number of bytes that count towards the memory for waiting data.
+    /// Returns the number of bytes that count towards the memory limit for waiting data.
     fn bytes(&self) -> usize {
         self.payload.as_ref().map_or(0, Vec::capacity)
     }
 
-    /// Returns the payload for a worker: the held payload if any, otherwise `coming`. Keeps the payload if it is
-    /// repeatable.
-    fn give<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
+    /// Returns the payload to send to a worker. This is the held payload or, if none is held, `coming`. Keeps
+    /// the payload if the job may have to be sent again.
+    fn take_for_worker<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
         }
@@ -214,42 +215,53 @@ impl Held {
     }
 }
 
-/// The data plane: the event loop, and the parts that handle the events.
+/// The data plane: the event loop and the parts that handle its events.
 pub struct DataPlane {
+    // The event loop.
     poll: Poll,
-    bell: Bell,
+    events: Events,
+    /// True if there were more socket events than the maximum per iteration.
+    has_more_events: bool,
     origin: Instant,
     now: Time,
-    entrance: Entrance,
-    orders: Orders,
-    reporter: Reporter,
-    keeper: KeeperLink,
-    background: Background,
-    bulkheads: Bulkheads,
-    compartments: Compartments,
-    sessions: Sessions,
-    links: Links,
-    templates: templates::Templates,
-    /// Memory of waiting data: jobs in queues, kept payloads, and frames that workers have not read.
-    memory: Memory,
-    leases: Leases,
-    buffers: Buffers,
-    /// Connections with pending writes.
-    dirty: Vec<Endpoint>,
-    limits: DataPlaneLimits,
-    housekeeping_at: Option<Time>,
-    /// Next deadline, as of the last `settle`.
+    /// Time of the next periodic checks, or `None` if no part needs checks.
+    check_at: Option<Time>,
+    /// Next deadline, as computed by the last [`DataPlane::finish_iteration`].
     due: Option<Time>,
-    events: Events,
-    /// True if there were more events than the maximum per iteration.
-    has_more_events: bool,
-    pauses: held_up::Pauses,
-    stopping: bool,
-    started: bool,
+    limits: DataPlaneLimits,
+    is_stopping: bool,
+    has_started: bool,
     threads: ThreadMonitor,
+    counters: Arc<SharedCounters>,
+    // Input and output.
+    acceptor: Acceptor,
+    access: Access,
+    background: Background,
+    buffers: Buffers,
+    in_process_waker: InProcessWaker,
+    intake: Intake,
+    keeper: KeeperLink,
+    reporter: Reporter,
+    unread_loans: UnreadLoans,
+    // Parts without input and output.
+    bulkheads: Bulkheads,
+    commands: CommandQueue,
+    compartments: Compartments,
+    crashes: Crashes,
+    leases: Leases,
+    links: Links,
+    /// Memory used by waiting data: jobs in queues, kept payloads, and frames that workers have not read.
+    memory: Memory,
+    pause_detector: PauseDetector,
+    rejections: RejectionReports,
+    replays: Replays,
+    sessions: Sessions,
+    snapshots: SnapshotQueue,
+    spans: Spans,
+    templates: Templates,
 }
 
-/// A connection that the event loop serves.
+/// A connection that the event loop handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
     Session(SessionIndex),
@@ -274,7 +286,7 @@ impl Endpoint {
     }
 }
 
-/// Payload that came with the current event.
+/// Payload that arrived with the current event.
 enum Incoming<'p> {
     None,
     Borrowed(&'p [u8]),
@@ -303,36 +315,37 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Components that a [`DataPlane`] is built from.
-pub struct Parts {
-    /// Configuration at the start.
+/// Components from which a [`DataPlane`] is built.
+pub struct Components {
+    /// Configuration at the start of the supervisor.
     pub config: Arc<Config>,
     /// Confinement mechanisms that this machine supports.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket. `None` in an embedded supervisor, whose clients connect with
+    /// The bound jobs socket, or `None` in an embedded supervisor, whose clients connect with
     /// [`bulkhead_plane::command::Command::AddInProcessClient`].
     pub listener: Option<UnixListener>,
-    /// The running keeper.
+    /// The keeper, which is already running.
     pub keeper: Keeper,
-    /// Channels for notices to the control plane.
+    /// Channels that carry notices to the control plane.
     pub notices: NoticeSender,
-    /// Channel for spans of sampled jobs, if tracing is on.
+    /// Channel for the spans of sampled jobs, or `None` if tracing is off.
     pub spans: Option<SpanSender>,
-    /// Counters shared with the control plane.
+    /// Counters that are shared with the control plane.
     pub counters: Arc<SharedCounters>,
-    /// Path of the host for `exec` and `library`, if needed.
+    /// Path of the host program for `exec` and `library`, or `None` if no bulkhead needs it.
     pub host: Option<std::path::PathBuf>,
-    /// Sorted names of the tenants that metrics report.
+    /// Sorted names of the tenants that have metrics of their own.
     pub labels: Arc<[String]>,
-    /// Supervision of the essential threads.
+    /// Monitor of the essential threads.
     pub threads: ThreadMonitor,
 }
 
 impl DataPlane {
-    /// Creates a data plane that has not started anything, and the handle for sending commands to the data plane.
-    pub fn new(parts: Parts) -> io::Result<(Self, CommandSender)> {
-        let Parts { config, support, listener, keeper, notices, spans, counters, host, labels, threads } =
-            parts;
+    /// Creates a data plane that has not started any worker, and a handle that sends commands to the data
+    /// plane.
+    pub fn new(components: Components) -> io::Result<(Self, CommandSender)> {
+        let Components { config, support, listener, keeper, notices, spans, counters, host, labels, threads } =
+            components;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
@@ -341,236 +354,242 @@ impl DataPlane {
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let own = rustix::process::geteuid().as_raw();
+        let open_files = open_files::current_limit();
+        let unread_loans_max = usize::try_from(open_files / open_files::LIMIT_PER_UNREAD);
         let mut plane = Self {
+            acceptor: Acceptor::new(&poll, listener)?,
+            poll,
+            events: Events::with_capacity(EVENTS_PER_ITERATION_MAX),
+            has_more_events: false,
             origin: Instant::now(),
             now: Time::ZERO,
-            entrance: Entrance::new(&poll, listener, Access::new(&config, own))?,
-            poll,
-            orders: Orders::new(commands, command_sender.stop_requests()),
-            reporter: Reporter::new(notices, counters, spans),
-            keeper: KeeperLink::new(keeper),
-            bell: Bell::new(waker.clone()),
-            background: Background::start(&threads, waker)?,
-            bulkheads: Bulkheads::new(labels),
-            compartments: Compartments::new(seed()),
-            sessions: Sessions::new(),
-            links: Links::new(support.ids()),
-            templates: templates::Templates::default(),
-            memory: Memory::new(own),
-            leases: Leases::new(),
-            buffers: Buffers::default(),
-            dirty: Vec::new(),
-            limits: DataPlaneLimits::new(&config.supervisor),
-            housekeeping_at: None,
+            check_at: None,
             due: None,
-            events: Events::with_capacity(EVENTS_PER_TURN),
-            has_more_events: false,
-            pauses: held_up::Pauses::default(),
-            stopping: false,
-            started: false,
+            limits: DataPlaneLimits::new(&config.supervisor),
+            is_stopping: false,
+            has_started: false,
+            access: Access::new(&config, own),
+            in_process_waker: InProcessWaker::new(waker.clone()),
+            background: Background::start(&threads, waker)?,
             threads,
+            buffers: Buffers::default(),
+            intake: Intake::new()?,
+            keeper: KeeperLink::new(keeper),
+            reporter: Reporter::new(notices, counters.clone()),
+            unread_loans: UnreadLoans::new(unread_loans_max.unwrap_or(usize::MAX)),
+            bulkheads: Bulkheads::new(labels),
+            commands: CommandQueue::new(commands, command_sender.stop_requests()),
+            compartments: Compartments::new(seed()),
+            crashes: Crashes::new(),
+            leases: Leases::new(open_files),
+            links: Links::new(support.ids()),
+            memory: Memory::new(own),
+            pause_detector: PauseDetector::default(),
+            rejections: RejectionReports::default(),
+            replays: Replays::default(),
+            sessions: Sessions::new(),
+            snapshots: SnapshotQueue::default(),
+            spans: Spans::new(spans, counters.clone()),
+            templates: Templates::default(),
+            counters,
         };
         for bulkhead in &config.bulkheads {
             let inputs =
-                SpecInputs { host: host.as_deref(), support: &support, labels: &plane.bulkheads.labels };
+                SpecInputs { host: host.as_deref(), support: &support, labels: plane.bulkheads.labels() };
             let spec = BulkheadSpec::new(bulkhead, inputs);
             spec.program.log_warnings(&bulkhead.name);
-            plane.open(spec);
+            plane.bulkheads.add(&mut plane.compartments, spec, plane.now);
         }
         Ok((plane, command_sender))
     }
 
-    /// Runs until everything is stopped. Errors are those of [`DataPlane::take_turn`] and [`DataPlane::end`].
+    /// Runs until all bulkheads have stopped. Returns the errors of [`DataPlane::run_iteration`] and
+    /// [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
         self.start();
-        while self.goes_on() {
-            let patience = self.settle();
-            self.take_turn(patience)?;
+        while self.is_running() {
+            let wait_time = self.finish_iteration();
+            self.run_iteration(wait_time)?;
         }
         self.end()
     }
 
-    /// Orders the first workers. A thread with other work can use this in place of [`DataPlane::run`], and then call
-    /// [`DataPlane::settle`] and [`DataPlane::take_turn`] in turns while [`DataPlane::goes_on`] returns true.
+    /// Orders the first workers. Used instead of [`DataPlane::run`] by a thread that also does other work.
+    /// The thread must then call [`DataPlane::finish_iteration`] and [`DataPlane::run_iteration`] alternately while
+    /// [`DataPlane::is_running`] returns true.
     pub fn start(&mut self) {
         self.threads.mark_started();
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
-        // Compartments without workers cause no event, so check here as well.
-        self.check_started();
     }
 
-    /// Returns true until everything is stopped or an essential thread has ended.
-    pub fn goes_on(&self) -> bool {
+    /// Returns true until all bulkheads have stopped or an essential thread has ended.
+    pub fn is_running(&self) -> bool {
         !self.is_over() && self.threads.lost().is_none()
     }
 
-    /// Completes the previous iteration and writes the output. Returns for how long the caller can sleep unless
-    /// [`DataPlane::arrivals`] becomes readable, or `None` if no timer is set.
-    pub fn settle(&mut self) -> Option<Duration> {
+    /// Completes the previous iteration and writes its output. Returns the maximum time that the caller may
+    /// sleep before the next iteration, or `None` if no timer is set. The caller must not sleep longer than
+    /// until [`DataPlane::event_descriptor`] becomes readable.
+    pub fn finish_iteration(&mut self) -> Option<Duration> {
         self.report_failed_spawns();
-        self.report_looks();
-        self.settle_tenants();
-        self.settle_replays();
-        self.settle_leaving();
-        self.settle_memory(None);
-        self.flush_dirty();
-        self.links.gone.clear();
+        self.report_starvation_results();
+        self.assign_workers();
+        self.advance_replays();
+        self.continue_removals();
+        self.enforce_memory_limit(None);
+        self.flush_connections();
+        self.links.drop_closed();
         self.offer_leases();
-        self.order_wanted();
+        self.flush_connections();
+        self.spawn_queued_workers();
         self.set_timers();
-        self.tell_memory();
+        self.publish_memory();
         self.sessions.recycle();
         self.links.recycle();
+        self.check_started();
+        self.schedule_checks();
         self.due = self.next_due();
-        self.patience(self.due)
+        self.wait_time(self.due)
     }
 
-    /// Returns a descriptor that is readable when an event has arrived.
-    pub fn arrivals(&self) -> io::Result<OwnedFd> {
+    /// Returns a descriptor that becomes readable when an event arrives.
+    pub fn event_descriptor(&self) -> io::Result<OwnedFd> {
         self.poll.registry().as_fd().try_clone_to_owned()
     }
 
-    /// Waits up to `patience` for events and applies them. Errors are those of `epoll_wait(2)`, and of a keeper that
-    /// can neither be reached nor replaced.
-    pub fn take_turn(&mut self, patience: Option<Duration>) -> io::Result<()> {
-        let may_wait = patience != Some(Duration::ZERO) && self.bell.may_sleep();
-        let patience = if may_wait { patience } else { Some(Duration::ZERO) };
+    /// Waits for events for up to `wait_time` and applies them. Returns the errors of `epoll_wait(2)`, and an
+    /// error if the keeper can be neither reached nor replaced.
+    pub fn run_iteration(&mut self, wait_time: Option<Duration>) -> io::Result<()> {
+        let may_wait = wait_time != Some(Duration::ZERO) && self.in_process_waker.prepare_sleep();
+        let wait_time = if may_wait { wait_time } else { Some(Duration::ZERO) };
         let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
-        let polled = self.poll.poll(&mut events, patience);
-        self.bell.rise();
+        let polled = self.poll.poll(&mut events, wait_time);
+        self.in_process_waker.unpark();
         let heard = match polled {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(error),
             Ok(()) => {
-                self.has_more_events = events.iter().nth(EVENTS_PER_TURN - 1).is_some();
+                self.has_more_events = events.iter().nth(EVENTS_PER_ITERATION_MAX - 1).is_some();
                 self.read_clock();
-                let was_paused = self.mind_pause(self.due);
-                self.turn(&events, was_paused)
+                let was_paused = self.detect_pause();
+                self.handle_events(&events, was_paused)
             }
         };
         self.events = events;
         heard
     }
 
-    /// Returns ready when an in-process client has signalled; [`DataPlane::hear_clients`] is then sufficient.
-    /// Otherwise registers the task to be woken.
-    pub fn poll_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
-        self.bell.poll_rung(context)
+    /// Returns ready if an in-process client has signalled. It is then sufficient to call
+    /// [`DataPlane::handle_in_process_clients`]. Otherwise, registers the task to be woken by the next
+    /// signal.
+    pub fn poll_in_process_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
+        self.in_process_waker.poll_ready(context)
     }
 
-    /// Handles the input of in-process clients without waiting. Works like [`DataPlane::take_turn`], but leaves all
-    /// socket events for the next iteration.
-    pub fn hear_clients(&mut self) -> io::Result<()> {
-        self.bell.rise();
+    /// Handles the input of in-process clients without waiting. In contrast to [`DataPlane::run_iteration`],
+    /// leaves all socket events for the next iteration.
+    pub fn handle_in_process_clients(&mut self) -> io::Result<()> {
+        self.in_process_waker.unpark();
         self.read_clock();
-        let was_paused = self.mind_pause(self.due);
-        self.turn(&Events::with_capacity(0), was_paused)
+        let was_paused = self.detect_pause();
+        self.handle_events(&Events::with_capacity(0), was_paused)
     }
 
-    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before.
+    /// Ends the keeper and all workers. Returns an error if an essential thread had ended before this call.
     pub fn end(self) -> io::Result<()> {
         match self.threads.lost() {
-            Some(name) => Err(self.give_up(name)),
+            Some(name) => Err(self.abort(name)),
             None => {
-                self.finish();
+                self.shut_down();
                 Ok(())
             }
         }
     }
 
-    fn turn(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
-        // Workers and the keeper come first, so that a crowd of clients cannot delay their heartbeats and reports.
-        self.resume_links();
-        let again = std::mem::take(&mut self.links.again);
-        again.into_iter().for_each(|link| self.link_readable(link));
-        let mut has_others = self.entrance.accept_pending;
+    fn handle_events(&mut self, events: &Events, was_paused: bool) -> io::Result<()> {
+        // Workers and the keeper are handled first, so that many clients cannot delay heartbeats and reports.
+        for link in self.links.take_unfinished_reads(self.now) {
+            self.read_link(link);
+        }
+        let mut has_others = self.acceptor.is_pending();
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready(),
-                (_, Some(link @ Endpoint::Link(_))) => self.ready(link, event),
+                (_, Some(link @ Endpoint::Link(_))) => self.handle_readiness(link, event),
                 _ => has_others = true,
             }
         }
-        self.hear_late_reports();
+        self.handle_deferred_reports();
         if has_others {
-            self.hear_others(events)?;
+            self.handle_other_events(events)?;
         }
-        self.hear_bell();
-        self.obey();
+        let sessions = &mut self.sessions;
+        self.in_process_waker.drain(|session| sessions.in_process_signalled(session));
+        self.run_commands();
         self.read_clients();
         if !was_paused {
-            self.tick();
+            self.check_timers();
         }
         Ok(())
     }
 
-    /// Handles clients, new connections, commands, and results of the background threads.
-    fn hear_others(&mut self, events: &Events) -> io::Result<()> {
+    /// Handles clients, new connections, commands, and the results of the background threads.
+    fn handle_other_events(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (LISTENER, _) => self.entrance.accept_pending = true,
+                (LISTENER, _) => self.acceptor.arrived(),
                 (WAKER, _) => {
-                    self.orders.has_commands = true;
-                    self.hear_background()?;
+                    self.commands.arrived();
+                    self.handle_background_results()?;
                 }
-                (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
+                (_, Some(session @ Endpoint::Session(_))) => self.handle_readiness(session, event),
                 _ => {}
             }
         }
-        if self.entrance.accept_pending {
+        if self.acceptor.is_pending() {
             self.accept();
         }
         Ok(())
     }
 
-    fn ready(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
+    fn handle_readiness(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
         if event.is_writable() {
-            self.mark_dirty(endpoint);
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.schedule_flush(index),
+                Endpoint::Link(index) => self.links.schedule_flush(index),
+            }
         }
         if event.is_read_closed() {
-            self.peer_closed(endpoint);
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.peer_closed(index),
+                Endpoint::Link(index) => {
+                    if let Some(link) = self.links.get_mut(index) {
+                        link.peer_closed();
+                    }
+                }
+            }
         }
         if event.is_priority() {
             self.out_of_band(endpoint);
         }
         if event.is_readable() || event.is_read_closed() || event.is_error() {
-            self.readable(endpoint);
-        }
-    }
-
-    /// Records that the peer has closed its side. The end of the stream can follow bytes that arrived at the same
-    /// time, and is not reported again. The connection must therefore be read to the end.
-    fn peer_closed(&mut self, endpoint: Endpoint) {
-        match endpoint {
-            Endpoint::Session(index) => {
-                if let Some(session) = self.sessions.get_mut(index) {
-                    session.standing.is_read_closed = true;
-                }
-            }
-            Endpoint::Link(index) => {
-                if let Some(link) = self.links.get_mut(index) {
-                    link.reads.close();
-                }
+            match endpoint {
+                Endpoint::Session(index) => self.sessions.schedule_read(index),
+                Endpoint::Link(index) => self.read_link(index),
             }
         }
     }
 
-    fn readable(&mut self, endpoint: Endpoint) {
-        match endpoint {
-            Endpoint::Session(index) => self.sessions.want_read(index),
-            Endpoint::Link(index) => self.link_readable(index),
-        }
-    }
-
-    /// Ends a connection with out-of-band bytes, which break the order of all other bytes and are reported only once.
+    /// Ends a connection on which out-of-band bytes arrived. Such bytes are not in order with the other
+    /// bytes, and the kernel reports them only once.
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
-            Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // If the process of a worker is not known yet, `process_runs` checks for out-of-band bytes later.
-            Endpoint::Link(index) if self.links.get(index).is_some_and(|link| link.running().is_some()) => {
-                self.break_link(index, OUT_OF_BAND.to_owned());
+            Endpoint::Session(index) => self.reject_session(index, RejectReason::Invalid, OUT_OF_BAND),
+            // If the process of a worker is not known yet, `worker_spawned` will check for out-of-band bytes.
+            Endpoint::Link(index) if self.links.get(index).is_some_and(Link::is_running) => {
+                self.end_link_for_violation(index, OUT_OF_BAND.to_owned());
             }
             Endpoint::Link(_) => {}
         }
@@ -583,57 +602,93 @@ impl DataPlane {
     }
 
     fn next_due(&self) -> Option<Time> {
-        let (accept_at, patient_at) = (self.entrance.accept_at(), self.sessions.patient_at());
-        [self.compartments.next_timer(), self.housekeeping_at, self.links.resume_at, accept_at, patient_at]
-            .into_iter()
-            .flatten()
-            .min()
+        let (accept_at, low_priority_at) = (self.acceptor.accept_at(), self.sessions.low_priority_at());
+        let (timer, resume_at) = (self.compartments.next_timer(), self.links.resume_at());
+        [timer, self.check_at, resume_at, accept_at, low_priority_at].into_iter().flatten().min()
     }
 
-    fn patience(&self, due: Option<Time>) -> Option<Duration> {
+    fn wait_time(&self, due: Option<Time>) -> Option<Duration> {
         let has_more = self.has_more_events
-            || !self.links.again.is_empty()
-            || !self.sessions.turns.is_empty()
-            || self.orders.is_waiting();
-        // Reporting failed spawns can cause more failures, and workers can be waiting to be ordered.
-        if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
+            || self.links.has_unfinished_reads()
+            || self.sessions.has_input()
+            || self.commands.is_waiting()
+            || !self.snapshots.is_empty();
+        // Reporting failed spawns can cause further failures, and workers may be waiting to be started.
+        if has_more || self.links.has_failed_spawns() || self.keeper.has_worker_orders() {
             return Some(Duration::ZERO);
         }
-        // epoll counts in milliseconds. The time is rounded up so that the loop does not wake just before the
-        // deadline.
+        // epoll counts in milliseconds. The time is rounded up, so that the loop does not wake shortly before
+        // the deadline.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
     }
 
-    /// Updates the timers of all compartments with events, once per iteration.
+    /// Updates the timers of all compartments to which events were applied. Called once per iteration.
     fn set_timers(&mut self) {
         while let Some(index) = self.compartments.next_touched() {
-            self.count_demand(index);
+            self.bulkheads.record_load(&mut self.compartments, index, self.now);
             self.compartments.set_timer(index);
         }
     }
 
-    fn tick(&mut self) {
+    fn check_timers(&mut self) {
         self.set_timers();
         while let Some(index) = self.compartments.pop_due(self.now) {
             self.apply(index, Event::Tick, Incoming::None);
         }
-        if self.housekeeping_at.is_some_and(|at| at <= self.now) {
-            self.housekeeping_at = None;
-            self.look_after_sessions();
-            self.look_after_refusals();
-            self.look_after_links();
-            self.look_after_leases();
-            self.look_after_templates();
-            self.hand_outputs_over();
-            self.look_after_keeper();
-            self.tell_unreported();
+        if self.check_at.is_some_and(|at| at <= self.now) {
+            self.check_at = None;
+            self.check_sessions();
+            self.report_skipped_rejections();
+            self.check_links();
+            self.check_leases();
+            self.check_templates();
+            self.check_keeper();
+            self.report_skipped_crashes();
+            self.report_skipped_fallbacks();
         }
     }
 
-    fn want_housekeeping(&mut self) {
-        if self.housekeeping_at.is_none() {
-            self.housekeeping_at = Some(self.now + HOUSEKEEPING);
+    /// Schedules the next periodic checks if a part needs them.
+    fn schedule_checks(&mut self) {
+        let needs_checks = self.sessions.needs_checks()
+            || self.acceptor.needs_checks()
+            || self.links.needs_checks()
+            || self.leases.needs_checks()
+            || self.unread_loans.needs_checks()
+            || self.keeper.awaits_pong()
+            || self.templates.needs_checks()
+            || self.rejections.needs_checks()
+            || self.crashes.needs_checks()
+            || self.bulkheads.needs_checks();
+        if needs_checks && self.check_at.is_none() {
+            self.check_at = Some(self.now + CHECK_INTERVAL);
+        }
+    }
+
+    /// Detects a pause of the supervisor. Returns true if timers must not fire until the next iteration,
+    /// because replies that arrived during the pause may not have been read and must be handled first.
+    fn detect_pause(&mut self) -> bool {
+        let clock = clock_gettime(ClockId::Boottime);
+        let boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
+        let Some((late, event)) = self.pause_detector.detect(self.now, boot_ns, self.due) else {
+            return false;
+        };
+        self.keeper.restart_timeout(self.now);
+        self.sessions.extend_timeouts(late, self.now);
+        for index in self.compartments.indices() {
+            self.apply(index, Event::SupervisorPaused, Incoming::None);
+        }
+        event.into_iter().for_each(|what| self.reporter.supervisor_event(Severity::Warning, what));
+        true
+    }
+
+    /// Reports once that all compartments have started.
+    fn check_started(&mut self) {
+        if !self.has_started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
+            self.has_started = true;
+            self.reporter.states_have_changed();
+            self.reporter.milestone(Milestone::Started);
         }
     }
 
@@ -647,9 +702,9 @@ impl DataPlane {
         mut incoming: Incoming<'_>,
     ) -> Option<JobId> {
         let now = self.now;
-        // A late event can refer to a compartment that was removed.
+        // A late event can refer to a compartment that was already removed.
         let compartment = self.compartments.get_mut(index)?;
-        // Taken out because an action can apply another event, which needs a list too.
+        // Moved out of `self`, because an action can apply another event, which also needs a list of actions.
         let mut actions = std::mem::take(&mut self.buffers.actions);
         let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
@@ -658,7 +713,7 @@ impl DataPlane {
         self.buffers.actions = actions;
         self.compartments.touch(index);
         if self.compartments[index].tenant.is_some() {
-            self.observe_tenant(index);
+            self.bulkheads.update_tenant(&mut self.compartments, index, now);
         }
         if let Some(job) = job {
             self.keep_payload(index, job, incoming);
@@ -666,12 +721,13 @@ impl DataPlane {
         job
     }
 
-    /// Keeps the payload of a job that was accepted but not dispatched, unless the payload is in a memory file.
+    /// Keeps the payload of a job that was accepted but not dispatched. Does nothing if the payload is in a
+    /// memory file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let policy = &mut self.compartments[index].policy;
         if policy.record_mut(job).is_some_and(|record| record.held.file.is_some()) {
             if policy.is_waiting(job) {
-                self.charge_waiting(index, job);
+                self.charge(index, job, ChargeKind::Waiting);
             }
             return;
         }
@@ -683,7 +739,7 @@ impl DataPlane {
         };
         if let Some(record) = self.compartments[index].policy.record_mut(job) {
             record.held.payload = Some(payload);
-            self.charge_waiting(index, job);
+            self.charge(index, job, ChargeKind::Waiting);
         }
     }
 
@@ -695,75 +751,258 @@ impl DataPlane {
     ) {
         match action {
             Action::Dispatch { worker, job, remaining, is_prefetched } => {
-                self.dispatch(index, worker, job, (remaining, is_prefetched), incoming);
+                self.dispatch((index, worker), job, (remaining, is_prefetched), incoming);
             }
             Action::SendOutcome(answer) => self.answer(index, answer, incoming),
-            Action::Recalled { worker, job } => self.job_taken_back(index, worker, job),
+            Action::Recalled { worker, job } => self.job_recalled(index, worker, job),
             Action::Cancel { worker, job } => self.send((index, worker), (kind::CANCEL_JOB, job.0), &Empty),
             Action::Spawn { worker, slot, restart_cause } => {
-                self.count_restart(index, restart_cause);
-                self.keeper.want(Wanted { compartment: index, worker, slot });
+                self.bulkheads.count_restart(&self.compartments[index], restart_cause);
+                self.keeper.queue_worker(WorkerOrder { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send((index, worker), (kind::DRAIN, 0), &Empty),
             Action::Kill { worker, .. } => self.kill(index, worker),
             Action::RecordCpuTime { worker } => self.watch(index, worker),
-            Action::CheckCpuTime { worker } => self.look(index, worker),
+            Action::CheckCpuTime { worker } => self.check_starvation(index, worker),
             Action::SetMaxInFlight { worker, max_in_flight } => {
                 self.send((index, worker), (kind::LIMITS, 0), &Limits { max_in_flight });
             }
-            Action::Report(note) => self.note(index, note),
+            Action::Report(note) => self.report_note(index, note),
         }
     }
 
-    fn mark_dirty(&mut self, endpoint: Endpoint) {
-        let is_dirty = match endpoint {
-            Endpoint::Session(index) => self.sessions.get_mut(index).map(|s| &mut s.is_dirty),
-            Endpoint::Link(index) => self.links.get_mut(index).map(|l| &mut l.is_dirty),
-        };
-        if let Some(flag) = is_dirty
-            && !std::mem::replace(flag, true)
-        {
-            self.dirty.push(endpoint);
+    /// Writes the output of the current iteration. Each connection is written once.
+    fn flush_connections(&mut self) {
+        // Disconnecting a client that has too many unread bytes cancels its jobs, which produces more output.
+        loop {
+            if let Some(index) = self.sessions.next_dirty() {
+                self.flush_session(index);
+            } else if let Some(index) = self.links.next_dirty() {
+                self.flush_link(index);
+            } else {
+                return;
+            }
         }
     }
 
-    /// Writes the output of this iteration, with a single write per connection.
-    fn flush_dirty(&mut self) {
-        // A client that is disconnected for unread bytes leaves jobs to cancel, which produces more output.
-        while !self.dirty.is_empty() {
-            let mut dirty = std::mem::take(&mut self.dirty);
-            for endpoint in dirty.drain(..) {
-                match endpoint {
-                    Endpoint::Session(index) => self.flush_session(index),
-                    Endpoint::Link(index) => self.flush_link(index),
+    fn snapshot_source(&self) -> SnapshotSource<'_> {
+        SnapshotSource::new(&self.bulkheads, &self.compartments, &self.links, self.now)
+    }
+
+    // Reports from the keeper.
+
+    fn keeper_ready(&mut self) {
+        if self.keeper.serving().and_then(Keeper::flush).is_err() {
+            return self.keeper_lost();
+        }
+        loop {
+            // Deferred reports are handled first, because they are older.
+            self.handle_deferred_reports();
+            match self.keeper.serving().and_then(Keeper::receive) {
+                Ok(Some(report)) => self.handle_report(report),
+                Ok(None) => break,
+                Err(_) => return self.keeper_lost(),
+            }
+        }
+    }
+
+    fn handle_deferred_reports(&mut self) {
+        while let Some(report) = self.keeper.next_deferred_report() {
+            self.handle_report(report);
+        }
+    }
+
+    fn handle_report(&mut self, report: Report) {
+        self.keeper.report_received();
+        match report {
+            Report::Started { .. } => {
+                self.counters.keeper_pid.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
+            }
+            Report::Spawned { worker, pid, .. } if self.templates.spawned(self.now, worker, pid) => {
+                self.forward_template_outputs();
+            }
+            Report::Spawned { worker, pid, pidfd, observed } => {
+                self.worker_spawned(worker, pid, pidfd, observed);
+            }
+            Report::Violation { worker, process, call } => self.report_violation(worker, process, call),
+            Report::SpawnFailed { worker, step, error } => {
+                let message = format!("failed to start the template: {step}: {error}");
+                if !self.update_templates(|it, _| it.failed(worker, &message)) {
+                    self.spawn_failed(worker, &step, &error);
                 }
             }
-            if self.dirty.is_empty() {
-                self.dirty = dirty;
+            Report::Template { worker, message } => {
+                self.update_templates(|it, now| it.message(now, worker, message));
+            }
+            Report::Exited { worker, exit, usage } => {
+                if !self.update_templates(|it, _| it.ended(worker, Some(death_of(exit, None)))) {
+                    self.worker_exited(worker, exit, usage);
+                }
+            }
+            Report::Reaped { worker } => {
+                self.worker_reaped(worker);
+                self.update_templates(|it, _| it.reaped(worker));
+            }
+            Report::Pong => {}
+            Report::Unkillable { count } => {
+                let detail = format!("{count} remain");
+                self.reporter.trouble("processes of a dead worker cannot be killed", &detail);
             }
         }
+    }
+
+    /// Handles the results of the background threads. Returns an error if the keeper cannot be replaced.
+    fn handle_background_results(&mut self) -> io::Result<()> {
+        while let Some(done) = self.background.done() {
+            match done {
+                Done::KeeperSwept(swept) => {
+                    swept?;
+                    self.update_templates(|it, _| it.keeper_lost());
+                    self.keeper_reaped();
+                }
+                Done::Keeper(keeper) => self.keeper_replaced(keeper?)?,
+                Done::Looked { compartment, worker, is_starved } => {
+                    self.apply(compartment, Event::CpuTimeChecked { worker, is_starved }, Incoming::None);
+                }
+                Done::FilesMade { lease, bytes, files } => {
+                    self.update_leases(|it, _| it.files_created(lease, bytes, files));
+                }
+                Done::Watched | Done::FilesFreed => {}
+            }
+        }
+        Ok(())
+    }
+
+    // Commands.
+
+    /// Performs pending commands, up to the maximum per iteration.
+    fn run_commands(&mut self) {
+        for _ in 0..self.commands.take_stops() {
+            self.stop();
+        }
+        if !self.snapshots.is_empty() {
+            let mut snapshots = std::mem::take(&mut self.snapshots);
+            snapshots.advance(&self.snapshot_source());
+            self.snapshots = snapshots;
+        }
+        while let Some(command) = self.commands.next() {
+            self.run_command(command);
+        }
+    }
+
+    fn run_command(&mut self, command: Command) {
+        self.count_http_rejections();
+        // If the sender of a command has gone, the result is dropped.
+        match command {
+            Command::Listen(listener) => {
+                if let Err(error) = self.acceptor.replace_listener(&self.poll, listener) {
+                    self.reporter.trouble("failed to listen on the jobs socket", &error.to_string());
+                }
+            }
+            Command::Snapshot { bulkhead, reply } => {
+                let mut snapshots = std::mem::take(&mut self.snapshots);
+                snapshots.request(&self.snapshot_source(), bulkhead.as_deref(), reply);
+                self.snapshots = snapshots;
+            }
+            Command::States { reply } => drop(reply.send(self.bulkheads.short_states(&self.compartments))),
+            Command::Scrape { reply } => drop(reply.send(self.scrape())),
+            Command::Steer { bulkhead, action, reply } => self.reply(reply, |it| it.steer(&bulkhead, action)),
+            Command::Change { bulkhead, change, reply } => {
+                self.reply(reply, |it| it.change(&bulkhead, &change));
+            }
+            Command::TenantSnapshot { bulkhead, tenant, reply } => {
+                drop(reply.send(self.snapshot_source().tenant_snapshot(&bulkhead, &tenant)));
+            }
+            Command::ChangeTenant { bulkhead, tenant, change, reply } => {
+                self.reply(reply, |it| it.change_tenant(&bulkhead, &tenant, &change));
+            }
+            Command::Observe { bulkhead, reply } => {
+                let (compartments, now) = (&mut self.compartments, self.now);
+                drop(reply.send(self.bulkheads.observation(compartments, now, &bulkhead)));
+            }
+            Command::WorkerProcesses { reply } => drop(reply.send(self.worker_processes())),
+            Command::ReportMemory { bulkhead, pid, generation, rss_bytes } => {
+                self.report_worker_memory(&bulkhead, pid, generation, rss_bytes);
+            }
+            Command::ReportTemporaryFolder { worker, bytes, bytes_without_forked, template } => {
+                self.check_temporary_folder(worker, (bytes, bytes_without_forked), template);
+            }
+            Command::Replay { request, accepted, done } => {
+                let _ = accepted.send(self.replay(request, done));
+            }
+            Command::AddInProcessClient { end } => self.open_in_process_session(end),
+            Command::AddClient { socket, permit, uid } => self.open_control_session(socket, permit, uid),
+            Command::ReportRejection { rejection, .. } => {
+                self.report_rejection(SocketKind::Admin, rejection);
+            }
+            Command::Reload { reload, reply } => self.reply(reply, |it| it.apply_reload(*reload)),
+            Command::TryReload { reload, reply } => {
+                drop(reply.send(self.bulkheads.dropped_changes(&self.compartments, &reload)));
+            }
+            Command::Summarise => self.send_summary(),
+            Command::ReapOrphans { reply } => drop(reply.send(self.keeper.reap_orphans())),
+        }
+    }
+
+    /// Performs a command that changes the state of bulkheads, and sends the reply.
+    fn reply<T>(&mut self, reply: oneshot::Sender<T>, perform: impl FnOnce(&mut Self) -> T) {
+        let result = perform(self);
+        self.reporter.states_have_changed();
+        // The receiver of the reply may have gone.
+        let _ = reply.send(result);
+    }
+
+    /// Counts the jobs that the HTTP server has rejected, so that they are included in the following counts.
+    fn count_http_rejections(&mut self) {
+        for ((name, priority, reason), count) in self.counters.rejected_jobs.take() {
+            let Some(bulkhead) = self.bulkheads.find(&name) else { continue };
+            let key = (priority, self.bulkheads.label_of(""));
+            for _ in 0..count {
+                self.bulkheads.count_rejected(&mut self.compartments, self.now, bulkhead, key, reason);
+            }
+        }
+    }
+
+    /// Collects the numbers for the metrics.
+    fn scrape(&mut self) -> Scrape {
+        Scrape {
+            clients: self.sessions.clients() as u64,
+            buffered_bytes: self.memory.held_in_all() as u64,
+            memory_file_bytes: self.leases.bytes(),
+            labels: self.bulkheads.labels().clone(),
+            bulkheads: self.bulkheads.scrape(&self.compartments, self.now, self.access.has_rules()),
+        }
+    }
+
+    /// Returns the processes of all workers, each with its bulkhead.
+    fn worker_processes(&self) -> Vec<WorkerProcess> {
+        let process = |link: &Link| {
+            let compartment = &self.compartments[link.compartment];
+            Some(self.bulkheads.worker_process(compartment, link.pid()?, link.worker.generation))
+        };
+        self.links.values().filter_map(process).collect()
     }
 
     // Shutdown.
 
     fn is_over(&self) -> bool {
-        self.stopping && self.compartments.values().all(|c| c.policy.is_stopped())
+        self.is_stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
-    /// Waits up to a second for clients to read their last answers, then ends the keeper.
-    fn finish(mut self) {
+    /// Waits for up to a second until clients have read their last outcomes, and then ends the keeper.
+    fn shut_down(mut self) {
         self.threads.begin_shutdown();
-        self.reporter.counters.has_ended.store(true, Ordering::SeqCst);
+        self.counters.has_ended.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
-        self.hear_the_last();
+        self.handle_last_events();
         loop {
             for index in self.sessions.indices() {
                 self.flush_session(index);
             }
-            if self.sessions.undelivered == 0 || Instant::now() >= until {
+            if self.sessions.unread_bytes() == 0 || Instant::now() >= until {
                 break;
             }
-            let mut events = Events::with_capacity(EVENTS_PER_TURN);
+            let mut events = Events::with_capacity(EVENTS_PER_ITERATION_MAX);
             let polled = self.poll.poll(&mut events, Some(Duration::from_millis(20)));
             if polled.is_err_and(|error| error.kind() != std::io::ErrorKind::Interrupted) {
                 break;
@@ -772,12 +1011,27 @@ impl DataPlane {
         self.end_keeper();
     }
 
-    /// Ends the keeper and all workers after an essential thread has ended.
-    fn give_up(self, name: &str) -> io::Error {
+    /// Ends the keeper and all workers because an essential thread has ended.
+    fn abort(self, name: &str) -> io::Error {
         self.threads.begin_shutdown();
-        self.reporter.counters.has_ended.store(true, Ordering::SeqCst);
+        self.counters.has_ended.store(true, Ordering::SeqCst);
         self.end_keeper();
         io::Error::other(format!("the thread or task '{name}' has ended"))
+    }
+
+    /// Reads from all clients once more. All bulkheads have stopped, so every new job is rejected.
+    fn handle_last_events(&mut self) {
+        while let Some(command) = self.commands.next_unlimited() {
+            if let Command::AddClient { .. } | Command::AddInProcessClient { .. } = command {
+                self.run_command(command);
+            }
+        }
+        for index in self.sessions.indices() {
+            self.read_session(index, usize::MAX);
+            // If a client continues to send, it is disconnected with the others. It has all outcomes that
+            // were sent so far.
+            self.abandon_frame(index, RejectReason::Draining, "the supervisor is stopping");
+        }
     }
 
     fn end_keeper(self) {
@@ -787,7 +1041,7 @@ impl DataPlane {
     }
 }
 
-/// Returns a number that differs between runs, used only for jitter.
+/// Returns a number that differs in each run of the supervisor. Used only for jitter.
 fn seed() -> u64 {
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)

@@ -1,39 +1,45 @@
-//! Links to workers: ordering workers from the keeper, and writing frames to workers.
+//! Links to workers: the state of each worker's process and connection.
+//!
+//! This part does not read or write sockets, and sends nothing to the keeper. `wiring` does both.
 
-use std::collections::VecDeque;
+mod read_position;
+mod unsolicited_frames;
+
+use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_api::Confinement;
-use bulkhead_keeper::{Observed, Usage};
-use bulkhead_plane::confinement::WorkerIdentity;
+use bulkhead_keeper::{self as keeper, Exit, Observed, Usage};
 use bulkhead_plane::program::Program;
-use bulkhead_policy::{Death, Event, Time, WorkerId};
-use bulkhead_shared::codec::tag;
+use bulkhead_plane::worker_ids::IdAllocator;
+use bulkhead_policy::{Death, Time, WorkerId};
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
-use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::LeaseRef;
-use bulkhead_shared::worker_protocol::Job;
 use bulkhead_shared::{HandlerFailure, JobId};
-use mio::unix::SourceFd;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use rustix::pipe::{PipeFlags, pipe_with};
 
+pub(super) use read_position::{JobPosition, ReadPosition};
+use unsolicited_frames::UnsolicitedFrames;
+
+use super::bulkheads::{Compartments, DescribeWorker, WorkerDetails};
 use super::journal::Journal;
-use super::keeper_link::Wanted;
-use super::lends::Unread;
-use super::memory_files::Lending;
-use super::notices::Notices;
-use super::slab::{CompartmentIndex, LinkIndex};
+use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::starvation::Watch;
-use super::unread::Reading;
-use super::{DataPlane, Endpoint, INTEREST, Incoming};
+use super::unread_loans::ReceiverLoans;
 
-/// Time limit for a worker to exit after closing the link. A worker that stays longer counts as broken.
+/// Time within which a worker must exit after it has closed its link. If it does not exit in time, it is
+/// killed.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
+
+/// Maximum number of violations that are remembered per worker until the worker reports the death of the
+/// program.
+const VIOLATIONS_MAX: usize = 64;
+
+/// Maximum number of replies that a worker may send for jobs that it does not have. A worker that sends more
+/// is killed.
+const UNKNOWN_REPLIES_MAX: u32 = 100_000;
 
 pub(super) struct Link {
     pub(super) compartment: CompartmentIndex,
@@ -41,428 +47,179 @@ pub(super) struct Link {
     pub(super) slot: u32,
     /// Spawn number of the worker.
     pub(super) spawn: u64,
-    /// Program with which the worker was started.
+    /// Program that the worker was started with.
     pub(super) program: Arc<Program>,
-    pub(super) process: Process,
-    /// User id of the worker, if the worker has a separate user id.
-    pub(super) id: Option<u32>,
-    /// Template that forked the worker, if any.
+    /// Template that forked the worker, or `None` if the worker was not forked.
     pub(super) template: Option<u64>,
-    pub(super) end: End,
-    // The socket, in both directions.
     pub(super) socket: UnixStream,
     pub(super) inbox: Inbox,
-    pub(super) reads: Reads,
     pub(super) outbox: Outbox,
-    pub(super) is_dirty: bool,
-    /// Size of the outbox in bytes, as last counted.
-    pub(super) counted_waiting: usize,
-    /// Tracks which bytes the worker has read. Used after the worker's death.
-    pub(super) reading: Reading,
-    /// Answers that the worker has not sent yet. Used after the worker's death.
+    /// Tracks which bytes the worker has read. Evaluated after the death of the worker.
+    pub(super) read_position: ReadPosition,
+    /// Loans that the worker may not have received yet.
+    pub(super) unread: ReceiverLoans,
+    /// Journal with the replies that the worker has not sent yet. Read after the death of the worker.
     pub(super) journal: Option<Journal>,
-    /// State of lending memory files to the worker.
-    pub(super) lending: Lending,
-    /// Total size of the files lent to the worker, in bytes.
-    pub(super) lent_bytes: u64,
-    /// Lends that the worker may not have read yet.
-    pub(super) unread: Unread,
-    /// True if the worker writes heartbeats into the journal instead of sending frames.
-    pub(super) has_beats: bool,
-    // Input from the worker.
-    pub(super) stage: Stage,
-    pub(super) notices: Notices,
-    pub(super) status: Option<String>,
-}
-
-/// Maximum number of workers ordered per iteration.
-const ORDERS_PER_TURN: usize = 4;
-
-/// Way in which a worker is created.
-enum Origin {
-    Spawn,
-    /// Forked from this template.
-    Fork(u64),
-    /// The worker waits for a template that is not ready yet.
-    Awaited,
+    process: Process,
+    /// User id of the worker, or `None` if workers have no separate user ids.
+    id: Option<u32>,
+    end: EndCause,
+    reads: ReadState,
+    is_dirty: bool,
+    /// Last counted size of the outbox, in bytes.
+    counted_waiting: usize,
+    /// True if the worker writes heartbeats to the journal instead of sending frames.
+    beats_in_journal: bool,
+    phase: Phase,
+    /// Budget for frames that are not replies to jobs.
+    pub(super) unsolicited: UnsolicitedFrames,
+    status: Option<String>,
 }
 
 /// State of a worker's process.
-pub(super) enum Process {
-    /// Ordered. `output` contains the reading ends of stdout and stderr.
+enum Process {
+    /// The process was ordered from the keeper. `output` contains the reading ends of its standard output and
+    /// error.
     Ordered { output: Output },
-    /// Running, or ended.
+    /// The process is running or has ended.
     Running(Box<Running>),
 }
 
-/// The reading ends of a worker's standard output and error.
+/// Reading ends of a worker's standard output and error.
 pub(super) type Output = (OwnedFd, OwnedFd);
 
-pub(super) struct Running {
-    pub(super) pid: u32,
-    pub(super) pidfd: OwnedFd,
-    /// Confinement as read back from the kernel.
-    pub(super) observed: Observed,
-    /// Set while a silent worker is watched.
-    pub(super) watch: Option<Arc<Watch>>,
-    /// Set until the control plane has room for the output.
-    pub(super) output: Option<Output>,
-    /// Forbidden system calls of programs that the worker has started: process and call number.
-    pub(super) violations: VecDeque<(u32, u32)>,
+struct Running {
+    pid: u32,
+    pidfd: OwnedFd,
+    /// Confinement of the process, as read back from the kernel.
+    observed: Observed,
+    /// Present while the processor time of a silent worker is observed.
+    watch: Option<Arc<Watch>>,
+    /// Output of the worker, until it was passed to the control plane.
+    output: Option<Output>,
+    /// Forbidden system calls of programs that the worker started. Each entry contains the process id and the
+    /// number of the system call.
+    violations: VecDeque<(u32, u32)>,
 }
 
 /// State of the reading side of a link.
-pub(super) enum Reads {
+enum ReadState {
     Open,
-    /// The worker has closed its end. Only the bytes in the socket are left to read.
+    /// The worker has closed its end. The bytes that are still in the socket must be read.
     Closing,
-    /// Everything has been read.
+    /// The worker has closed its end, and everything has been read.
     Closed {
         at: Time,
     },
 }
 
-impl Reads {
-    /// Records that the worker has closed its end.
-    pub(super) fn close(&mut self) {
-        if matches!(self, Self::Open) {
-            *self = Self::Closing;
-        }
-    }
-}
-
-/// Cause of a worker's end that policy did not decide.
-pub(super) enum End {
+/// Cause of the end of a worker, if policy did not decide it.
+enum EndCause {
     /// No such cause is known.
     None,
     /// The worker is being killed because its temporary folder is too large.
-    Overfull,
-    /// The process has ended. Reported to policy when none of the worker's programs is left.
+    TmpFull,
+    /// The process has ended. The death is reported to policy when none of the worker's programs is left.
     Dead { death: Death, usage: Usage },
 }
 
-pub(super) enum Stage {
+enum Phase {
     AwaitingHello,
     Welcomed {
         /// Number of replies for jobs that the worker does not have.
-        strays: u32,
+        unknown_replies: u32,
         oversized: Option<Oversized>,
     },
-    /// The worker broke the protocol. Further frames are ignored.
+    /// The worker violated the protocol, so its further frames are ignored.
     ProtocolViolated,
 }
 
-/// A result that is too large and still arriving. The client has the outcome, but the job holds a permit until the
-/// worker has sent the whole result.
-pub(super) struct Oversized {
-    pub(super) job: JobId,
-    pub(super) failure: HandlerFailure,
+/// A result that is too large and is still arriving. The client already has the outcome, but the job holds
+/// its permit until the worker has sent the whole result.
+pub(super) type Oversized = (JobId, HandlerFailure);
+
+/// A worker whose process was ordered from the keeper.
+pub(super) struct OrderedWorker {
+    pub(super) compartment: CompartmentIndex,
+    pub(super) worker: WorkerId,
+    pub(super) slot: u32,
+    pub(super) spawn: u64,
+    pub(super) template: Option<u64>,
+    pub(super) id: Option<u32>,
+    pub(super) program: Arc<Program>,
 }
 
-impl DataPlane {
-    // Ordering workers.
-
-    /// Orders queued workers, a few per iteration. Ordering takes time, and answers have precedence.
-    pub(super) fn order_wanted(&mut self) {
-        for _ in 0..ORDERS_PER_TURN {
-            let Some(Wanted { compartment, worker, slot }) = self.keeper.next_wanted() else { return };
-            self.spawn(compartment, worker, slot);
-        }
-    }
-
-    fn spawn(&mut self, compartment: CompartmentIndex, worker: WorkerId, slot: u32) {
-        let template = match self.origin_of(compartment, worker, slot) {
-            Ok(Origin::Spawn) => None,
-            Ok(Origin::Fork(template)) => Some(template),
-            Ok(Origin::Awaited) => return,
-            Err(error) => {
-                let message = format!("the template could not be prepared: {error}");
-                return self.defer_spawn_failure(compartment, worker, message);
-            }
-        };
-        self.links.spawned += 1;
-        let spawn = self.links.spawned;
-        match self.try_spawn(compartment, worker, slot, (spawn, template)) {
-            Ok(index) => {
-                let links = &mut self.compartments[compartment].links;
-                let place = worker.place as usize;
-                if links.len() <= place {
-                    links.resize(place + 1, None);
-                }
-                links[place] = Some(index);
-                self.links.by_spawn.insert(spawn, index);
-            }
-            Err(error) => {
-                let message = format!("the worker could not be prepared: {error}");
-                self.defer_spawn_failure(compartment, worker, message);
-            }
-        }
-    }
-
-    /// Chooses how to create a worker.
-    fn origin_of(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        slot: u32,
-    ) -> io::Result<Origin> {
-        let program = &self.owner(compartment).program;
-        // A replay must not share anything with other workers.
-        if !program.is_forked() || self.compartments[compartment].is_replay {
-            return Ok(Origin::Spawn);
-        }
-        if let Some(obstacle) = program.sandbox().obstacle() {
-            return Err(io::Error::other(obstacle));
-        }
-        Ok(self.template_for(compartment, worker, slot)?.map_or(Origin::Awaited, Origin::Fork))
-    }
-
-    /// Defers the report of a failed spawn to the end of the iteration, like the report of a failure in the keeper.
-    /// Reporting it within the action would recurse while no descriptors are free.
-    fn defer_spawn_failure(&mut self, compartment: CompartmentIndex, worker: WorkerId, message: String) {
-        self.links.failed_spawns.push((compartment, worker, message));
-    }
-
-    pub(super) fn report_failed_spawns(&mut self) {
-        for (compartment, worker, message) in std::mem::take(&mut self.links.failed_spawns) {
-            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
-        }
-    }
-
-    fn try_spawn(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        slot: u32,
-        (spawn, template): (u64, Option<u64>),
-    ) -> io::Result<LinkIndex> {
-        let program = self.owner(compartment).program.clone();
-        let sandbox = program.sandbox();
-        if let Some(obstacle) = sandbox.obstacle() {
-            return Err(io::Error::other(obstacle));
-        }
-        let id = match sandbox.identity() {
-            WorkerIdentity::Each if template.is_none() => self.links.take_id()?,
-            WorkerIdentity::Each | WorkerIdentity::Own | WorkerIdentity::One(_) => None,
-        };
-        let tried = self.order_worker(compartment, worker, slot, (spawn, template), id);
-        if tried.is_err() {
-            self.links.give_back(id);
-        }
-        tried
-    }
-
-    fn order_worker(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        slot: u32,
-        (spawn, template): (u64, Option<u64>),
-        id: Option<u32>,
-    ) -> io::Result<LinkIndex> {
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        let socket = UnixStream::from(ours);
-        socket.set_nonblocking(true)?;
-        let reading = Reading::of(&theirs)?;
-        self.entrance.intake.prepare(&socket)?;
-        let program = self.owner(compartment).program.clone();
-        let token = Endpoint::Link(self.links.next()).token();
-        let fd = socket.as_raw_fd();
-        self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
-        // Ordered last, because an ordered worker owns the user id whatever fails afterwards.
-        let ordered = self.keeper.serving().and_then(|keeper| match template {
-            None => keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write),
-            Some(template) => keeper.fork((spawn, template), theirs, stdout_write, stderr_write),
-        });
-        if let Err(error) = ordered {
-            let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
-            return Err(error);
-        }
-        self.ask_keeper();
-        Ok(self.links.insert(Link {
+impl Link {
+    pub(super) fn new(
+        ordered: OrderedWorker,
+        socket: UnixStream,
+        read_position: ReadPosition,
+        output: Output,
+    ) -> Self {
+        let OrderedWorker { compartment, worker, slot, spawn, template, id, program } = ordered;
+        Self {
             compartment,
             worker,
             slot,
             spawn,
             program,
-            process: Process::Ordered { output: (stdout_read, stderr_read) },
-            id,
             template,
-            end: End::None,
             socket,
             inbox: Inbox::default(),
-            reads: Reads::Open,
             outbox: Outbox::default(),
+            read_position,
+            unread: ReceiverLoans::default(),
+            journal: None,
+            process: Process::Ordered { output },
+            id,
+            end: EndCause::None,
+            reads: ReadState::Open,
             is_dirty: false,
             counted_waiting: 0,
-            reading,
-            journal: None,
-            lending: Lending::Never,
-            lent_bytes: 0,
-            unread: Unread::default(),
-            has_beats: false,
-            stage: Stage::AwaitingHello,
-            notices: Notices::default(),
+            beats_in_journal: false,
+            phase: Phase::AwaitingHello,
+            unsolicited: UnsolicitedFrames::default(),
             status: None,
-        }))
-    }
-
-    pub(super) fn link_of(&self, compartment: CompartmentIndex, worker: WorkerId) -> Option<LinkIndex> {
-        let index = (*self.compartments[compartment].links.get(worker.place as usize)?)?;
-        self.links.get(index).is_some_and(|link| link.worker == worker).then_some(index)
-    }
-
-    pub(super) fn kill(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        if let Some(index) = self.link_of(compartment, worker) {
-            self.keeper.kill(self.links[index].spawn, self.now);
-            self.want_housekeeping();
-        } else if self.keeper.forget_wanted(compartment, worker) {
-            let message = "the worker was ended before the start".to_owned();
-            self.defer_spawn_failure(compartment, worker, message);
-        } else if let Some(message) = self.forget_fork(compartment, worker) {
-            self.defer_spawn_failure(compartment, worker, message);
         }
     }
 
-    // Outgoing frames.
+    // The process.
 
-    pub(super) fn dispatch(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        job: JobId,
-        (remaining, is_prefetched): (Duration, bool),
-        incoming: &mut Incoming<'_>,
-    ) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        let Some(record) = self.compartments[compartment].policy.record_mut(job) else {
-            // Ignoring this would make the link's count of jobs differ from the policy's.
-            debug_assert!(false, "{job} was answered before the supervisor sent the job");
-            return self
-                .break_link(index, "a job was answered before the supervisor sent the job".to_owned());
-        };
-        if record.held.file.is_some() {
-            return self.dispatch_leased(compartment, index, job, remaining);
-        }
-        let Some(link) = self.links.get_mut(index) else { return };
-        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
-        let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
-        self.memory.discharge(&mut record.charge);
-        let payload = record.held.give(coming);
-        let message = Job {
-            operation: &record.operation,
-            tenant: &record.tenant,
-            remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
-        };
-        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
-        // The names were checked at submission, so the metadata fits.
-        let pushed = link.outbox.push_pooled(
-            kind::JOB,
-            job.0,
-            &message,
-            trace.as_slice(),
-            payload,
-            &mut self.buffers.pool,
-        );
-        debug_assert!(pushed.is_ok(), "a job did not fit");
-        link.notices.add_job();
-        if is_prefetched {
-            self.charge_ahead(compartment, job);
-        } else if record.held.payload.is_some() {
-            self.charge_kept(compartment, job);
-        }
-        self.mark_dirty(Endpoint::Link(index));
-    }
-
-    /// Dispatches a job whose payload is in a memory file. Such a job is too large to be prefetched.
-    fn dispatch_leased(
-        &mut self,
-        compartment: CompartmentIndex,
-        index: LinkIndex,
-        job: JobId,
-        remaining: Duration,
-    ) {
-        let (named, payload) = self.give_leased(index, compartment, job);
-        let Some(record) = self.compartments[compartment].policy.record_mut(job) else { return };
-        let Some(link) = self.links.get_mut(index) else { return };
-        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
-        self.memory.discharge(&mut record.charge);
-        let message = Job {
-            operation: &record.operation,
-            tenant: &record.tenant,
-            remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
-        };
-        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
-        let named = named.map(LeaseRef::to_bytes);
-        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
-        let extensions: Vec<_> = trace.into_iter().chain(named).collect();
-        let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
-        debug_assert!(pushed.is_ok(), "a job did not fit");
-        link.notices.add_job();
-        if record.held.file.as_ref().is_some_and(|file| file.is_kept) {
-            self.charge_kept(compartment, job);
-        }
-        self.mark_dirty(Endpoint::Link(index));
-    }
-
-    /// Sends a frame without a payload to a worker.
-    pub(super) fn send(
-        &mut self,
-        (compartment, worker): (CompartmentIndex, WorkerId),
-        (kind, number): (u8, u64),
-        message: &impl bincode::Encode,
-    ) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        let _ = self.links[index].outbox.push(kind, number, message, &[], Payload::NONE);
-        self.mark_dirty(Endpoint::Link(index));
-    }
-
-    pub(super) fn flush_link(&mut self, index: LinkIndex) {
-        let Some(link) = self.links.get_mut(index) else { return };
-        link.is_dirty = false;
-        let before = link.outbox.waiting_bytes();
-        // An error means that the worker has shut down its end. The next read reports this.
-        let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
-        link.outbox.release_buffer(&mut self.buffers.pool);
-        let waiting = link.outbox.waiting_bytes();
-        link.reading.written(before - waiting);
-        let was = std::mem::replace(&mut link.counted_waiting, waiting);
-        self.memory.recount_workers(was, waiting);
-    }
-
-    pub(super) fn look_after_links(&mut self) {
-        let now = self.now;
-        for index in self.links.indices() {
-            let Some(link) = self.links.get(index) else { continue };
-            let Reads::Closed { at: closed_at } = link.reads else { continue };
-            let (compartment, worker) = (link.compartment, link.worker);
-            if now.since(closed_at) >= EXIT_AFTER_CLOSE && !link.has_ended() {
-                let message = "the worker closed the link and still runs".to_owned();
-                self.apply(compartment, Event::ProtocolViolated { worker, message }, Incoming::None);
-            } else {
-                // The report of the death may be late. A keeper that does not report at all is replaced.
-                self.ask_keeper();
-                self.want_housekeeping();
-            }
-        }
-    }
-}
-
-impl Link {
-    /// Returns the process, once started.
-    pub(super) fn running(&self) -> Option<&Running> {
+    fn running(&self) -> Option<&Running> {
         match &self.process {
             Process::Ordered { .. } => None,
             Process::Running(running) => Some(running),
         }
     }
 
-    pub(super) fn running_mut(&mut self) -> Option<&mut Running> {
+    fn running_mut(&mut self) -> Option<&mut Running> {
         match &mut self.process {
             Process::Ordered { .. } => None,
             Process::Running(running) => Some(running),
+        }
+    }
+
+    /// Returns true if the process was started, even if it has ended since.
+    pub(super) fn is_running(&self) -> bool {
+        self.running().is_some()
+    }
+
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.running().map(|running| running.pid)
+    }
+
+    pub(super) fn pidfd(&self) -> Option<&OwnedFd> {
+        self.running().map(|running| &running.pidfd)
+    }
+
+    /// Records that the process is running.
+    pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
+        let violations = VecDeque::new();
+        let running = Running { pid, pidfd, observed, watch: None, output: None, violations };
+        // Moves the output to the running process.
+        let ordered = std::mem::replace(&mut self.process, Process::Running(Box::new(running)));
+        if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
+            running.output = Some(output);
         }
     }
 
@@ -471,60 +228,528 @@ impl Link {
         Some(self.program.sandbox().describe(&self.running()?.observed))
     }
 
-    pub(super) fn pid(&self) -> Option<u32> {
-        self.running().map(|running| running.pid)
+    /// Returns the process id and the output, and removes the output. Returns `None` if the output was
+    /// already passed to the control plane.
+    pub(super) fn take_output(&mut self) -> Option<(u32, Output)> {
+        let running = self.running_mut()?;
+        Some((running.pid, running.output.take()?))
     }
 
-    /// Records that the process runs.
-    pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
-        // The output moves from the order to the running process.
-        let ordered = std::mem::replace(
-            &mut self.process,
-            Process::Running(Box::new(Running {
-                pid,
-                pidfd,
-                observed,
-                watch: None,
-                output: None,
-                violations: VecDeque::new(),
-            })),
-        );
-        if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
+    /// Stores the output again, because it could not be passed to the control plane.
+    pub(super) fn keep_output(&mut self, output: Output) {
+        if let Some(running) = self.running_mut() {
             running.output = Some(output);
         }
     }
 
-    /// Counts a frame about a job that the worker does not have.
-    pub(super) fn stray(&mut self) {
-        if let Stage::Welcomed { strays, .. } = &mut self.stage {
-            *strays = strays.saturating_add(1);
+    pub(super) fn set_watch(&mut self, watch: Option<Arc<Watch>>) {
+        if let Some(running) = self.running_mut() {
+            running.watch = watch;
         }
+    }
+
+    pub(super) fn take_watch(&mut self) -> Option<Arc<Watch>> {
+        self.running_mut()?.watch.take()
+    }
+
+    /// Records a forbidden system call of a process that the worker started. Returns the process id of the
+    /// worker.
+    pub(super) fn add_violation(&mut self, process: u32, call: u32) -> Option<u32> {
+        // The keeper reports the start of a process before it reports violations of the process.
+        let Running { pid, violations, .. } = self.running_mut()?;
+        if violations.len() >= VIOLATIONS_MAX {
+            violations.pop_front();
+        }
+        violations.push_back((process, call));
+        Some(*pid)
+    }
+
+    /// Returns and removes the forbidden system call of a process.
+    pub(super) fn take_violation(&mut self, process: Option<u32>) -> Option<u32> {
+        let violations = &mut self.running_mut()?.violations;
+        let at = violations.iter().position(|(violator, _)| Some(*violator) == process)?;
+        violations.remove(at).map(|(_, call)| call)
+    }
+
+    /// Returns and removes the user id of the worker. Returns `None` if workers have no separate user ids.
+    pub(super) fn take_id(&mut self) -> Option<u32> {
+        self.id.take()
+    }
+
+    // The end of the worker.
+
+    /// Records that the worker is killed because its temporary folder is too large. Returns false if another
+    /// cause is already known.
+    pub(super) fn end_as_overfull(&mut self) -> bool {
+        let is_first = matches!(self.end, EndCause::None);
+        if is_first {
+            self.end = EndCause::TmpFull;
+        }
+        is_first
+    }
+
+    /// Returns true if the worker was killed because its temporary folder was too large.
+    fn is_overfull(&self) -> bool {
+        matches!(self.end, EndCause::TmpFull)
+    }
+
+    /// Stores a death that must not be reported to policy yet.
+    pub(super) fn defer_death(&mut self, death: Death, usage: Usage) {
+        self.end = EndCause::Dead { death, usage };
+    }
+
+    /// Returns and removes the stored death.
+    pub(super) fn take_deferred_death(&mut self) -> Option<(Death, Usage)> {
+        match std::mem::replace(&mut self.end, EndCause::None) {
+            EndCause::Dead { death, usage } => Some((death, usage)),
+            EndCause::None | EndCause::TmpFull => None,
+        }
+    }
+
+    // Reading.
+
+    /// Records that the worker has closed its end of the link.
+    pub(super) fn peer_closed(&mut self) {
+        if matches!(self.reads, ReadState::Open) {
+            self.reads = ReadState::Closing;
+        }
+    }
+
+    /// Returns true if the worker has closed its end but not all bytes have been read.
+    pub(super) fn is_closing(&self) -> bool {
+        matches!(self.reads, ReadState::Closing)
     }
 
     /// Returns true if everything that the worker sent has been read.
     pub(super) fn is_closed(&self) -> bool {
-        matches!(self.reads, Reads::Closed { .. })
+        matches!(self.reads, ReadState::Closed { .. })
     }
 
-    /// Returns true if a result that is too large is arriving.
+    pub(super) fn set_status(&mut self, text: String) {
+        self.status = Some(text.clone());
+        self.unsolicited.set_status(text);
+    }
+
+    // The protocol.
+
+    /// Returns true if the worker has not sent its hello yet.
+    pub(super) fn awaits_hello(&self) -> bool {
+        matches!(self.phase, Phase::AwaitingHello)
+    }
+
+    /// Returns true if the handshake is complete and the worker has not violated the protocol since.
+    pub(super) fn is_welcomed(&self) -> bool {
+        matches!(self.phase, Phase::Welcomed { .. })
+    }
+
+    /// Returns true if frames of the worker are ignored.
+    pub(super) fn has_violated_protocol(&self) -> bool {
+        matches!(self.phase, Phase::ProtocolViolated)
+    }
+
+    pub(super) fn violate_protocol(&mut self) {
+        self.phase = Phase::ProtocolViolated;
+    }
+
+    /// Completes the handshake.
+    pub(super) fn welcome(&mut self) {
+        self.phase = Phase::Welcomed { unknown_replies: 0, oversized: None };
+    }
+
+    /// Sets whether the worker writes heartbeats to the journal.
+    pub(super) fn set_beats_in_journal(&mut self, beats_in_journal: bool) {
+        self.beats_in_journal = beats_in_journal && self.journal.is_some();
+    }
+
+    pub(super) fn beats_in_journal(&self) -> bool {
+        self.beats_in_journal
+    }
+
+    /// Returns the time since the last heartbeat in the journal.
+    pub(super) fn since_beat(&self) -> Option<Duration> {
+        self.journal.as_ref().filter(|_| self.beats_in_journal).and_then(Journal::since_beat)
+    }
+
+    /// Counts a reply for a job that the worker does not have.
+    pub(super) fn count_unknown_reply(&mut self) {
+        if let Phase::Welcomed { unknown_replies, .. } = &mut self.phase {
+            *unknown_replies = unknown_replies.saturating_add(1);
+        }
+    }
+
+    /// Returns an error if the worker has sent too many replies for jobs that it does not have. A limited
+    /// number is tolerated, because replies can be late.
+    pub(super) fn check_unknown_replies(&self) -> Result<(), String> {
+        match self.phase {
+            Phase::Welcomed { unknown_replies, .. } if unknown_replies > UNKNOWN_REPLIES_MAX => {
+                Err(format!("the worker sent more than {UNKNOWN_REPLIES_MAX} replies for unknown jobs"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Records that a result that is too large has begun to arrive.
+    pub(super) fn begin_oversized(&mut self, begun: Oversized) {
+        if let Phase::Welcomed { oversized, .. } = &mut self.phase {
+            *oversized = Some(begun);
+        }
+    }
+
     pub(super) fn is_oversized(&self) -> bool {
-        matches!(self.stage, Stage::Welcomed { oversized: Some(_), .. })
+        matches!(self.phase, Phase::Welcomed { oversized: Some(_), .. })
     }
 
-    /// Returns true if the process has ended, even if the keeper has not reported the end.
-    fn has_ended(&self) -> bool {
-        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let is_readable = |pidfd: &OwnedFd| {
-            let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
-            rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
-        };
-        // In a pid namespace the pidfd refers to the first process, which ends later.
-        self.running().is_some_and(|running| is_readable(&running.pidfd) || is_zombie(running.pid))
+    /// Returns and removes the result that was too large, because it has arrived completely.
+    pub(super) fn take_oversized(&mut self) -> Option<Oversized> {
+        match &mut self.phase {
+            Phase::Welcomed { oversized, .. } => oversized.take(),
+            _ => None,
+        }
     }
 }
 
-fn is_zombie(pid: u32) -> bool {
-    let stat = bulkhead_linux::process_tree::read_proc_file(&format!("/proc/{pid}/stat"));
-    // The state follows the name in parentheses.
-    stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
+/// All links, by index and by spawn number, and work that is deferred to the end of the iteration.
+#[derive(Default)]
+pub(super) struct Links {
+    slab: Slab<LinkIndex, Link>,
+    /// Links, by the spawn number of the worker.
+    by_spawn: HashMap<u64, LinkIndex>,
+    /// Number of workers and templates that were ordered so far.
+    spawned: u64,
+    /// Pool of user ids, or `None` if workers have no separate user ids.
+    ids: Option<Arc<IdAllocator>>,
+    /// Dead workers whose descendants are still being reaped. The last field is the separate user id of the
+    /// worker.
+    reaping: HashMap<u64, (CompartmentIndex, WorkerId, Option<u32>)>,
+    /// Links of dead workers. Their descriptors are closed after the clients have got their outcomes.
+    closed: Vec<Link>,
+    /// Links that have more input than is read per iteration.
+    unfinished_reads: Vec<LinkIndex>,
+    /// Time at which the next paused link must be read.
+    resume_at: Option<Time>,
+    /// Workers that could not be ordered. They are reported to policy at the end of the iteration.
+    failed_spawns: Vec<(CompartmentIndex, WorkerId, String)>,
+    /// Results about silent workers for which no check was necessary. They are reported to policy at the end
+    /// of the iteration.
+    starvation_results: Vec<(CompartmentIndex, WorkerId, bool)>,
+    /// Links with output that must be written.
+    dirty: VecDeque<LinkIndex>,
+    /// True if there may be a link whose worker has closed its end but has not been reported dead.
+    has_closed: bool,
+    /// True if the output of a worker could not be passed to the control plane because its channel was full.
+    has_outputs: bool,
+}
+
+owns_slab!(Links, LinkIndex, Link);
+
+impl Links {
+    pub(super) fn new(ids: Option<Arc<IdAllocator>>) -> Self {
+        Self { ids, ..Self::default() }
+    }
+
+    /// Returns the link of a worker.
+    #[inline]
+    pub(super) fn of_worker(
+        &self,
+        compartments: &Compartments,
+        (compartment, worker): (CompartmentIndex, WorkerId),
+    ) -> Option<LinkIndex> {
+        let index = compartments[compartment].link_at(worker)?;
+        self.slab.get(index).is_some_and(|link| link.worker == worker).then_some(index)
+    }
+
+    /// Returns the link of the worker with this spawn number.
+    pub(super) fn of_spawn(&self, spawn: u64) -> Option<&Link> {
+        self.slab.get(*self.by_spawn.get(&spawn)?)
+    }
+
+    pub(super) fn of_spawn_mut(&mut self, spawn: u64) -> Option<&mut Link> {
+        self.slab.get_mut(*self.by_spawn.get(&spawn)?)
+    }
+
+    pub(super) fn index_of_spawn(&self, spawn: u64) -> Option<LinkIndex> {
+        self.by_spawn.get(&spawn).copied()
+    }
+
+    /// Returns the link of the worker whose process id is among `pids`.
+    pub(super) fn of_process(&self, pids: &[u32]) -> Option<&Link> {
+        self.slab.values().find(|link| link.pid().is_some_and(|pid| pids.contains(&pid)))
+    }
+
+    // Workers.
+
+    /// Returns the spawn number for the next worker or template.
+    pub(super) fn next_spawn(&mut self) -> u64 {
+        self.spawned += 1;
+        self.spawned
+    }
+
+    /// Adds the link of a worker that was ordered from the keeper.
+    pub(super) fn add(&mut self, link: Link) -> LinkIndex {
+        let spawn = link.spawn;
+        let index = self.slab.insert(link);
+        self.by_spawn.insert(spawn, index);
+        index
+    }
+
+    /// Removes the link of a dead worker. The user id is not returned to the pool yet.
+    pub(super) fn remove(&mut self, spawn: u64) -> Option<(LinkIndex, Link)> {
+        let index = self.by_spawn.remove(&spawn)?;
+        let Some(link) = self.slab.retire(index) else {
+            unreachable!("the keeper names only existing links")
+        };
+        self.dirty.retain(|&dirty| dirty != index);
+        self.unfinished_reads.retain(|&unfinished| unfinished != index);
+        Some((index, link))
+    }
+
+    /// Stores the link of a dead worker until the end of the iteration.
+    pub(super) fn keep_closed(&mut self, link: Link) {
+        self.closed.push(link);
+    }
+
+    pub(super) fn drop_closed(&mut self) {
+        self.closed.clear();
+    }
+
+    /// Returns the spawn numbers of all workers. The workers for which `is_first` returns true come first.
+    pub(super) fn spawns(&self, is_first: impl Fn(&Link) -> bool) -> Vec<u64> {
+        let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
+        spawns.sort_unstable_by_key(|spawn| (!self.of_spawn(*spawn).is_some_and(&is_first), *spawn));
+        spawns
+    }
+
+    /// Takes a user id for a new worker from the pool. Returns `None` if workers have no separate user ids.
+    pub(super) fn take_id(&self) -> io::Result<Option<u32>> {
+        self.ids.as_ref().map(|ids| ids.allocate()).transpose()
+    }
+
+    /// Returns a worker's user id to the pool. All processes of the worker must be gone.
+    pub(super) fn give_back(&self, id: Option<u32>) {
+        if let (Some(ids), Some(id)) = (&self.ids, id) {
+            ids.free(id);
+        }
+    }
+
+    /// Records that the descendants of a dead worker are now being reaped.
+    pub(super) fn begin_reaping(&mut self, link: &mut Link) {
+        self.reaping.insert(link.spawn, (link.compartment, link.worker, link.id.take()));
+    }
+
+    /// Returns the dead worker whose descendants have been reaped. Returns its user id to the pool.
+    pub(super) fn end_reaping(&mut self, spawn: u64) -> Option<(CompartmentIndex, WorkerId)> {
+        let (compartment, worker, id) = self.reaping.remove(&spawn)?;
+        self.give_back(id);
+        Some((compartment, worker))
+    }
+
+    /// Returns the spawn numbers of the workers whose descendants are being reaped.
+    pub(super) fn reaping_spawns(&self) -> Vec<u64> {
+        let mut spawns: Vec<u64> = self.reaping.keys().copied().collect();
+        spawns.sort_unstable();
+        spawns
+    }
+
+    /// Defers the report of a failed spawn to the end of the iteration, when failures in the keeper are also
+    /// reported. If it were reported while the action is performed, the calls would recurse as long as no
+    /// descriptors are free.
+    pub(super) fn defer_spawn_failure(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        message: String,
+    ) {
+        self.failed_spawns.push((compartment, worker, message));
+    }
+
+    pub(super) fn take_failed_spawns(&mut self) -> Vec<(CompartmentIndex, WorkerId, String)> {
+        std::mem::take(&mut self.failed_spawns)
+    }
+
+    pub(super) fn has_failed_spawns(&self) -> bool {
+        !self.failed_spawns.is_empty()
+    }
+
+    /// Defers the result about a silent worker to the end of the iteration. Used if no check is necessary.
+    pub(super) fn defer_starvation_result(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
+        self.starvation_results.push((compartment, worker, true));
+    }
+
+    pub(super) fn take_starvation_results(&mut self) -> Vec<(CompartmentIndex, WorkerId, bool)> {
+        std::mem::take(&mut self.starvation_results)
+    }
+
+    // Output of workers.
+
+    /// Records that the output of a worker could not be passed to the control plane.
+    pub(super) fn output_waits(&mut self) {
+        self.has_outputs = true;
+    }
+
+    /// Returns the links whose output may not have been passed to the control plane yet.
+    pub(super) fn take_waiting_outputs(&mut self) -> impl Iterator<Item = LinkIndex> + use<> {
+        let count = if std::mem::take(&mut self.has_outputs) { usize::MAX } else { 0 };
+        self.slab.indices().take(count)
+    }
+
+    // Reading.
+
+    /// Schedules another read of a link for the next iteration.
+    pub(super) fn schedule_read(&mut self, index: LinkIndex) {
+        if !self.unfinished_reads.contains(&index) {
+            self.unfinished_reads.push(index);
+        }
+    }
+
+    pub(super) fn has_unfinished_reads(&self) -> bool {
+        !self.unfinished_reads.is_empty()
+    }
+
+    /// Returns the links that must be read now, including paused links whose pause is over.
+    pub(super) fn take_unfinished_reads(&mut self, now: Time) -> Vec<LinkIndex> {
+        if self.resume_at.is_some_and(|at| at <= now) {
+            self.resume_at = None;
+            for index in self.slab.indices() {
+                let Some(link) = self.slab.get_mut(index) else { continue };
+                if link.unsolicited.resume(now) {
+                    self.unfinished_reads.push(index);
+                } else if let Some(until) = link.unsolicited.paused_until() {
+                    self.schedule_resume(until);
+                }
+            }
+        }
+        std::mem::take(&mut self.unfinished_reads)
+    }
+
+    /// Returns the time at which the next paused link must be read.
+    pub(super) fn resume_at(&self) -> Option<Time> {
+        self.resume_at
+    }
+
+    fn schedule_resume(&mut self, at: Time) {
+        self.resume_at = Some(self.resume_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Completes a read from a worker, which can run `jobs` jobs at once. Returns `None` if all frames were
+    /// replies to jobs. Otherwise, returns the last status text, and an error message if the worker must be
+    /// killed.
+    pub(super) fn end_read(
+        &mut self,
+        index: LinkIndex,
+        now: Time,
+        jobs: u32,
+    ) -> Option<(Option<String>, Result<(), String>)> {
+        let link = &mut self.slab[index];
+        let ended = link.unsolicited.end_read(now, jobs);
+        if ended.is_some()
+            && let Some(until) = link.unsolicited.paused_until()
+        {
+            self.schedule_resume(until);
+        }
+        ended
+    }
+
+    /// Records that everything that a worker sent has been read.
+    pub(super) fn set_closed(&mut self, index: LinkIndex, at: Time) {
+        self.slab[index].reads = ReadState::Closed { at };
+        self.has_closed = true;
+    }
+
+    /// Returns true if links or the output of workers must be checked.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.has_closed || self.has_outputs
+    }
+
+    /// Returns the links whose workers have closed their ends but have not been reported dead. The flag is
+    /// true if the worker should have exited by now.
+    pub(super) fn check_closed(&mut self, now: Time) -> Vec<(LinkIndex, bool)> {
+        let closed = self.slab.iter().filter_map(|(index, link)| match link.reads {
+            ReadState::Closed { at } => Some((index, now.since(at) >= EXIT_AFTER_CLOSE)),
+            _ => None,
+        });
+        let closed = closed.collect();
+        self.has_closed = false;
+        closed
+    }
+
+    /// Records that a link whose worker has closed its end must be checked again.
+    pub(super) fn check_closed_again(&mut self) {
+        self.has_closed = true;
+    }
+
+    // Writing.
+
+    /// Schedules the link's output to be written at the end of the iteration.
+    #[inline]
+    pub(super) fn schedule_flush(&mut self, index: LinkIndex) {
+        if let Some(link) = self.slab.get_mut(index)
+            && !std::mem::replace(&mut link.is_dirty, true)
+        {
+            self.dirty.push_back(index);
+        }
+    }
+
+    /// Returns the next link whose output must be written. The caller must then call [`Self::flushed`].
+    pub(super) fn next_dirty(&mut self) -> Option<LinkIndex> {
+        self.dirty.pop_front()
+    }
+
+    /// Adds a frame without a payload to the output for a worker.
+    pub(super) fn send(
+        &mut self,
+        index: LinkIndex,
+        (kind, number): (u8, u64),
+        message: &impl bincode::Encode,
+    ) {
+        if let Some(link) = self.slab.get_mut(index) {
+            let _ = link.outbox.push(kind, number, message, &[], Payload::NONE);
+            self.schedule_flush(index);
+        }
+    }
+
+    /// Adds a frame without a payload to the output for the worker with this spawn number. Does nothing if
+    /// the worker is gone.
+    pub(super) fn send_to_spawn(&mut self, spawn: u64, frame: (u8, u64), message: &impl bincode::Encode) {
+        if let Some(index) = self.index_of_spawn(spawn) {
+            self.send(index, frame, message);
+        }
+    }
+
+    /// Records that the output of a link was written. `before` is the size of the outbox before that. Returns
+    /// the last counted size of the outbox, and its current size.
+    pub(super) fn flushed(&mut self, index: LinkIndex, before: usize) -> (usize, usize) {
+        let link = &mut self.slab[index];
+        link.is_dirty = false;
+        let waiting = link.outbox.waiting_bytes();
+        link.read_position.add_written(before - waiting);
+        (std::mem::replace(&mut link.counted_waiting, waiting), waiting)
+    }
+}
+
+/// Returns the cause of death of a worker. `link` is the link of the worker.
+pub(super) fn death_of(exit: Exit, link: Option<&Link>) -> Death {
+    let is_filtered = || link.is_some_and(|link| link.program.sandbox().filters_calls());
+    match exit {
+        Exit::Signal { number: libc::SIGKILL, .. } if link.is_some_and(Link::is_overfull) => Death::TmpFull,
+        Exit::Code(code) => Death::Exit(code),
+        Exit::Oom => Death::Oom,
+        Exit::Violation { call } => Death::Violation(keeper::syscall_name(call)),
+        Exit::Signal { number: libc::SIGSYS, .. } if is_filtered() => Death::Violation(""),
+        Exit::Signal { number, .. } => Death::Signal(number),
+    }
+}
+
+impl Link {
+    /// Returns the last counted size of the outbox, in bytes.
+    pub(super) fn counted_waiting(&self) -> usize {
+        self.counted_waiting
+    }
+}
+
+impl DescribeWorker for Links {
+    fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails {
+        let link = link.and_then(|index| self.slab.get(index)).filter(|link| link.worker == worker);
+        let status = link.and_then(|link| link.status.clone());
+        WorkerDetails { status, confinement: link.and_then(Link::confinement) }
+    }
 }

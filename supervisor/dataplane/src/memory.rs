@@ -1,37 +1,40 @@
-//! Memory of waiting data: incomplete frames, waiting jobs with names and records, and frames that workers have not
-//! read. All memory is charged to holders (`shares.rs` has the tree). When the limit is exceeded, this file frees the
-//! memory that the tree selects.
+//! Memory of waiting data: incomplete frames, waiting jobs with their names and records, and frames that
+//! workers have not read. Each piece of memory is charged to a holder (`shares.rs` contains the tree of
+//! holders). When the limit is exceeded, this part chooses the memory to free, and `wiring` frees it.
 
 use std::collections::HashMap;
-use std::sync::atomic::Ordering;
 
-use bulkhead_policy::{Bulkhead, Event};
+use bulkhead_policy::Bulkhead;
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 
-use super::bulkheads::Compartment;
-use super::shares::{Giver, Holder, Kind, Owner, Shares};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
-use super::{DataPlane, Incoming, JobData};
+use super::JobData;
+use super::shares::{self, Holder, Kind, Owner, Shares};
+use super::slab::{BulkheadIndex, CompartmentIndex};
 
-/// Minimum memory of an incomplete small frame for which the connection is closed.
+/// Minimum size of an incomplete small frame, in bytes. Below this size, its connection is not closed in
+/// order to free memory.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
-/// Fixed memory of a waiting job: its entries in tables here, in policy and in the session.
+/// Fixed size of a waiting job, in bytes. Includes its entries in the tables of this part, of policy and of
+/// the session.
 pub(super) const JOB_BYTES: usize =
     size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
-/// Memory of a request in a session's table, which may be half empty, and in the list of waiting jobs.
+/// Size of a request's entries in the table of the session and in the list of waiting jobs, in bytes. Twice
+/// the size of an entry, because up to half of a table can be unused.
 const REQUEST_BYTES: usize =
     2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
-/// Memory for a tenant with jobs: another copy of the name, the numbers, and the place in the fair queue.
+/// Size of a tenant with jobs, in bytes. Includes a copy of the name, the counters, and the entry in the fair
+/// queue.
 const TENANT_BYTES: usize = 512;
 
-/// Maximum number of entries in a list of waiting jobs beyond twice the number of waiting jobs.
+/// Maximum number of outdated entries in a list of waiting jobs, in addition to twice the number of waiting
+/// jobs.
 const STALE_MAX: usize = 64;
 
-/// Memory charged for a job, with the holder.
+/// Memory charged for a job, and its holder.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -39,30 +42,70 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
-/// Last counted size of memory that is not charged to a job, such as an incomplete frame.
+/// Last counted size of memory that is not charged to a job, such as an incomplete frame, and the holder of
+/// this memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Counted {
-    pub(super) holder: Holder,
-    pub(super) bytes: usize,
-    pub(super) kind: Kind,
+    holder: Holder,
+    bytes: usize,
+    kind: Kind,
 }
 
-/// Waiting jobs of a connection in a bulkhead, newest last. Some entries may refer to jobs that no longer wait.
+impl Counted {
+    /// Returns the size of memory that cannot be freed early.
+    pub(super) fn fixed(holder: Holder, bytes: usize) -> Self {
+        Self { holder, bytes, kind: Kind::Fixed }
+    }
+
+    /// Returns the size of an incomplete frame, which can be discarded.
+    pub(super) fn frame(holder: Holder, bytes: usize) -> Self {
+        Self { holder, bytes, kind: Kind::Frame }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Memory that must be freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Eviction {
+    /// This number of bytes of the payloads that are arriving over HTTP.
+    Spool(usize),
+    /// The incomplete frame of this connection.
+    Frame(Holder),
+    /// The newest waiting job of the lowest priority class, of this connection in one bulkhead.
+    Job(Holder),
+}
+
+/// Reason why memory is charged to a job.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChargeKind {
+    /// The job is waiting, and its payload is held here.
+    Waiting,
+    /// A worker has the job, and the payload is kept because another worker may need it.
+    Kept,
+    /// The job is prefetched. It is charged for the same memory as a waiting job.
+    Prefetched,
+}
+
+/// Waiting jobs of one connection in one bulkhead, newest last. Some entries can refer to jobs that are no
+/// longer waiting.
 #[derive(Default)]
 struct Waiting {
-    /// Compartment and job, indexed by the code of the priority.
+    /// Compartments and ids of the jobs, indexed by the code of their priority class.
     stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
 
 pub(super) struct Memory {
-    pub(super) shares: Shares,
+    shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
-    /// Holder of bytes that workers have not read.
+    /// Holder of the bytes that workers have not read.
     workers: Holder,
-    /// Holder of the supervisor's own jobs (replays).
+    /// Holder of the jobs that the supervisor itself submits (replays).
     own: Holder,
-    /// Holder of payloads that arrive by HTTP without a known length.
+    /// Holder of payloads without a known length that are arriving over HTTP.
     spool: Holder,
     spooled: usize,
 }
@@ -71,21 +114,57 @@ impl Memory {
     pub(super) fn new(own_uid: u32) -> Self {
         let mut shares = Shares::default();
         let workers = shares.open(Owner::Workers, 0);
-        // Session numbers start at 1.
+        // The keys do not collide with sessions, because session numbers start at 1.
         let own = shares.open(Owner::User(own_uid), 0);
         let spool = shares.open(Owner::User(own_uid), u64::MAX);
         Self { shares, waiting: HashMap::default(), workers, own, spool, spooled: 0 }
     }
 
-    /// Returns the memory held in the data plane, in bytes.
+    /// Returns the total memory held in the data plane, in bytes.
     pub(super) fn held(&self) -> usize {
         self.shares.held() - self.spooled
     }
 
-    /// Replaces a counted size.
+    /// Returns the total memory held in the data plane and for payloads that are arriving over HTTP, in
+    /// bytes.
+    pub(super) fn held_in_all(&self) -> usize {
+        self.shares.held()
+    }
+
+    // Connections.
+
+    /// Adds a connection of a user.
+    pub(super) fn open(&mut self, uid: u32, connection: u64) -> Holder {
+        self.shares.open(Owner::User(uid), connection)
+    }
+
+    /// Releases the memory that a closed connection still holds, except the memory of its jobs.
+    pub(super) fn close(&mut self, connection: Holder, counted: Counted) {
+        self.recount(counted, Counted::fixed(connection, 0));
+        self.shares.close(connection);
+    }
+
+    /// Returns the holder for a connection in a bulkhead.
+    pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
+        self.shares.leaf(connection, bulkhead)
+    }
+
+    /// Returns true if a connection may hold `more` bytes while all holders together may hold `most` bytes.
+    /// If necessary, other holders must then free memory when the bytes are held.
+    pub(super) fn can_hold(
+        &self,
+        connection: Holder,
+        bulkhead: Option<BulkheadIndex>,
+        more: usize,
+        most: usize,
+    ) -> bool {
+        self.shares.can_hold_share(connection, bulkhead, more, most)
+    }
+
+    /// Replaces a size that was counted before.
     pub(super) fn recount(&mut self, was: Counted, is: Counted) {
         if was != is {
-            // Adds before subtracting, so that the holder is not forgotten in between.
+            // Adds before subtracting, so that the holder is not removed in between.
             self.shares.add(is.holder, is.kind, is.bytes);
             self.shares.subtract(was.holder, was.kind, was.bytes);
         }
@@ -94,14 +173,73 @@ impl Memory {
     /// Updates the size of the bytes that workers have not read.
     pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
         let holder = self.workers;
-        let of = |bytes| Counted { holder, bytes, kind: Kind::Fixed };
-        self.recount(of(was), of(is));
+        self.recount(Counted::fixed(holder, was), Counted::fixed(holder, is));
     }
 
-    fn spooled(&mut self, is: usize) {
+    /// Updates the size of the payloads that are arriving over HTTP.
+    pub(super) fn set_spooled(&mut self, is: usize) {
         let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
-        let of = |bytes| Counted { holder, bytes, kind: Kind::Frame };
-        self.recount(of(was), of(is));
+        self.recount(Counted::frame(holder, was), Counted::frame(holder, is));
+    }
+
+    /// Releases memory of payloads that were arriving over HTTP.
+    pub(super) fn release_spooled(&mut self, bytes: usize) {
+        self.set_spooled(self.spooled - bytes);
+    }
+
+    /// Returns the number of bytes that every owner can hold, whatever others hold.
+    pub(super) fn equal_share(&self, most: usize) -> usize {
+        self.shares.equal_share(most)
+    }
+
+    // Jobs.
+
+    /// Charges the client of a job in a bulkhead for memory. `connection` is `None` if the client is gone or
+    /// the supervisor itself submitted the job.
+    pub(super) fn charge(
+        &mut self,
+        record: &mut JobData,
+        kind: ChargeKind,
+        connection: Option<Holder>,
+        bulkhead: BulkheadIndex,
+    ) -> Holder {
+        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
+        let is_waiting = kind == ChargeKind::Waiting;
+        let bytes = match kind {
+            ChargeKind::Waiting => record.footprint(),
+            ChargeKind::Kept => record.payload_bytes(),
+            ChargeKind::Prefetched => {
+                record.footprint() + record.held.copy.as_ref().map_or(0, |copy| copy.len())
+            }
+        };
+        let holder = match connection {
+            Some(connection) => self.shares.leaf(connection, bulkhead),
+            None => self.own,
+        };
+        self.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
+        record.charge = Charge { holder, bytes, is_waiting };
+        holder
+    }
+
+    /// Adds a job to the list of its holder's waiting jobs. `is_waiting` returns true if a job that was
+    /// listed earlier is still waiting.
+    pub(super) fn list_waiting(
+        &mut self,
+        (holder, priority): (Holder, Priority),
+        entry: (CompartmentIndex, JobId),
+        is_waiting: impl Fn(CompartmentIndex, JobId) -> bool,
+    ) {
+        let waiting = self.waiting.entry(holder).or_default();
+        waiting.jobs += 1;
+        let most = 2 * waiting.jobs + STALE_MAX;
+        let stack = &mut waiting.stacks[usize::from(priority.code())];
+        // The cost is amortised, because at least as many entries were added since outdated entries were last
+        // removed.
+        if stack.len() >= most {
+            stack.retain(|&(compartment, job)| is_waiting(compartment, job));
+            stack.shrink_to(most);
+        }
+        stack.push(entry);
     }
 
     /// Releases the memory charged for a job.
@@ -121,10 +259,50 @@ impl Memory {
         }
         self.shares.subtract(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
     }
+
+    // Eviction.
+
+    /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
+    /// bulkhead that need the memory.
+    pub(super) fn next_eviction(
+        &mut self,
+        wants: Option<(Holder, Option<BulkheadIndex>)>,
+        most: usize,
+    ) -> Option<Eviction> {
+        Some(match self.shares.next_eviction(wants, most)? {
+            shares::Eviction::Frame(spool) if spool == self.spool => {
+                Eviction::Spool((self.shares.held() - most).min(self.spooled))
+            }
+            shares::Eviction::Frame(holder) => Eviction::Frame(self.shares.connection(holder)),
+            shares::Eviction::Job(leaf) => Eviction::Job(leaf),
+        })
+    }
+
+    /// Removes and returns the newest job of the lowest priority class in a holder's list. The job may no
+    /// longer be waiting, and its number may even belong to another job.
+    pub(super) fn pop_waiting(&mut self, holder: Holder) -> Option<(CompartmentIndex, JobId)> {
+        self.waiting.get_mut(&holder)?.stacks.iter_mut().find_map(Vec::pop)
+    }
+}
+
+impl Charge {
+    /// Returns true if the job is waiting and this holder is charged for it.
+    pub(super) fn is_of_waiting(&self, holder: Holder) -> bool {
+        self.is_waiting && self.holder == holder
+    }
+}
+
+/// Returns the reason and the message for rejecting data that does not fit into `most` bytes.
+pub(super) fn memory_full_rejection(most: usize) -> (RejectReason, String) {
+    let message = format!(
+        "waiting data has reached the limit max_buffered ({most} bytes), and no other client has more \
+         waiting data than this client"
+    );
+    (RejectReason::Overloaded, message)
 }
 
 impl JobData {
-    /// Returns the memory held for a waiting job, in bytes.
+    /// Returns the memory that a waiting job holds, in bytes.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
@@ -132,144 +310,56 @@ impl JobData {
         JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.payload_bytes()
     }
 
-    /// Returns the size of the payload, in memory or in a file.
+    /// Returns the size of the payload in bytes, whether it is in memory or in a file.
     fn payload_bytes(&self) -> usize {
-        self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes)
+        self.held.bytes() + self.held.file.as_ref().map_or(0, |file| file.bytes())
     }
 }
 
-impl DataPlane {
-    /// Returns the holder of a job: the client, in the bulkhead that has the job.
-    fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
-        match self.sessions.holder(session) {
-            Some(connection) => self.memory.shares.leaf(connection, bulkhead),
-            None => self.memory.own,
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::SlabIndex;
+
+    fn job(number: u64) -> (CompartmentIndex, JobId) {
+        (CompartmentIndex::from_number(0), JobId(number))
     }
 
-    /// Charges a job's client for the memory that `count` returns. Returns the holder and the job's priority.
-    fn charge(
-        &mut self,
-        (compartment, job): (CompartmentIndex, JobId),
-        is_waiting: bool,
-        count: impl Fn(&JobData) -> usize,
-    ) -> Option<(Holder, Priority)> {
-        let Compartment { policy, bulkhead, .. } = &mut self.compartments[compartment];
-        let Some(record) = policy.record_mut(job) else {
-            debug_assert!(false, "{job} was just taken or dispatched, but has no record");
-            return None;
+    fn charge_waiting(memory: &mut Memory, connection: Holder, number: u64, priority: Priority) -> JobData {
+        let mut record = JobData { priority, ..JobData::default() };
+        let holder =
+            memory.charge(&mut record, ChargeKind::Waiting, Some(connection), BulkheadIndex::from_number(0));
+        memory.list_waiting((holder, priority), job(number), |_, _| true);
+        record
+    }
+
+    #[test]
+    fn newest_low_priority_job_of_largest_client_is_evicted_first() {
+        let mut memory = Memory::new(0);
+        let (small, large) = (memory.open(1, 1), memory.open(2, 2));
+        let mut jobs = vec![charge_waiting(&mut memory, small, 1, Priority::default())];
+        for (number, priority) in [(2, Priority::ALL[1]), (3, Priority::ALL[0]), (4, Priority::ALL[0])] {
+            jobs.push(charge_waiting(&mut memory, large, number, priority));
+        }
+        let most = memory.held() - 1;
+        let Some(Eviction::Job(holder)) = memory.next_eviction(None, most) else {
+            panic!("expected the eviction of a job")
         };
-        debug_assert_eq!(record.charge.bytes, 0, "memory is already held for the job");
-        let (bulkhead, session, bytes, class) = (*bulkhead, record.session, count(record), record.priority);
-        let holder = self.holder_of(session, bulkhead);
-        self.memory.shares.add(holder, if is_waiting { Kind::Job } else { Kind::Fixed }, bytes);
-        let record = self.compartments[compartment].policy.record_mut(job)?;
-        record.charge = Charge { holder, bytes, is_waiting };
-        Some((holder, class))
+        let lowest = usize::from(Priority::ALL[0].code()) < usize::from(Priority::ALL[1].code());
+        assert_eq!(memory.pop_waiting(holder), Some(job(if lowest { 4 } else { 2 })));
+        assert!(jobs[3].charge.is_of_waiting(holder) && !jobs[0].charge.is_of_waiting(holder));
+        jobs.iter_mut().for_each(|record| memory.discharge(&mut record.charge));
+        assert_eq!(memory.held(), 0);
+        assert_eq!(memory.next_eviction(None, 0), None);
     }
 
-    /// Charges a job that starts to wait.
-    pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
-        if let Some((holder, class)) = self.charge((compartment, job), true, JobData::footprint) {
-            self.list_waiting(holder, class, (compartment, job));
-        }
-    }
-
-    fn list_waiting(&mut self, holder: Holder, class: Priority, entry: (CompartmentIndex, JobId)) {
-        let waiting = self.memory.waiting.entry(holder).or_default();
-        waiting.jobs += 1;
-        let most = 2 * waiting.jobs + STALE_MAX;
-        let stack = &mut waiting.stacks[usize::from(class.code())];
-        // The cost is amortised, because at least as many entries were added since the last removal.
-        if stack.len() >= most {
-            let compartments = &self.compartments;
-            stack.retain(|&(place, job)| compartments.get(place).is_some_and(|at| at.policy.is_waiting(job)));
-            stack.shrink_to(most);
-        }
-        stack.push(entry);
-    }
-
-    /// Charges a payload that is kept while a worker has the job, because another worker may need it.
-    pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
-        self.charge((compartment, job), false, JobData::payload_bytes);
-    }
-
-    /// Charges a prefetched job for the memory that a waiting job would hold here.
-    pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
-        let copied = |record: &JobData| record.held.copy.as_ref().map_or(0, |copy| copy.len());
-        self.charge((compartment, job), false, |record| record.footprint() + copied(record));
-    }
-
-    /// Returns true if a connection may hold `more` bytes. Other holders may then have to free memory, which happens
-    /// in [`DataPlane::settle_memory`] when the bytes are held.
-    pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
-        self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
-    }
-
-    fn look_at_spool(&mut self) {
-        let unwanted = self.reporter.counters.spool_bytes_to_free.load(Ordering::Relaxed);
-        let spooled = self.reporter.counters.spooled.load(Ordering::Relaxed);
-        self.memory.spooled(spooled.saturating_sub(unwanted));
-    }
-
-    /// Publishes the held memory, and the share that payloads received by HTTP can always hold.
-    pub(super) fn tell_memory(&self) {
-        self.reporter.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
-        let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
-        self.reporter.counters.spool_share.store(share, Ordering::Relaxed);
-    }
-
-    /// Enforces the memory limit. The holders furthest over a fair share free memory, in favour of the connection in
-    /// `wants`.
-    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
-        self.look_at_spool();
-        if self.leases.bytes > 0 {
-            self.settle_files(self.memory.shares.held());
-        }
-        while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
-            let before = self.memory.shares.held();
-            match giver {
-                Giver::Frame(spool) if spool == self.memory.spool => self.give_spool(),
-                Giver::Frame(holder) => self.give_frame(self.memory.shares.connection(holder)),
-                Giver::Job(leaf) => self.give_job(leaf),
-            }
-            if self.memory.shares.held() >= before {
-                debug_assert!(false, "{giver:?} gave nothing");
-                return;
-            }
-        }
-    }
-
-    fn give_spool(&mut self) {
-        let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
-        let given = over.min(self.memory.spooled);
-        self.reporter.counters.spool_bytes_to_free.fetch_add(given, Ordering::Relaxed);
-        self.reporter.counters.spool_free_requested.notify_waiters();
-        self.memory.spooled(self.memory.spooled - given);
-    }
-
-    /// Rejects the newest waiting job of the lowest priority.
-    fn give_job(&mut self, leaf: Holder) {
-        let Some(waiting) = self.memory.waiting.get_mut(&leaf) else { return };
-        for stack in &mut waiting.stacks {
-            while let Some((compartment, job)) = stack.pop() {
-                let Some(entry) = self.compartments.get_mut(compartment) else { continue };
-                // The number may belong to another job by now.
-                let is_its =
-                    |record: &mut Box<JobData>| record.charge.is_waiting && record.charge.holder == leaf;
-                if entry.policy.is_waiting(job) && entry.policy.record_mut(job).is_some_and(is_its) {
-                    self.apply(compartment, Event::MemoryExhausted { job }, Incoming::None);
-                    return;
-                }
-            }
-        }
-    }
-
-    pub(super) fn memory_full(&self) -> (RejectReason, String) {
-        let most = self.limits.buffered_bytes_max;
-        let message = format!(
-            "waiting data holds max_buffered ({most} bytes), and this client holds no less than other clients"
-        );
-        (RejectReason::Overloaded, message)
+    #[test]
+    fn only_as_many_spooled_bytes_as_necessary_are_evicted() {
+        let mut memory = Memory::new(0);
+        memory.set_spooled(1000);
+        assert_eq!((memory.held(), memory.held_in_all()), (0, 1000));
+        assert_eq!(memory.next_eviction(None, 700), Some(Eviction::Spool(300)));
+        memory.set_spooled(700);
+        assert_eq!(memory.next_eviction(None, 700), None);
     }
 }

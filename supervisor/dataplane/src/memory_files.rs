@@ -1,7 +1,7 @@
-//! Files of leases: making, lending and freeing files. [`bulkhead_shared::memory_files`] explains the purpose.
+//! Making, lending and freeing the files of leases. [`bulkhead_shared::memory_files`] explains their purpose.
 //!
-//! The supervisor does not map the files. Each file is open twice: once for the writer and once for the reader. The
-//! file mode prevents any process from opening the file again.
+//! The supervisor does not map the files. Each file is open twice: for writing by one side and for reading by
+//! the other. The file mode prevents every process from opening the file again.
 
 use std::ffi::CStr;
 use std::io::{self, IoSlice};
@@ -15,10 +15,11 @@ use bulkhead_shared::memory_files::FILES_PER_LEASE;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// User id that no process has. It becomes the owner of the files where the supervisor may change owners.
+/// User id that no process has. It becomes the owner of the files if the supervisor is allowed to change
+/// owners.
 const NOBODY_AT_ALL: u32 = u32::MAX - 1;
 
-/// A memory file, opened for writing and for reading.
+/// A memory file that is open for writing and for reading.
 struct File {
     written: OwnedFd,
     read: Arc<OwnedFd>,
@@ -31,17 +32,17 @@ impl File {
         let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         rustix::fs::fchmod(&written, Mode::empty())?;
         let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
-        // Without the privilege the supervisor's user stays the owner, and a worker of this user can open the file
-        // again.
+        // If the supervisor is not allowed to change the owner, its user remains the owner. A worker that
+        // runs as this user can then open the file again.
         let _ = rustix::fs::fchown(&written, Some(nobody), None);
         Ok(Self { written, read: Arc::new(read) })
     }
 }
 
-/// Creates a memory file of fixed size.
+/// Creates a memory file whose size cannot change.
 pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know `MFD_NOEXEC_SEAL`.
+    // Kernels before 6.3 do not support `MFD_NOEXEC_SEAL`.
     let file = rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create(name, flags))?;
     rustix::fs::ftruncate(&file, bytes)?;
@@ -49,39 +50,43 @@ pub(super) fn sealed_file(name: &CStr, bytes: u64) -> rustix::io::Result<OwnedFd
     Ok(file)
 }
 
-/// The two files of a lease, which have equal sizes.
+/// The two files of a lease. Both have the same size.
 pub(super) struct Files {
     payload: File,
     result: File,
-    pub(super) bytes: u64,
+    bytes: u64,
 }
 
 impl Files {
-    /// Makes the files and allocates the memory for a payload, which takes time.
+    /// Makes the files and allocates the memory of the payload file, which takes some time.
     pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
         let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
         rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
         Ok(files)
     }
 
-    /// Returns the descriptors for the client.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the descriptors that are sent to the client.
     pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.written.as_fd(), self.result.read.as_fd()]
     }
 
-    /// Returns the descriptors for the worker.
+    /// Returns the descriptors that are sent to a worker.
     pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES_PER_LEASE] {
         [self.payload.read.as_fd(), self.result.written.as_fd()]
     }
 
-    /// Returns the descriptor for reading the payload, to send the content as bytes.
+    /// Returns a descriptor for reading the payload, in order to send it as bytes.
     pub(super) fn payload(&self) -> Arc<OwnedFd> {
         self.payload.read.clone()
     }
 
-    /// Frees the memory, even memory that other processes still have mapped. This takes time. A client that has
-    /// copied a result can tell by the file's mode if the memory was still there, see
-    /// [`bulkhead_shared::memory_files::is_whole`].
+    /// Frees the memory of the files even if other processes have mapped it, which takes some time. A client
+    /// that has copied a result can check the file's mode to find out whether the memory was still there (see
+    /// [`bulkhead_shared::memory_files::is_whole`]).
     pub(super) fn free(self) {
         let empty = |file: &File| {
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -94,18 +99,7 @@ impl Files {
     }
 }
 
-/// State of lending memory files to the worker of a link.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Lending {
-    /// The worker cannot take files, or sending files has failed.
-    #[default]
-    Never,
-    Open,
-    /// The worker has not confirmed the last loan.
-    Unacknowledged,
-}
-
-/// Returns a frame that announces lent files.
+/// Returns the frame that announces files sent along with it.
 pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Encode) -> io::Result<Vec<u8>> {
     let mut frame = vec![0; HEADER_BYTES];
     codec::encode(message, &[], &mut frame).map_err(io::Error::other)?;
@@ -115,8 +109,8 @@ pub(super) fn lend_frame((kind, number): (u8, u64), message: &impl bincode::Enco
     Ok(frame)
 }
 
-/// Sends files with a frame that announces them, at most as many files as a lease has. The socket must be empty, so
-/// that there usually is room. Returns the number of bytes sent.
+/// Sends a frame along with the files that it announces. There can be at most as many files as a lease has.
+/// The socket must be empty, so that it normally has room. Returns the number of bytes that were sent.
 pub(super) fn lend(
     socket: impl AsFd,
     said: (u8, u64),

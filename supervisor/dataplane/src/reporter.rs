@@ -1,57 +1,26 @@
-//! Sends events, crash reports, workers' output and spans to the control plane. Formats nothing and never waits.
-//! Dropped messages are counted.
+//! Sends events, notices and the output of workers to the control plane. Never formats text and never waits.
+//! If a channel is full, the message is dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use bulkhead_api::CrashId;
+use bulkhead_api::{CrashId, EventKind, Severity};
 use bulkhead_plane::command::{DroppableNotice, Event};
 use bulkhead_plane::counters::SharedCounters;
-use bulkhead_plane::crash::REPORTS_WAITING_MAX;
-use bulkhead_plane::notices::NoticeSender;
-use bulkhead_plane::span::SpanSender;
-use bulkhead_shared::JobId;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-
-use super::spans::Spans;
+use bulkhead_plane::notices::{Milestone, NoticeSender, WorkerOutput};
+use bulkhead_policy::OperatorEvent;
 
 pub(super) struct Reporter {
-    pub(super) notices: NoticeSender,
-    pub(super) counters: Arc<SharedCounters>,
-    /// Set if tracing is on.
-    pub(super) spans: Option<Spans>,
-    /// True if the output of some worker found no room.
-    pub(super) has_outputs: bool,
-    /// Number of crash reports so far.
-    pub(super) crashes: u32,
-    /// Permits for crash reports that wait to be stored.
-    pub(super) places: Arc<Semaphore>,
-    /// Last job that crashed or exceeded its deadline, with operation and tenant. The next event may be about this
-    /// job.
-    pub(super) last_crashed: Option<(JobId, Box<str>, Box<str>)>,
-    /// Process and crash report of the death that is being applied. Events about the death refer to the report.
-    pub(super) last_report: Option<(u32, CrashId)>,
-    /// Suppresses the events of single compartments during a command for a whole bulkhead.
-    pub(super) is_quiet: bool,
+    notices: NoticeSender,
+    counters: Arc<SharedCounters>,
+    /// True while events of individual compartments are suppressed, because a command applies to the whole
+    /// bulkhead.
+    is_quiet: bool,
 }
 
 impl Reporter {
-    pub(super) fn new(
-        notices: NoticeSender,
-        counters: Arc<SharedCounters>,
-        spans: Option<SpanSender>,
-    ) -> Self {
-        Self {
-            notices,
-            counters,
-            spans: spans.map(Spans::new),
-            has_outputs: false,
-            crashes: 0,
-            places: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
-            last_crashed: None,
-            last_report: None,
-            is_quiet: false,
-        }
+    pub(super) fn new(notices: NoticeSender, counters: Arc<SharedCounters>) -> Self {
+        Self { notices, counters, is_quiet: false }
     }
 
     pub(super) fn notify(&mut self, notice: DroppableNotice) {
@@ -60,23 +29,63 @@ impl Reporter {
         }
     }
 
-    pub(super) fn event(&mut self, event: Event) {
+    pub(super) fn milestone(&self, milestone: Milestone) {
+        self.notices.send_milestone(milestone);
+    }
+
+    /// Passes the output of a worker to the control plane. If the channel is full, returns the output.
+    pub(super) fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
+        self.notices.send_output(output)
+    }
+
+    /// Tells the control plane that the states of bulkheads may have changed.
+    pub(super) fn states_have_changed(&self) {
+        self.counters.revision.fetch_add(1, Ordering::SeqCst);
+    }
+
+    // Events.
+
+    fn event(&mut self, event: Event) {
         self.notify(DroppableNotice::Event(Box::new(event)));
     }
 
-    /// Returns the crash report for an event about the death of process `pid`.
-    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
-        let (dead, id) = self.last_report?;
-        (pid == Some(dead)).then_some(id)
+    /// Reports an event that concerns the whole supervisor.
+    pub(super) fn supervisor_event(&mut self, severity: Severity, what: EventKind) {
+        self.event(Event::new(severity, None, what));
     }
 
-    /// Returns a permit for a crash report, if available.
-    pub(super) fn place(&self) -> Option<OwnedSemaphorePermit> {
-        self.places.clone().try_acquire_owned().ok()
+    /// Reports an event that concerns a whole bulkhead.
+    pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: &Arc<str>, what: EventKind) {
+        self.event(Event::new(severity, Some(bulkhead.clone()), what));
     }
 
-    /// Signals that earlier observations of the bulkheads' states are outdated.
-    pub(super) fn states_have_changed(&self) {
-        self.counters.revision.fetch_add(1, Ordering::SeqCst);
+    /// Reports an event that concerns one compartment. The event contains the tenant if the compartment
+    /// serves a single tenant, and the crash report if there is one about this event.
+    pub(super) fn compartment_event(
+        &mut self,
+        severity: Severity,
+        (bulkhead, tenant): (&Arc<str>, &Option<Arc<str>>),
+        what: EventKind,
+        report: Option<CrashId>,
+    ) {
+        let event = Event::new(severity, Some(bulkhead.clone()), what);
+        self.event(Event { tenant: tenant.clone(), report, ..event });
+    }
+
+    /// Reports a problem of the supervisor itself.
+    pub(super) fn trouble(&mut self, what: &str, detail: &str) {
+        let trouble = EventKind::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
+        self.supervisor_event(Severity::Critical, trouble);
+    }
+
+    /// Sets whether events of individual compartments are suppressed.
+    pub(super) fn set_quiet(&mut self, is_quiet: bool) {
+        self.is_quiet = is_quiet;
+    }
+
+    /// Returns true if an operator event must not be reported now, because a single event covers all tenants.
+    pub(super) fn is_suppressed(&self, note: &OperatorEvent) -> bool {
+        self.is_quiet
+            && matches!(note, OperatorEvent::Draining | OperatorEvent::Resumed | OperatorEvent::Breaker(_))
     }
 }

@@ -1,503 +1,625 @@
-//! Client connections: accepting, writing, and disconnecting clients that misbehave.
+//! Client connections: their states, timeouts and requests, and the order in which they are read and written.
+//!
+//! This part does not read or write sockets. `wiring` moves bytes between the endpoints and the buffers of a
+//! session.
+
+pub(super) mod endpoint;
+mod fair_queue;
+mod outcomes;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{HashMap, VecDeque};
-use std::io;
-use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use bulkhead_api::Severity;
+use bulkhead_linux::peer::Peer;
 use bulkhead_plane::access::Grant;
-use bulkhead_plane::peer_check::{self, ClientRejection, SocketKind};
-use bulkhead_policy::{Event, Time};
-use bulkhead_shared::client_protocol::Refused;
-use bulkhead_shared::connection::{Inbox, Outbox, Payload};
-use bulkhead_shared::frame::kind;
-use bulkhead_shared::in_process;
+use bulkhead_policy::Time;
+use bulkhead_shared::client_protocol::{ClientWelcome, Refused};
+use bulkhead_shared::connection::{Inbox, Outbox, Payload, Received};
+use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason};
 use foldhash::quality::RandomState;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::client_end::ClientEnd;
-use super::lends::Unread;
-use super::memory::Counted;
-use super::shares::{Holder, Kind, Owner};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
-use super::turns::Standing;
-use super::{DataPlane, Endpoint, Incoming, JobData, memory};
-use bulkhead_linux::peer::Peer;
+pub(super) use outcomes::OutcomeExtensions;
 
-/// Maximum number of connections accepted per iteration. Connected clients have precedence, because identifying a new
-/// client takes time.
-const ACCEPTS_PER_TURN: usize = 4;
+use super::memory::{self, Counted};
+use super::shares::Holder;
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
+use super::time_budget::TimeBudget;
+use super::unread_loans::ReceiverLoans;
+use endpoint::ClientEndpoint;
+use fair_queue::{FairQueue, QUANTUM_BYTES, QueueState, read_cost};
 
-/// Time after which an iteration accepts no further connection.
-const ACCEPT_TIME: Duration = Duration::from_micros(100);
+/// Time limit for a client's hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Timeout for a client's hello.
-const HELLO_WITHIN: Duration = Duration::from_secs(5);
+/// Time limit for receiving a whole frame, counted from its first byte.
+const FRAME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Timeout for a whole frame, from the first byte.
-const FRAME_WITHIN: Duration = Duration::from_secs(30);
+/// Maximum time during which a client with pending output may read nothing.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time in which a client with pending output reads nothing.
-const READ_WITHIN: Duration = Duration::from_secs(30);
+/// Number of bytes in a client's send backlog above which no more input is read from the client.
+const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
-/// Send backlog above which a client is not read, in bytes.
-pub(super) const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
+/// Reciprocal of the share of processor time that may be used for reading low-priority clients.
+const LOW_PRIORITY_PART: i64 = 16;
+
+/// Maximum number of unfinished jobs per client.
+pub(super) const REQUESTS_MAX: usize = 1 << 20;
+
+/// Capacity up to which the request table of a client is never shrunk.
+const REQUESTS_CAPACITY_KEPT: usize = 1024;
 
 pub(super) struct Session {
-    pub(super) end: ClientEnd,
-    /// Process that connected, if known.
+    pub(super) end: ClientEndpoint,
+    /// Process that opened the connection, or `None` if not known.
     pub(super) peer: Option<Peer>,
-    /// State in the fair queue.
-    pub(super) standing: Standing,
     pub(super) grant: Grant,
-    pub(super) epoch: u64,
-    pub(super) stage: Stage,
+    pub(super) phase: Phase,
     pub(super) inbox: Inbox,
     pub(super) outbox: Outbox,
-    /// Jobs with compartments, by request number.
-    pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Memory holder of the client's data.
+    /// Holder to which the client's memory is charged.
     pub(super) holder: Holder,
-    /// Memory of the current frame, as last counted.
-    pub(super) counted_held: Counted,
-    /// Bulkhead of the current large frame, or else of the last job.
+    /// Bulkhead of the large frame that is being received. If no large frame is being received, bulkhead of
+    /// the last job.
     pub(super) frame_for: Option<BulkheadIndex>,
-    pub(super) counted_unread: usize,
-    pub(super) mid_frame_since: Option<Time>,
+    /// Memory files that were lent to the client and may not have been received yet.
+    pub(super) unread: ReceiverLoans,
+    /// Compartments and ids of the client's jobs, by request number.
+    pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
+    /// Last counted memory of the frame that is being received.
+    pub(super) counted_frame: Counted,
+    epoch: u64,
+    /// State of the connection in the fair queue.
+    queue_state: QueueState,
+    /// Last counted size of the outbox, in bytes.
+    counted_unread: usize,
+    mid_frame_since: Option<Time>,
     /// Value of [`Inbox::frames_begun`] after the last read.
-    pub(super) frames_begun: u64,
-    pub(super) unread_since: Option<Time>,
-    /// Memory files that were lent to the client and may be unread.
-    pub(super) unread: Unread,
-    /// The most recent revoked leases, which the client did not return in time.
-    pub(super) leases_lost: VecDeque<u64>,
-    pub(super) is_dirty: bool,
-    pub(super) is_paused: bool,
-    /// Permit of a control-plane client, which does not count as a client of the jobs socket.
-    pub(super) place: Option<OwnedSemaphorePermit>,
-    pub(super) uid: u32,
+    frames_begun: u64,
+    unread_since: Option<Time>,
+    is_dirty: bool,
+    /// True if the client is not read because its send backlog is too large.
+    is_paused: bool,
+    /// Permit of a client that was accepted by the control plane. Such a client does not count as a client of
+    /// the jobs socket.
+    permit: Option<OwnedSemaphorePermit>,
+    uid: u32,
     /// Time of the last input or output.
-    pub(super) active_at: Time,
+    active_at: Time,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
     AwaitingHello {
         since: Time,
     },
     Open,
-    /// Rejected. The session is closed when the rejection is sent.
+    /// The client was rejected. The session is closed after the rejection was sent.
     Closing,
 }
 
-/// Reason for disconnecting a client, and the message for the client.
-pub(super) struct Breach(pub(super) RejectReason, pub(super) String);
+/// Violation of the protocol that ends the session, with the reason and the message for the client.
+pub(super) struct Violation(pub(super) RejectReason, pub(super) String);
+
+/// Identity of a client, with its permissions.
+pub(super) struct Client {
+    /// Process that opened the connection, or `None` if not known.
+    pub(super) peer: Option<Peer>,
+    pub(super) grant: Grant,
+    pub(super) uid: u32,
+    /// Permit of a client that was accepted by the control plane.
+    pub(super) permit: Option<OwnedSemaphorePermit>,
+}
 
 impl Session {
-    pub(super) fn new(
-        end: ClientEnd,
-        (peer, grant): (Option<Peer>, Grant),
-        stage: Stage,
-        (uid, holder): (u32, Holder),
-        (epoch, now): (u64, Time),
-    ) -> Self {
-        Self {
-            end,
-            peer,
-            standing: Standing::default(),
-            grant,
-            epoch,
-            stage,
-            inbox: Inbox::default(),
-            outbox: Outbox::default(),
-            requests: HashMap::default(),
-            counted_held: Counted { holder, bytes: 0, kind: Kind::Fixed },
-            frame_for: None,
-            holder,
-            counted_unread: 0,
-            mid_frame_since: None,
-            frames_begun: 0,
-            unread_since: None,
-            unread: Unread::default(),
-            leases_lost: VecDeque::new(),
-            is_dirty: false,
-            is_paused: false,
-            place: None,
-            uid,
-            active_at: now,
-        }
-    }
-
-    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not continue either.
-    pub(super) fn excuse(&mut self, late: Duration, now: Time) {
-        let hello_since = match &mut self.stage {
-            Stage::AwaitingHello { since } => Some(since),
-            Stage::Open | Stage::Closing => None,
+    /// Extends the timeouts by the length of a pause of the supervisor, because the client could not proceed
+    /// during the pause.
+    fn extend_timeouts(&mut self, late: Duration, now: Time) {
+        let hello_since = match &mut self.phase {
+            Phase::AwaitingHello { since } => Some(since),
+            Phase::Open | Phase::Closing => None,
         };
         let times = [hello_since, self.mid_frame_since.as_mut(), self.unread_since.as_mut()];
         times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
     }
 
-    /// Returns true if the client has no jobs and nothing is being sent or received.
-    pub(super) fn is_idle(&self) -> bool {
+    /// Returns true if the client has no jobs and no data is being sent or received.
+    fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
-        // Input that has just arrived makes the session busy.
-        self.stage != Stage::Closing && has_nothing && self.end.is_quiet()
+        // If input has just arrived, the session is not idle.
+        self.phase != Phase::Closing && has_nothing && self.end.is_quiet()
+    }
+
+    /// Returns true if the client must not be read because its send backlog is too large.
+    pub(super) fn pause_if_behind(&mut self) -> bool {
+        let is_behind = self.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE;
+        self.is_paused |= is_behind;
+        is_behind
+    }
+
+    /// Completes the handshake.
+    pub(super) fn welcome(&mut self, welcome: &ClientWelcome<'_>) {
+        self.phase = Phase::Open;
+        let _ = self.outbox.push(kind::CLIENT_WELCOME, MAGIC, welcome, &[], Payload::NONE);
     }
 }
 
-impl DataPlane {
-    // Connecting and disconnecting.
+/// All sessions by index, the order in which they are read, and totals.
+pub(super) struct Sessions {
+    slab: Slab<SessionIndex, Session>,
+    /// Epoch of the newest session. Each session has a different epoch.
+    last_epoch: u64,
+    /// Number of clients, not including clients of the control plane.
+    clients: usize,
+    /// Clients that have input.
+    fair_queue: FairQueue,
+    /// Low-priority clients that have input, and the time budget for reading them.
+    low_priority: FairQueue,
+    low_priority_budget: TimeBudget,
+    /// Total size of the output that clients have not read, in bytes.
+    unread_bytes: usize,
+    /// Sessions with output that must be written.
+    dirty: VecDeque<SessionIndex>,
+    /// True if a timeout of a session may be running.
+    needs_checks: bool,
+}
 
-    /// Accepts some of the waiting connections, within the time budget. `accept_pending` stays set if more may be
-    /// waiting.
-    pub(super) fn accept(&mut self) {
-        self.entrance.accept_pending = true;
-        let began = Instant::now();
-        for _ in 0..ACCEPTS_PER_TURN {
-            if began.elapsed() > ACCEPT_TIME {
-                break;
-            }
-            if !self.entrance.may_accept(&self.poll, self.now) {
-                if let Some(what) = self.entrance.delay(self.now) {
-                    self.event(Severity::Warning, None, what);
-                }
-                break;
-            }
-            let began = Instant::now();
-            let Some(listener) = &self.entrance.listener else {
-                self.entrance.all_accepted();
-                break;
-            };
-            let accepted = listener.accept();
-            match accepted {
-                Ok((socket, _)) => {
-                    self.entrance.count_accepted();
-                    self.welcome_socket(socket);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    self.entrance.all_accepted();
-                    let heard = self.entrance.hear_arrivals(&self.poll);
-                    let error = heard.err().unwrap_or(error);
-                    if error.kind() != io::ErrorKind::WouldBlock {
-                        // Usually, no descriptors are free. The connection stays in the backlog and is not reported
-                        // again, so try again later.
-                        self.note_trouble("a client could not be accepted", &error.to_string());
-                        self.want_housekeeping();
-                    }
-                    break;
-                }
-            }
-            self.entrance.allowance.spend(began);
+owns_slab!(Sessions, SessionIndex, Session);
+
+/// Next step for a session after its output was written.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum AfterFlush {
+    Keep,
+    /// Everything was sent to a rejected client, so the connection must be shut down.
+    Finish,
+    /// A client has too many unread bytes. Close this session. It can be a different session than the written
+    /// one.
+    CloseBehind(SessionIndex),
+}
+
+impl Sessions {
+    pub(super) fn new() -> Self {
+        Self {
+            slab: Slab::default(),
+            last_epoch: 0,
+            clients: 0,
+            fair_queue: FairQueue::default(),
+            low_priority: FairQueue::default(),
+            low_priority_budget: TimeBudget::one_in(LOW_PRIORITY_PART),
+            unread_bytes: 0,
+            dirty: VecDeque::new(),
+            needs_checks: false,
         }
     }
 
-    fn welcome_socket(&mut self, socket: UnixStream) {
-        if socket.set_nonblocking(true).is_err() {
-            return;
-        }
-        let (peer, grant, refusal) = match self.admit(&socket) {
-            Ok((peer, grant)) => (Some(peer), grant, None),
-            Err(refusal) => (refusal.peer, Grant::none(), Some(refusal)),
-        };
-        self.sessions.clients += 1;
-        self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
-        let stage = Stage::AwaitingHello { since: self.now };
-        // All clients of unknown identity share a user.
-        let uid = peer.map_or(u32::MAX, |peer| peer.uid);
-        let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
-        self.want_housekeeping();
-        if let Some(refusal) = refusal {
-            self.refuse_session(index, refusal.reason, &refusal.message);
-            // Sent and closed at once, so that a crowd of rejected clients cannot take the descriptors of accepted
-            // ones.
-            self.flush_session(index);
-            if refusal.reason != RejectReason::Overloaded {
-                self.note_refusal(SocketKind::Jobs, refusal);
-            }
-        }
+    // Opening and closing.
+
+    /// Returns the epoch for the next session. Each epoch is used only once.
+    pub(super) fn next_epoch(&mut self) -> u64 {
+        self.last_epoch += 1;
+        self.last_epoch
     }
 
-    /// Serves an in-process client like a client of the jobs socket, except that the identity is known.
-    pub(super) fn welcome_embedded(&mut self, end: in_process::Endpoint) {
-        let own = rustix::process::geteuid().as_raw();
-        let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
-        self.sessions.clients += 1;
-        self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
-        let stage = Stage::AwaitingHello { since: self.now };
-        let end = ClientEnd::InProcess(end);
-        let index = self.open_session(end, (None, Grant::Unrestricted), stage, None, own);
-        self.want_housekeeping();
-        if is_full {
-            let most = self.limits.clients_max;
-            let message = format!(
-                "{most} clients are connected already, the maximum that max_clients and the limit of open \
-                 files allow; share a client by cloning the client"
-            );
-            self.refuse_session(index, RejectReason::Overloaded, &message);
-        }
-    }
-
-    /// Serves a client of the control plane.
-    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
-        let end = ClientEnd::Socket(socket);
-        self.open_session(end, (None, Grant::Unrestricted), Stage::Open, Some(place), uid);
-    }
-
-    /// Opens a session. A socket must be non-blocking. If the session cannot be served, the session is already closed
-    /// on return.
-    fn open_session(
+    /// Adds a session with its epoch and its memory holder.
+    pub(super) fn open(
         &mut self,
-        end: ClientEnd,
-        (peer, grant): (Option<Peer>, Grant),
-        stage: Stage,
-        place: Option<OwnedSemaphorePermit>,
-        uid: u32,
+        end: ClientEndpoint,
+        client: Client,
+        phase: Phase,
+        (epoch, holder): (u64, Holder),
+        now: Time,
     ) -> SessionIndex {
-        self.sessions.epochs += 1;
-        let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
-        let (epoch, now) = (self.sessions.epochs, self.now);
-        let index = self.sessions.slab.insert(Session {
-            place,
-            ..Session::new(end, (peer, grant), stage, (uid, holder), (epoch, now))
-        });
-        let token = Endpoint::Session(index).token();
-        let session = &self.sessions[index];
-        if session.end.register(self.poll.registry(), token).is_err() {
-            self.drop_session(index);
-        } else if let ClientEnd::InProcess(end) = &session.end {
-            self.bell.give_rope(SessionId { index, epoch: session.epoch }, end);
-        }
-        index
+        let Client { peer, grant, uid, permit } = client;
+        self.clients += usize::from(permit.is_none());
+        self.needs_checks |= matches!(phase, Phase::AwaitingHello { .. });
+        self.slab.insert(Session {
+            end,
+            peer,
+            grant,
+            phase,
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            holder,
+            frame_for: None,
+            unread: ReceiverLoans::default(),
+            epoch,
+            queue_state: QueueState::default(),
+            requests: HashMap::default(),
+            counted_frame: Counted::fixed(holder, 0),
+            counted_unread: 0,
+            mid_frame_since: None,
+            frames_begun: 0,
+            unread_since: None,
+            is_dirty: false,
+            is_paused: false,
+            permit,
+            uid,
+            active_at: now,
+        })
     }
 
-    /// Identifies a client that connects, and returns its permissions or the reason for rejecting it. Cheap checks
-    /// come first.
-    fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), ClientRejection> {
-        let peer = peer_check::peer_of(socket)?;
-        let grant = self.entrance.access.grant(peer, socket);
-        let most = self.limits.clients_max;
-        let is_full = self.sessions.clients + self.entrance.intake.closing() >= most;
-        let idle = if grant.is_ok() && is_full { self.sessions.idle_for(peer.uid) } else { None };
-        if grant.is_ok() && is_full && idle.is_none() {
-            let message = format!(
-                "{most} clients are connected already, the maximum that max_clients and the limit of open \
-                 files allow; try again later"
-            );
-            return Err(ClientRejection {
-                reason: RejectReason::Overloaded,
-                ..ClientRejection::forbidden(peer, message)
-            });
-        }
-        // A worker that connects is reported as a worker, even if the user has no access anyway.
-        if grant.is_ok() || self.entrance.access.is_own_user(peer) {
-            self.entrance.access.check_descent(socket, peer)?;
-        }
-        let grant = grant?;
-        if let Some(idle) = idle {
-            self.close_idle(idle);
-        }
-        Ok((peer, grant))
+    /// Removes a session. Returns the session, and the memory that was counted for its current frame.
+    pub(super) fn close(&mut self, index: SessionIndex) -> Option<(Session, Counted)> {
+        let session = self.slab.retire(index)?;
+        // The index may be reused, and the next session must not be flushed in place of this one.
+        self.dirty.retain(|dirty| *dirty != index);
+        self.unread_bytes -= session.counted_unread;
+        self.clients -= usize::from(session.permit.is_none());
+        let counted = session.counted_frame;
+        Some((session, counted))
     }
 
-    /// Updates the permissions of all clients after a change of `[[access]]`. A client without permissions stays
-    /// connected to receive the outcomes of earlier jobs. Further requests are `forbidden`.
-    pub(super) fn grant_again(&mut self) {
-        for session in self.sessions.values_mut() {
-            let peer = session.peer.filter(|_| session.stage != Stage::Closing);
-            if let (Some(peer), ClientEnd::Socket(socket)) = (peer, &session.end) {
-                session.grant = self.entrance.access.grant(peer, socket).unwrap_or_else(|_| Grant::none());
-            }
-        }
+    /// Returns the number of clients, not including clients of the control plane.
+    pub(super) fn clients(&self) -> usize {
+        self.clients
     }
 
-    /// Closes an idle connection in favour of another user.
-    fn close_idle(&mut self, index: SessionIndex) {
-        let message = "this connection was idle, and this user has most of the connections that max_clients \
-                       allows: another user needs a connection; connect again";
-        self.refuse_session(index, RejectReason::Overloaded, message);
-        self.flush_session(index);
-        self.drop_session(index);
+    /// Returns the total size of the output that clients have not read, in bytes.
+    pub(super) fn unread_bytes(&self) -> usize {
+        self.unread_bytes
     }
 
-    pub(super) fn refuse_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
-        if session.stage == Stage::Closing {
-            return;
+    pub(super) fn id(&self, index: SessionIndex) -> SessionId {
+        SessionId { index, epoch: self.slab[index].epoch }
+    }
+
+    /// Returns the session with this id, or `None` if it was closed.
+    #[inline]
+    pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
+        self.slab.get(id.index).filter(|session| session.epoch == id.epoch)
+    }
+
+    #[inline]
+    pub(super) fn of_mut(&mut self, id: SessionId) -> Option<&mut Session> {
+        self.slab.get_mut(id.index).filter(|session| session.epoch == id.epoch)
+    }
+
+    /// Returns the memory holder of a session.
+    pub(super) fn holder(&self, id: SessionId) -> Option<Holder> {
+        Some(self.of(id)?.holder)
+    }
+
+    /// Returns the session with this memory holder.
+    pub(super) fn of_holder(&self, holder: Holder) -> Option<SessionIndex> {
+        self.slab.iter().find(|(_, session)| session.holder == holder).map(|(index, _)| index)
+    }
+
+    /// Returns the idle connection that must be closed to make room for a new client of user `uid`. Only the
+    /// user with the most connections must give up a connection. Returns `None` if `uid` would then have more
+    /// connections than that user, or if that user has no idle connection. A single user can therefore have
+    /// all connections, but must give up some of them when another user connects.
+    pub(super) fn idle_session_for(&self, uid: u32) -> Option<SessionIndex> {
+        // Clients of the control plane have separate permits, so they are not counted.
+        let clients = || self.slab.iter().filter(|(_, session)| session.permit.is_none());
+        let mut counts = HashMap::new();
+        clients().for_each(|(_, session)| *counts.entry(session.uid).or_insert(0_usize) += 1);
+        let own = counts.remove(&uid).unwrap_or(0);
+        let (giver, most) = counts.into_iter().max_by_key(|&(_, count)| count)?;
+        if own >= most {
+            return None;
         }
-        session.stage = Stage::Closing;
+        let mut of_giver: Vec<_> = clients().filter(|(_, session)| session.uid == giver).collect();
+        of_giver.sort_unstable_by_key(|(_, session)| session.active_at);
+        of_giver.into_iter().find(|(_, session)| session.is_idle()).map(|(index, _)| index)
+    }
+
+    /// Starts to close a session by sending the client the reason for its rejection. Returns false if the
+    /// session is already closing.
+    pub(super) fn reject(&mut self, index: SessionIndex, reason: RejectReason, message: &str) -> bool {
+        let Some(session) = self.slab.get_mut(index) else { return false };
+        if session.phase == Phase::Closing {
+            return false;
+        }
+        session.phase = Phase::Closing;
         let refused = Refused { reason: reason.code(), message };
-        // The message is the supervisor's own and short, so it fits.
+        // The message fits into a frame, because the supervisor's own messages are short.
         let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
-        self.cancel_requests(index);
-        self.mark_dirty(Endpoint::Session(index));
-        self.want_housekeeping();
+        self.needs_checks = true;
+        self.schedule_flush(index);
+        true
     }
 
-    pub(super) fn drop_session(&mut self, index: SessionIndex) {
-        self.cancel_requests(index);
-        if let Some(session) = self.sessions.get(index) {
-            self.drop_leases_of(SessionId { index, epoch: session.epoch });
-        }
-        let Some(session) = self.sessions.slab.retire(index) else { return };
-        // A free index must not be flushed for the former session.
-        self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
-        let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
-        self.memory.recount(session.counted_held, nothing);
-        self.memory.shares.close(session.holder);
-        self.sessions.undelivered -= session.counted_unread;
-        if session.place.is_none() {
-            self.sessions.clients -= 1;
-            self.reporter.counters.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
-        }
-        session.end.close(self.poll.registry(), &self.entrance.intake);
-    }
+    // Reading.
 
-    pub(super) fn cancel_requests(&mut self, index: SessionIndex) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
-        let requests = std::mem::take(&mut session.requests);
-        for (compartment, job) in requests.into_values() {
-            self.apply(compartment, Event::Cancel { job, unless_begun: false }, Incoming::None);
+    /// Schedules a read from a client that may have input.
+    pub(super) fn schedule_read(&mut self, index: SessionIndex) {
+        if let Some(session) = self.slab.get_mut(index) {
+            let is_low_priority = session.queue_state.is_low_priority();
+            let queue = if is_low_priority { &mut self.low_priority } else { &mut self.fair_queue };
+            queue.push(session.uid, index, &mut session.queue_state);
         }
     }
 
-    /// Counts the memory of the incomplete frame. It can be given up if no job is lost with it.
-    pub(super) fn count_frame(&mut self, index: SessionIndex) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
+    /// Returns true if a client that is not low-priority has input.
+    pub(super) fn has_input(&self) -> bool {
+        !self.fair_queue.is_empty()
+    }
+
+    /// Returns true if a low-priority client has input and the time budget allows reading it.
+    pub(super) fn can_read_low_priority(&mut self, now: Time) -> bool {
+        !self.low_priority.is_empty() && self.low_priority_budget.has_time(now)
+    }
+
+    /// Returns the time at which low-priority clients can be read again.
+    pub(super) fn low_priority_at(&self) -> Option<Time> {
+        (!self.low_priority.is_empty()).then(|| self.low_priority_budget.resume_at())
+    }
+
+    /// Charges the time since `began` to the time budget for reading low-priority clients.
+    pub(super) fn charge_low_priority(&mut self, began: Instant) {
+        self.low_priority_budget.charge(began);
+    }
+
+    /// Begins a read from the next client in one of the two queues. Returns the client and the maximum number
+    /// of bytes to read.
+    pub(super) fn begin_read(&mut self, is_low_priority: bool) -> Option<(SessionIndex, usize)> {
+        let slab = &mut self.slab;
+        let begin =
+            |index, round| slab.get_mut(index).is_some_and(|session| session.queue_state.try_begin(round));
+        if is_low_priority {
+            Some((self.low_priority.begin_read(begin)?, QUANTUM_BYTES))
+        } else {
+            let index = self.fair_queue.begin_read(begin)?;
+            Some((index, self.fair_queue.quantum()))
+        }
+    }
+
+    /// Completes a read from a client. Returns the cost of the read. The cost also counts if the session is
+    /// gone, so that clients cannot avoid the limits by disconnecting. `frames_before` is the value of
+    /// [`Inbox::frames_begun`] before the read.
+    pub(super) fn end_read(&mut self, index: SessionIndex, bytes: usize, frames_before: u64) -> usize {
+        let Some(session) = self.slab.get_mut(index) else { return read_cost(bytes, 0) };
+        let frames = session.inbox.frames_begun().saturating_sub(frames_before) as usize;
+        session.queue_state.end_read(bytes, frames)
+    }
+
+    /// Records the result of a read after which the session remains open.
+    pub(super) fn received(&mut self, index: SessionIndex, received: Received, now: Time) {
+        let session = &mut self.slab[index];
+        session.active_at = now;
+        let is_another = session.inbox.frames_begun() != session.frames_begun;
+        session.frames_begun = session.inbox.frames_begun();
+        session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
+            (true, Some(since)) if !is_another => Some(since),
+            (true, _) => Some(now),
+            (false, _) => None,
+        };
+        self.needs_checks |= session.mid_frame_since.is_some();
+        let is_read_closed = session.queue_state.is_read_closed();
+        if received == Received::More || received == Received::Drained && is_read_closed {
+            self.schedule_read(index);
+        }
+    }
+
+    /// Records that the client has closed its side. The end of the stream can follow bytes that arrived at
+    /// the same time, and the event loop does not report it again. The connection must therefore be read to
+    /// the end.
+    pub(super) fn peer_closed(&mut self, index: SessionIndex) {
+        if let Some(session) = self.slab.get_mut(index) {
+            session.queue_state.close_read();
+        }
+    }
+
+    /// Handles a signal from an in-process client that has written, read or closed the connection.
+    pub(super) fn in_process_signalled(&mut self, id: SessionId) {
+        let Some(session) = self.of_mut(id) else { return };
+        let ClientEndpoint::InProcess(end) = &session.end else { return };
+        if end.is_closed() {
+            session.queue_state.close_read();
+        }
+        if !session.outbox.is_empty() {
+            self.schedule_flush(id.index);
+        }
+        self.schedule_read(id.index);
+    }
+
+    /// Counts a frame that was rejected before it became a job.
+    pub(super) fn count_rejection(&mut self, index: SessionIndex) {
+        if let Some(session) = self.slab.get_mut(index) {
+            session.queue_state.count_rejection();
+        }
+    }
+
+    /// Returns the last counted memory of the incomplete frame, and its current memory. `leaf` returns the
+    /// holder of a connection in a bulkhead.
+    pub(super) fn count_frame(
+        &mut self,
+        index: SessionIndex,
+        leaf: impl FnOnce(Holder, BulkheadIndex) -> Holder,
+    ) -> Option<(Counted, Counted)> {
+        let session = self.slab.get_mut(index)?;
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
+        // The frame can be discarded only if the connection has no jobs, because it is closed along with the
+        // frame.
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
-        let kind = if is_large || is_alone { Kind::Frame } else { Kind::Fixed };
         let holder = match session.frame_for.filter(|_| is_large) {
-            Some(bulkhead) => self.memory.shares.leaf(session.holder, bulkhead),
+            Some(bulkhead) => leaf(session.holder, bulkhead),
             None => session.holder,
         };
-        let counted = Counted { holder, bytes: held, kind };
-        let was = std::mem::replace(&mut session.counted_held, counted);
-        self.memory.recount(was, counted);
+        let counted = match is_large || is_alone {
+            true => Counted::frame(holder, held),
+            false => Counted::fixed(holder, held),
+        };
+        Some((std::mem::replace(&mut session.counted_frame, counted), counted))
     }
 
-    /// Gives up the incomplete frame of a connection. Closes a connection without jobs.
-    pub(super) fn give_frame(&mut self, holder: Holder) {
-        let found = self.sessions.iter().find(|(_, session)| session.holder == holder);
-        let Some((index, session)) = found else { return };
-        let is_alone = session.requests.is_empty();
-        let (reason, message) = self.memory_full();
-        self.give_up_frame(index, reason, &message);
-        if is_alone {
-            if let Some(session) = self.sessions.get_mut(index) {
-                session.inbox = Inbox::default();
-            }
-            self.refuse_session(index, reason, &message);
-        }
-        self.count_frame(index);
-    }
+    // Requests.
 
-    /// Gives up an incomplete large frame, if any, and rejects the job. The connection stays open.
-    pub(super) fn give_up_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
-        if let Some((header, metadata)) = session.inbox.abandon_large() {
-            self.reject_frame(index, header, &metadata, reason, message);
+    /// Records the job for a request number, so that the client can cancel the job.
+    pub(super) fn record_request(
+        &mut self,
+        id: SessionId,
+        number: u64,
+        compartment: CompartmentIndex,
+        job: JobId,
+    ) {
+        if let Some(session) = self.of_mut(id) {
+            session.requests.insert(number, (compartment, job));
         }
     }
 
-    /// Releases the memory of a finished job.
-    pub(super) fn free_job(&mut self, record: &mut JobData) {
-        self.memory.discharge(&mut record.charge);
-        if let Some(payload) = record.held.payload.take() {
-            self.buffers.pool.put(payload);
+    /// Records a job that a client has just submitted.
+    pub(super) fn record_job(
+        &mut self,
+        id: SessionId,
+        number: u64,
+        place: (CompartmentIndex, JobId),
+        bulkhead: BulkheadIndex,
+    ) {
+        if let Some(session) = self.of_mut(id) {
+            session.requests.insert(number, place);
+            session.queue_state.count_job();
+            session.frame_for = Some(bulkhead);
         }
     }
 
-    pub(super) fn flush_session(&mut self, index: SessionIndex) {
-        let now = self.now;
-        let Some(session) = self.sessions.slab.get_mut(index) else { return };
+    pub(super) fn request(&self, index: SessionIndex, number: u64) -> Option<(CompartmentIndex, JobId)> {
+        self.slab.get(index)?.requests.get(&number).copied()
+    }
+
+    /// Removes a request whose outcome is known. Returns true if the client is still connected.
+    pub(super) fn finish_request(&mut self, id: SessionId, number: u64) -> bool {
+        let Some(session) = self.of_mut(id) else { return false };
+        session.requests.remove(&number);
+        // Frees memory that was used by a burst of requests.
+        let (len, capacity) = (session.requests.len(), session.requests.capacity());
+        if capacity > REQUESTS_CAPACITY_KEPT && len < capacity / 8 {
+            session.requests.shrink_to(2 * len);
+        }
+        true
+    }
+
+    /// Removes all requests of a client and returns their jobs.
+    pub(super) fn take_requests(&mut self, index: SessionIndex) -> Vec<(CompartmentIndex, JobId)> {
+        let requests = self.slab.get_mut(index).map(|session| std::mem::take(&mut session.requests));
+        requests.unwrap_or_default().into_values().collect()
+    }
+
+    // Writing.
+
+    /// Schedules the session's output to be written at the end of the iteration.
+    #[inline]
+    pub(super) fn schedule_flush(&mut self, index: SessionIndex) {
+        if let Some(session) = self.slab.get_mut(index)
+            && !std::mem::replace(&mut session.is_dirty, true)
+        {
+            self.dirty.push_back(index);
+        }
+    }
+
+    /// Returns the next session whose output must be written. The caller must then call [`Self::flushed`].
+    pub(super) fn next_dirty(&mut self) -> Option<SessionIndex> {
+        self.dirty.pop_front()
+    }
+
+    /// Sends a frame without contents to a client whose handshake is complete.
+    pub(super) fn send_signal(&mut self, client: SessionId, kind: u8, number: u64) {
+        if let Some(session) = self.of_mut(client)
+            && session.phase == Phase::Open
+        {
+            let _ = session.outbox.push(kind, number, &Empty, &[], Payload::NONE);
+            self.schedule_flush(client.index);
+        }
+    }
+
+    /// Records that `before - waiting_bytes` bytes of the output were written. `result_bytes_max` is the
+    /// maximum size of a result, and `buffered_bytes_max` is the memory budget.
+    pub(super) fn flushed(
+        &mut self,
+        index: SessionIndex,
+        before: usize,
+        now: Time,
+        (result_bytes_max, buffered_bytes_max): (u64, usize),
+    ) -> AfterFlush {
+        let Some(session) = self.slab.get_mut(index) else { return AfterFlush::Keep };
         session.is_dirty = false;
-        let before = session.outbox.waiting_bytes();
         if before > 0 {
             session.active_at = now;
         }
-        let flushed = session.end.flush(&mut session.outbox, &mut self.buffers.pool);
         let waiting = session.outbox.waiting_bytes();
-        self.sessions.undelivered = self.sessions.undelivered - session.counted_unread + waiting;
+        self.unread_bytes = self.unread_bytes - session.counted_unread + waiting;
         session.counted_unread = waiting;
-        match flushed {
-            Err(_) => self.drop_session(index),
-            Ok(true) => {
-                session.unread_since = None;
-                if session.stage == Stage::Closing {
-                    session.end.finish();
-                    self.drop_session(index);
-                } else if std::mem::take(&mut session.is_paused) {
-                    self.sessions.want_read(index);
-                }
+        if waiting == 0 {
+            session.unread_since = None;
+            if session.phase == Phase::Closing {
+                return AfterFlush::Finish;
             }
-            Ok(false) => {
-                if waiting < before || session.unread_since.is_none() {
-                    session.unread_since = Some(now);
-                }
-                if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
-                    session.is_paused = false;
-                    self.sessions.want_read(index);
-                }
-                self.want_housekeeping();
-                self.bound_undelivered(index);
+        } else {
+            if waiting < before || session.unread_since.is_none() {
+                session.unread_since = Some(now);
             }
+            self.needs_checks = true;
+        }
+        if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
+            session.is_paused = false;
+            self.schedule_read(index);
+        }
+        match waiting {
+            0 => AfterFlush::Keep,
+            _ => self.enforce_unread_limit(index, result_bytes_max, buffered_bytes_max),
         }
     }
 
-    /// Disconnects a client whose unread output exceeds the maximum size of a result by more than 16 MiB. If the
-    /// unread output of all clients exceeds the memory budget, disconnects the client with the most.
-    fn bound_undelivered(&mut self, index: SessionIndex) {
-        let Some(session) = self.sessions.get(index) else { return };
-        let own = session.counted_unread;
-        let one = usize::try_from(self.limits.result_bytes_max).unwrap_or(usize::MAX);
-        let is_too_much = own > one.saturating_add(16 * UNREAD_BYTES_PAUSE);
-        let is_over_budget = self.sessions.undelivered > self.limits.buffered_bytes_max;
-        if is_too_much {
-            self.drop_session(index);
-        } else if is_over_budget {
-            let worst = self.sessions.iter().max_by_key(|(_, session)| session.counted_unread);
-            if let Some((worst, _)) = worst {
-                self.drop_session(worst);
-            }
+    /// Chooses a client that must be disconnected because of its unread output. This is the given client if
+    /// its output exceeds the maximum size of a result by more than 16 MiB. If the output of all clients
+    /// together exceeds the memory budget, it is the client with the most unread output.
+    fn enforce_unread_limit(
+        &self,
+        index: SessionIndex,
+        result_bytes_max: u64,
+        buffered_bytes_max: usize,
+    ) -> AfterFlush {
+        let own = self.slab[index].counted_unread;
+        let result_bytes_max = usize::try_from(result_bytes_max).unwrap_or(usize::MAX);
+        if own > result_bytes_max.saturating_add(16 * UNREAD_BYTES_PAUSE) {
+            return AfterFlush::CloseBehind(index);
         }
+        if self.unread_bytes <= buffered_bytes_max {
+            return AfterFlush::Keep;
+        }
+        let worst = self.slab.iter().max_by_key(|(_, session)| session.counted_unread);
+        worst.map_or(AfterFlush::Keep, |(worst, _)| AfterFlush::CloseBehind(worst))
     }
 
-    // Stalled clients.
+    // Timeouts.
 
-    pub(super) fn look_after_sessions(&mut self) {
-        self.accept();
-        let now = self.now;
-        for index in self.sessions.indices() {
-            let Some(session) = self.sessions.get(index) else { continue };
-            let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
-            let hello_since = match session.stage {
-                Stage::AwaitingHello { since } => Some(since),
+    /// Returns true if a timeout of a session may be running.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.needs_checks
+    }
+
+    /// Returns the clients that have exceeded a time limit. A client with a message must be rejected. A
+    /// client without a message does not read its output and must be disconnected.
+    pub(super) fn check_timeouts(&mut self, now: Time) -> Vec<(SessionIndex, Option<&'static str>)> {
+        let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
+        let (mut late, mut is_any_watched) = (Vec::new(), false);
+        for (index, session) in self.slab.iter() {
+            let hello_since = match session.phase {
+                Phase::AwaitingHello { since } => Some(since),
                 _ => None,
             };
-            let is_watched = hello_since.is_some()
-                || session.mid_frame_since.is_some()
-                || session.unread_since.is_some()
-                || session.stage == Stage::Closing;
-            if over(session.unread_since, READ_WITHIN) {
-                self.drop_session(index);
-            } else if over(hello_since, HELLO_WITHIN) {
-                self.refuse_session(index, RejectReason::Invalid, "no hello came in time");
-            } else if !session.is_paused && over(session.mid_frame_since, FRAME_WITHIN) {
-                self.refuse_session(
-                    index,
-                    RejectReason::Invalid,
-                    "a frame was begun and not finished in time",
-                );
-            }
-            if is_watched {
-                self.want_housekeeping();
+            let times = [hello_since, session.mid_frame_since, session.unread_since];
+            is_any_watched |= times.iter().any(Option::is_some) || session.phase == Phase::Closing;
+            if over(session.unread_since, READ_TIMEOUT) {
+                late.push((index, None));
+            } else if over(hello_since, HELLO_TIMEOUT) {
+                late.push((index, Some("the client did not say hello in time")));
+            } else if !session.is_paused && over(session.mid_frame_since, FRAME_TIMEOUT) {
+                late.push((index, Some("the client did not finish sending a frame in time")));
             }
         }
+        self.needs_checks = is_any_watched;
+        late
+    }
+
+    /// Extends the timeouts of all clients by the length of a pause of the supervisor.
+    pub(super) fn extend_timeouts(&mut self, late: Duration, now: Time) {
+        self.slab.values_mut().for_each(|session| session.extend_timeouts(late, now));
     }
 }

@@ -1,48 +1,50 @@
-//! Shares of the memory for waiting data: how much each holder has, and which holder must free memory when another
-//! needs room.
+//! Shares of the memory for waiting data. Counts how much memory each holder has, and chooses which holder
+//! must free memory when another holder needs it.
 //!
-//! Holders form a tree: users, connections of a user, and bulkheads with jobs of a connection. A single holder can
-//! have all memory. When no memory is left, a holder below an equal share of the parent's memory gets some
-//! nevertheless. The holder furthest over an equal share then frees memory: incomplete frames first, then waiting
-//! jobs. This module only counts and chooses. It does not know sessions or jobs, and frees nothing itself.
+//! Holders form a tree: users, connections of a user, and bulkheads in which a connection has jobs. A single
+//! holder can have all the memory. When no memory is left, a holder that has less than an equal share of its
+//! parent's memory still gets some. The holder that exceeds its equal share the most must then free memory:
+//! incomplete frames first, then waiting jobs. This module only counts and chooses. It has no access to
+//! sessions and jobs, and does not free memory itself.
 
 use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
 
 use foldhash::quality::RandomState;
 
-/// Index of a node in the tree.
+/// Index of a holder, which is a node in the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// A holder at the top level.
+/// A holder at the top level of the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
-    /// Clients of this user.
+    /// All clients of this user.
     User(u32),
-    /// Frames that workers have not read, which cannot be freed.
+    /// Frames that workers have not read. Their memory cannot be freed.
     Workers,
 }
 
-/// Kind of held memory, which determines how the memory can be freed.
+/// Kind of memory, which determines how it can be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// An incomplete frame that can be discarded.
     Frame,
-    /// A waiting job.
+    /// A waiting job, which can be rejected.
     Job,
-    /// Cannot be freed early.
+    /// Memory that cannot be freed early.
     Fixed,
 }
 
 /// Memory that must be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Giver {
-    /// The incomplete frame of a connection, or of a connection for a bulkhead.
+pub(super) enum Eviction {
+    /// The incomplete frame of a connection. The holder is the connection, or the bulkhead in which it is
+    /// charged.
     Frame(Holder),
-    /// The newest waiting job of the lowest priority, of a connection in a bulkhead.
+    /// The newest waiting job of the lowest priority class, of one connection in one bulkhead.
     Job(Holder),
 }
 
@@ -63,16 +65,16 @@ impl Bytes {
 #[derive(Default)]
 struct Node {
     parent: Holder,
-    /// Key of this node in the parent's `children`.
+    /// Key of this node in the `children` of its parent.
     key: u64,
     held: Bytes,
-    /// Children by key.
+    /// Child nodes, by key.
     children: HashMap<u64, Holder, RandomState>,
-    /// Number of children that hold memory.
+    /// Number of child nodes that hold memory.
     active: usize,
-    /// Children that hold memory, by size. Maintained only while memory is short.
+    /// Child nodes that hold memory, ordered by size. Maintained only while memory is short.
     order: BTreeSet<(usize, Holder)>,
-    /// True if the node must stay even when it is empty.
+    /// True if the node must not be removed even if it holds no memory.
     is_open: bool,
 }
 
@@ -90,7 +92,7 @@ impl Default for Shares {
 }
 
 impl Shares {
-    /// Adds a connection of an owner. The node stays until [`Shares::close`].
+    /// Adds a connection of an owner. The node remains at least until [`Shares::close`] is called.
     pub(super) fn open(&mut self, owner: Owner, connection: u64) -> Holder {
         let key = match owner {
             Owner::User(uid) => u64::from(uid),
@@ -102,19 +104,19 @@ impl Shares {
         connection
     }
 
-    /// Closes a connection. The node is forgotten when all memory is released.
+    /// Closes a connection. Its node is removed when it holds no more memory.
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
         match idle.is_empty() {
             true => self.forget(connection),
-            // The connection is forgotten together with the last child.
+            // The connection is removed together with its last child.
             false => idle.into_iter().for_each(|leaf| self.forget(leaf)),
         }
     }
 
-    /// Returns the holder for a connection in a bulkhead. The node stays until the connection is closed and all
-    /// memory is released.
+    /// Returns the holder of a connection in a bulkhead. The node remains until the connection is closed and
+    /// holds no more memory.
     pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
         self.child(connection, bulkhead.number() as u64)
     }
@@ -135,9 +137,10 @@ impl Shares {
         self.forget(holder);
     }
 
-    /// Returns true if a connection may hold `more` bytes for a bulkhead. Either there is room, or the holder at some
-    /// level stays within an equal share, so that another holder must free memory.
-    pub(super) fn may_have(
+    /// Returns true if a connection may hold `more` bytes for a bulkhead. This is the case if there is enough
+    /// memory, or if the holder at some level of the tree would not exceed an equal share, so that another
+    /// holder must free memory.
+    pub(super) fn can_hold_share(
         &self,
         connection: Holder,
         bulkhead: Option<BulkheadIndex>,
@@ -147,8 +150,8 @@ impl Shares {
         self.held().saturating_add(more) <= most || self.scope(connection, bulkhead, more, most).is_some()
     }
 
-    /// Finds the highest level at which the holder would stay within an equal share with `more` bytes. Returns the
-    /// parent at this level, whose other children must free memory.
+    /// Finds the highest level of the tree at which the holder would not exceed an equal share with `more`
+    /// bytes. Returns the parent at this level. Its other children must free memory.
     fn scope(
         &self,
         connection: Holder,
@@ -175,30 +178,30 @@ impl Shares {
         levels.iter().find(|level| is_within(level)).map(|&(parent, _)| parent)
     }
 
-    /// Returns the memory that the children of a holder share.
+    /// Returns the memory that the children of a holder share, in bytes.
     fn room(&self, parent: Holder, most: usize) -> usize {
         if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
     }
 
-    /// Returns the connection that a holder is, or belongs to.
+    /// Returns the connection of a holder, which is the holder itself if it is a connection.
     pub(super) fn connection(&self, holder: Holder) -> Holder {
         let parent = self.nodes[holder.0 as usize].parent;
         if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }
     }
 
-    /// Returns the number of bytes that each owner can always hold.
+    /// Returns the number of bytes that every owner can hold, whatever others hold.
     pub(super) fn equal_share(&self, most: usize) -> usize {
         most / self.nodes[0].active.max(1)
     }
 
-    /// Chooses the memory to free when more than `most` bytes are held, in favour of the connection and bulkhead in
-    /// `wants`. Returns `None` if the limit is not exceeded, or if no holder over an equal share has memory that can
-    /// be freed.
-    pub(super) fn giver(
+    /// Chooses the memory to free if more than `most` bytes are held. `wants` contains the connection and the
+    /// bulkhead that need the memory. Returns `None` if the limit is not exceeded, or if no holder that
+    /// exceeds an equal share has memory that can be freed.
+    pub(super) fn next_eviction(
         &mut self,
         wants: Option<(Holder, Option<BulkheadIndex>)>,
         most: usize,
-    ) -> Option<Giver> {
+    ) -> Option<Eviction> {
         if self.held() <= most {
             if self.is_ordered && self.held() < most / 2 {
                 self.is_ordered = false;
@@ -207,27 +210,28 @@ impl Shares {
             return None;
         }
         if !self.is_ordered {
-            self.put_in_order();
+            self.build_order();
         }
         let scope = wants.and_then(|(connection, bulkhead)| self.scope(connection, bulkhead, 0, most));
-        self.giver_in(scope.unwrap_or(ROOT), most).or_else(|| self.giver_in(ROOT, most))
+        self.eviction_below(scope.unwrap_or(ROOT), most).or_else(|| self.eviction_below(ROOT, most))
     }
 
-    /// Chooses the child that is furthest over an equal share. The largest frame is freed first, and then a job.
-    fn giver_in(&self, parent: Holder, most: usize) -> Option<Giver> {
+    /// Chooses the memory to free from the child that exceeds an equal share the most. Its largest frame is
+    /// freed first, and then a job.
+    fn eviction_below(&self, parent: Holder, most: usize) -> Option<Eviction> {
         let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
-        let mut over = self.most_first(parent).take_while(|&child| self.bytes(child).all > share);
-        let mut giver = over.find(|&child| self.bytes(child).frames + self.bytes(child).jobs > 0)?;
-        let has_frames = self.bytes(giver).frames > 0;
+        let mut over = self.largest_first(parent).take_while(|&child| self.bytes(child).all > share);
+        let mut next_eviction = over.find(|&child| self.bytes(child).frames + self.bytes(child).jobs > 0)?;
+        let has_frames = self.bytes(next_eviction).frames > 0;
         let given =
             |child: Holder| if has_frames { self.bytes(child).frames } else { self.bytes(child).jobs };
         loop {
-            let mut children = self.most_first(giver).filter(|&child| given(child) > 0);
+            let mut children = self.largest_first(next_eviction).filter(|&child| given(child) > 0);
             let next = if has_frames { children.max_by_key(|&child| given(child)) } else { children.next() };
             match next {
-                Some(child) => giver = child,
-                None if has_frames => return Some(Giver::Frame(giver)),
-                None => return Some(Giver::Job(giver)),
+                Some(child) => next_eviction = child,
+                None if has_frames => return Some(Eviction::Frame(next_eviction)),
+                None => return Some(Eviction::Job(next_eviction)),
             }
         }
     }
@@ -236,11 +240,11 @@ impl Shares {
         self.nodes[holder.0 as usize].held
     }
 
-    fn most_first(&self, parent: Holder) -> impl Iterator<Item = Holder> {
+    fn largest_first(&self, parent: Holder) -> impl Iterator<Item = Holder> {
         self.nodes[parent.0 as usize].order.iter().rev().map(|&(_, holder)| holder)
     }
 
-    fn put_in_order(&mut self) {
+    fn build_order(&mut self) {
         self.is_ordered = true;
         for index in 1..self.nodes.len() {
             let (held, parent) = (self.nodes[index].held.all, self.nodes[index].parent);
@@ -292,13 +296,13 @@ impl Shares {
         }
     }
 
-    /// Removes an empty holder, and all ancestors that become empty.
+    /// Removes an empty holder, and all its ancestors that become empty.
     fn forget(&mut self, holder: Holder) {
         let mut at = holder;
         while at != ROOT {
             let node = &self.nodes[at.0 as usize];
             let (key, parent) = (node.key, node.parent);
-            // The node for a bulkhead is kept as long as the connection is open.
+            // The node of a bulkhead is kept as long as the connection is open.
             let is_kept = node.is_open || self.nodes[parent.0 as usize].is_open && parent != ROOT;
             if is_kept || node.held.all > 0 || !node.children.is_empty() {
                 return;

@@ -1,5 +1,5 @@
-//! Tables for everything that the data plane numbers. Each table has a separate index type, so that an index cannot
-//! be used in another table.
+//! Tables of everything that the data plane refers to by index. Each table has an index type of its own, so
+//! that an index cannot be used with another table.
 
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -33,7 +33,7 @@ macro_rules! indices {
     )*};
 }
 
-/// Implements `Deref` to the table in the field `slab`.
+/// Implements `Deref` for a type that has a table in its field `slab`.
 macro_rules! owns_slab {
     ($owner:ty, $index:ty, $entry:ty) => {
         impl std::ops::Deref for $owner {
@@ -56,9 +56,9 @@ macro_rules! owns_slab {
 pub(super) use owns_slab;
 
 indices! {
-    /// Index of a client's session.
+    /// Index of the session of a client.
     SessionIndex;
-    /// Index of a worker's link.
+    /// Index of the link to a worker.
     LinkIndex;
     /// Index of a bulkhead.
     BulkheadIndex;
@@ -66,18 +66,21 @@ indices! {
     CompartmentIndex;
 }
 
-/// Identifies a session. The epoch distinguishes sessions that have used the same index.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Identifies a session. The epoch distinguishes the session from other sessions that use the same index at
+/// other times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct SessionId {
     pub(super) index: SessionIndex,
     pub(super) epoch: u64,
 }
 
-/// Values by index. An index is reused, either at once or after [`Slab::recycle`].
+/// Table of values by index. The index of a removed value is reused, either at once or after
+/// [`Slab::recycle`].
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,
     free: Vec<I>,
-    /// Free at the end of the iteration, because events for the previous value may still be pending.
+    /// Indices that become free at the end of the iteration. They are not reused before, because events for
+    /// the previous values may still be pending.
     freed: Vec<I>,
     index: PhantomData<I>,
 }
@@ -124,19 +127,20 @@ impl<I: SlabIndex, T> Slab<I, T> {
         Some(value)
     }
 
-    /// Removes a value. The index is not reused before [`Slab::recycle`].
+    /// Removes a value. Its index is not reused before [`Slab::recycle`].
     pub(super) fn retire(&mut self, index: I) -> Option<T> {
         let value = self.places.get_mut(index.number())?.take()?;
         self.freed.push(index);
         Some(value)
     }
 
-    /// Makes the indices of retired values available. Called at the end of an iteration.
+    /// Makes the indices of retired values available again. Called at the end of an iteration.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.freed);
     }
 
-    /// Returns all current indices, including empty ones. The iterator does not borrow the table.
+    /// Returns all indices of the table, including those without a value. The iterator does not borrow the
+    /// table.
     pub(super) fn indices(&self) -> impl Iterator<Item = I> + use<I, T> {
         (0..self.places.len()).map(I::from_number)
     }
@@ -155,7 +159,7 @@ impl<I: SlabIndex, T> Slab<I, T> {
     }
 }
 
-/// For values that cannot be removed while an index is in use. Panics if the value is gone.
+/// Access to a value that is known to exist. Panics if the value was removed.
 impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
     type Output = T;
 

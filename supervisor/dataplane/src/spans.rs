@@ -1,5 +1,6 @@
-//! Spans of jobs, as far as the data plane makes them. If tracing is on, each sampled job gets a span in the caller's
-//! trace. The worker gets the span's context, and another thread formats the finished span.
+//! Spans of jobs, as far as the data plane creates them. If tracing is on, each sampled job gets a span in
+//! the trace of its caller. The worker gets the context of this span. Another thread formats the finished
+//! span.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;
@@ -7,26 +8,25 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use bulkhead_plane::span::JobSpan;
-use bulkhead_plane::span::SpanSender;
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::span::{JobSpan, SpanSender};
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, truncate};
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Outcome, Priority, Verdict};
 
-use super::slab::CompartmentIndex;
-use super::{DataPlane, JobData};
+use super::JobData;
 
 /// Trace context of a job.
 pub(super) struct Trace {
-    /// Context that the client sent.
+    /// Trace context that the client sent.
     given: Traceparent,
-    /// Span of the job, if recorded.
+    /// Span of the job, or `None` if the job is not sampled.
     span: Option<OpenSpan>,
 }
 
-/// A span in progress.
+/// A span that has not ended yet.
 struct OpenSpan {
     own: Traceparent,
     began: SystemTime,
@@ -34,38 +34,35 @@ struct OpenSpan {
 }
 
 impl Trace {
-    /// Returns the trace id, which has 32 hexadecimal digits.
+    /// Returns the trace id, which consists of 32 hexadecimal digits.
     pub(super) fn id(&self) -> &str {
         self.given.trace_id()
     }
 
-    /// Returns the context for the worker: the job's own span if any, otherwise the client's context.
-    pub(super) fn handed_on(&self) -> &str {
+    /// Returns the context that is sent to the worker. This is the context of the job's own span or, if there
+    /// is no span, the context that the client sent.
+    pub(super) fn outgoing(&self) -> &str {
         self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
     }
 }
 
 impl JobData {
-    /// Returns the context of the job's own span, if any.
+    /// Returns the context of the job's own span, or `None` if there is no span.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
     }
 }
 
-/// Channel for spans, and generator of span ids.
+/// Creates and sends the spans of jobs.
 pub(super) struct Spans {
-    sender: SpanSender,
+    /// Channel for finished spans, or `None` if tracing is off.
+    sender: Option<SpanSender>,
     ids: SpanIds,
+    counters: Arc<SharedCounters>,
 }
 
-impl Spans {
-    pub(super) fn new(sender: SpanSender) -> Self {
-        Self { sender, ids: SpanIds(RandomState::new().hash_one(std::process::id())) }
-    }
-}
-
-/// Generator of span ids. The start is random and the ids look random (SplitMix64), so that other participants in a
-/// trace are unlikely to use an equal id.
+/// Generator of span ids. The first state is random, and the ids look random (SplitMix64), so that other
+/// participants of a trace are unlikely to use the same id.
 struct SpanIds(u64);
 
 impl SpanIds {
@@ -78,43 +75,39 @@ impl SpanIds {
     }
 }
 
-impl DataPlane {
-    /// Creates the trace context of a new job.
-    pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
+impl Spans {
+    pub(super) fn new(sender: Option<SpanSender>, counters: Arc<SharedCounters>) -> Self {
+        Self { sender, ids: SpanIds(RandomState::new().hash_one(std::process::id())), counters }
+    }
+
+    /// Creates the trace context of a new job. Calls `clock` only for a sampled job.
+    pub(super) fn start(
+        &mut self,
+        (now, clock): (Time, fn() -> SystemTime),
+        given: Option<Traceparent>,
+    ) -> Option<Box<Trace>> {
         let given = given?;
-        let spans = self.reporter.spans.as_mut().filter(|_| given.is_sampled());
-        let span = spans.map(|spans| OpenSpan {
-            own: given.with_span(spans.ids.next()),
-            began: SystemTime::now(),
-            received: self.now,
+        let is_recorded = self.sender.is_some() && given.is_sampled();
+        let span = is_recorded.then(|| OpenSpan {
+            own: given.with_span(self.ids.next()),
+            began: clock(),
+            received: now,
         });
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Sends the span of a finished job. Takes the job's names, which are not needed afterwards.
-    pub(super) fn end_span(
+    /// Sends a span for a submission that was rejected before it became a job. Returns the context of the
+    /// span, or `None` if there is no span.
+    pub(super) fn send_rejected(
         &mut self,
-        compartment: CompartmentIndex,
-        record: &mut JobData,
-        outcome: &Outcome,
-    ) {
-        let entered = record
-            .fallback
-            .as_ref()
-            .map_or(self.compartments[compartment].bulkhead, |fallback| fallback.entry.0);
-        let bulkhead = self.bulkheads[entered].name.clone();
-        self.send_span(bulkhead, record, outcome);
-    }
-
-    /// Sends a span for a submission that is rejected before becoming a job. Returns the context of the span, if any.
-    pub(super) fn span_of_refused(
-        &mut self,
+        (now, clock): (Time, fn() -> SystemTime),
         submit: &Submit<'_>,
         given: Option<Traceparent>,
         payload_bytes: usize,
         verdict: &Verdict,
     ) -> Option<Traceparent> {
-        let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
+        let trace = self.start((now, clock), given);
+        let priority = Priority::from_code(submit.priority).unwrap_or_default();
         let mut record = JobData { trace, priority, payload_bytes, ..JobData::default() };
         let span = record.span()?;
         record.operation = truncate(submit.operation, OPERATION_BYTES_MAX).into();
@@ -135,23 +128,26 @@ impl DataPlane {
             status: None,
             report: None,
         };
-        self.send_span(name.into(), &mut record, &outcome);
+        self.send(now, name.into(), &mut record, &outcome);
         Some(span)
     }
 
-    fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
-        let Some(spans) = &self.reporter.spans else { return };
+    /// Sends the span of a finished job. Moves the names out of the job's record, because they are not needed
+    /// afterwards.
+    pub(super) fn send(&self, now: Time, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
+        let Some(sender) = &self.sender else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
-        // Reserves room first. Without room, a span costs no more than the count.
-        let Ok(place) = spans.sender.try_reserve() else {
-            self.reporter.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
+        // Reserves a place in the channel first. If there is none, the span is only counted and need not be
+        // created.
+        let Ok(place) = sender.try_reserve() else {
+            self.counters.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
-        let about = JobSpan {
+        let span = JobSpan {
             parent: *given,
             own: span.own,
             began: span.began,
-            took: self.now.since(span.received),
+            took: now.since(span.received),
             bulkhead,
             operation: std::mem::take(&mut record.operation),
             tenant: std::mem::take(&mut record.tenant),
@@ -159,7 +155,7 @@ impl DataPlane {
             payload_bytes: record.payload_bytes,
             outcome: outcome.into(),
         };
-        place.send(Box::new(about));
+        place.send(Box::new(span));
     }
 }
 
@@ -168,13 +164,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_spans_do_not_repeat() {
+    fn span_ids_do_not_repeat() {
         let mut ids = SpanIds(7);
         let mut drawn: Vec<_> = (0..100_000).map(|_| ids.next()).collect();
         drawn.sort_unstable();
         drawn.dedup();
         assert_eq!(drawn.len(), 100_000);
-        // The only state from which mixing yields zero.
+        // This is the only state for which the mixed value is zero.
         assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
     }
 }

@@ -1,132 +1,67 @@
-//! Distinguishes a worker that hangs from a worker without processor time. `/proc` tells how long each thread was
-//! ready to run without running. Policy requests the check and decides. The background thread reads the files.
+//! Distinguishes a worker that hangs from a worker that gets no processor time. `/proc` shows how long each
+//! thread was ready to run without running. Policy requests the check and decides. The background thread
+//! reads the files.
 
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Event, Time, WorkerId};
+use bulkhead_policy::Time;
 
-use super::journal::Journal;
-use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
-use super::{DataPlane, Incoming};
-
-/// Maximum number of threads examined per worker.
+/// Maximum number of threads that are examined per worker.
 const THREADS_MAX: usize = 256;
 
-/// Number of workers whose journal beats are read together.
-const BEATS_AT_ONCE: usize = 128;
+/// Number of times per heartbeat interval at which silent workers are checked.
+const CHECKS_PER_HEARTBEAT: u128 = 4;
 
-/// Number of checks for silent workers per heartbeat interval.
-const LOOKS_PER_BEAT: u128 = 4;
-
-/// Scheduling statistics of a worker's threads since the silence was noticed.
+/// Scheduling statistics of a worker's threads, recorded when the worker became silent.
 pub(super) struct Watch {
     pid: u32,
-    begun: OnceLock<Figures>,
+    begun: OnceLock<SchedStats>,
 }
 
-struct Figures {
+struct SchedStats {
     read_at: Instant,
     threads: HashMap<u32, Thread>,
 }
 
-/// Scheduling statistics of a thread.
+/// Scheduling statistics of one thread.
 #[derive(Clone, Copy, Debug, Default)]
 struct Thread {
     ran_ns: u64,
-    /// Time in which the thread was ready and did not run. The kernel adds a wait only at the end of the wait.
+    /// Total time during which the thread was ready but did not run, in nanoseconds. The kernel adds the
+    /// length of a wait when the wait ends.
     waited_ns: u64,
-    /// True if the thread runs or is ready to run.
+    /// True if the thread is running or ready to run.
     is_ready: bool,
 }
 
-impl DataPlane {
-    pub(super) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        self.look_up_beats(index);
-        if !self.compartments[compartment].policy.is_silent(worker) {
-            return;
-        }
-        let Some(running) = self.links[index].running_mut() else { return };
-        let watch = Arc::new(Watch::new(running.pid));
-        running.watch = self.background.watch(&watch).then_some(watch);
-    }
-
-    /// Reads the journal beats of this worker and of the neighbours, so that the neighbours do not need separate
-    /// iterations.
-    fn look_up_beats(&mut self, index: LinkIndex) {
-        if !self.links[index].has_beats {
-            return;
-        }
-        let first = index.number() / BEATS_AT_ONCE * BEATS_AT_ONCE;
-        for number in first..first + BEATS_AT_ONCE {
-            let Some(link) = self.links.get(LinkIndex::from_number(number)) else { continue };
-            let (compartment, worker) = (link.compartment, link.worker);
-            let journal = link.journal.as_ref().filter(|_| link.has_beats);
-            if let Some(since) = journal.and_then(Journal::since_beat) {
-                let at = beat_at(self.now, since, self.owner(compartment).heartbeat);
-                self.apply(compartment, Event::AliveAt { worker, at }, Incoming::None);
-            }
-        }
-    }
-
-    /// Starts the check of a watched worker. Policy gets the result in a later iteration.
-    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let index = self.link_of(compartment, worker);
-        if let Some(index) = index {
-            self.look_up_beats(index);
-            if !self.compartments[compartment].policy.is_silent(worker) {
-                return;
-            }
-        }
-        let running = index.and_then(|index| self.links[index].running_mut());
-        match running.and_then(|running| running.watch.take()) {
-            // The worker is dead. It counts as starved until policy gets the death, when none of its processes is
-            // left.
-            _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),
-            Some(watch) => self.background.look(compartment, worker, watch),
-            // The worker could not be watched, because too many checks are pending on this machine.
-            None => self.links.looked.push((compartment, worker, true)),
-        }
-    }
-
-    pub(super) fn report_looks(&mut self) {
-        for (compartment, worker, is_starved) in std::mem::take(&mut self.links.looked) {
-            self.report_look(compartment, worker, is_starved);
-        }
-    }
-
-    pub(super) fn report_look(&mut self, compartment: CompartmentIndex, worker: WorkerId, is_starved: bool) {
-        self.apply(compartment, Event::CpuTimeChecked { worker, is_starved }, Incoming::None);
-    }
-}
-
-/// Rounds the time of a worker's last beat up to a quarter of the heartbeat interval. Workers with nearly equal times
-/// are then due together and do not cause a wake-up each.
-fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
-    let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
+/// Rounds the time of a worker's last heartbeat up to a quarter of the heartbeat interval. Workers with
+/// nearly equal times are then checked together and do not each cause a wake-up.
+pub(super) fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
+    let grid = u64::try_from(heartbeat.as_nanos() / CHECKS_PER_HEARTBEAT).unwrap_or(u64::MAX).max(1);
     let at = now - since;
     Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(now)
 }
 
 impl Watch {
-    fn new(pid: u32) -> Self {
+    pub(super) fn new(pid: u32) -> Self {
         Self { pid, begun: OnceLock::new() }
     }
 
-    /// Records the statistics to compare with later.
+    /// Records the current statistics for a later comparison.
     pub(super) fn begin(&self) {
-        self.begun.get_or_init(|| Figures::of(self.pid));
+        self.begun.get_or_init(|| SchedStats::of(self.pid));
     }
 
-    /// Returns true if a thread has waited for a processor for at least half of the time since [`Watch::begin`].
+    /// Returns true if a thread has waited for a processor for at least half of the time since
+    /// [`Watch::begin`].
     pub(super) fn is_starved(&self) -> bool {
-        self.begun.get().is_some_and(|begun| Figures::of(self.pid).is_starved_since(begun))
+        self.begun.get().is_some_and(|begun| SchedStats::of(self.pid).is_starved_since(begun))
     }
 }
 
-impl Figures {
+impl SchedStats {
     fn of(pid: u32) -> Self {
         Self { read_at: Instant::now(), threads: threads(pid) }
     }
@@ -141,38 +76,39 @@ impl Figures {
 }
 
 impl Thread {
-    /// Returns the part of `passed` in which the thread was ready and did not run.
+    /// Returns the time, within the last `passed`, during which the thread was ready but did not run.
     fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
         let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
         let waited = since(self.waited_ns, before.waited_ns);
         if self.is_ready && before.is_ready {
-            // The kernel does not include a wait that has not ended.
+            // The statistics of the kernel do not include a wait that has not ended yet.
             return passed.saturating_sub(since(self.ran_ns, before.ran_ns)).max(waited);
         }
         waited
     }
 }
 
-/// Returns the statistics by thread id. Empty if this kernel provides no statistics.
+/// Returns the statistics of all threads of a process, by thread id. The map is empty if the kernel provides
+/// no statistics.
 fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let figures = |entry: std::fs::DirEntry| {
+    let stats = |entry: std::fs::DirEntry| {
         let number = entry.file_name().to_str()?.parse().ok()?;
         let read = |name| std::fs::read_to_string(entry.path().join(name)).ok();
         Some((number, Thread::read(&read("schedstat")?, &read("stat")?)?))
     };
-    threads.take(THREADS_MAX).filter_map(figures).collect()
+    threads.take(THREADS_MAX).filter_map(stats).collect()
 }
 
 impl Thread {
-    /// Parses the contents of a thread's files `schedstat` and `stat`.
+    /// Parses the files `schedstat` and `stat` of a thread.
     fn read(schedstat: &str, stat: &str) -> Option<Self> {
-        let mut figures = schedstat.split(' ').map(str::parse);
-        // The name before the state can contain any character.
+        let mut stats = schedstat.split(' ').map(str::parse);
+        // The name before the state can contain any character, even parentheses.
         let (_, state) = stat.rsplit_once(") ")?;
         Some(Self {
-            ran_ns: figures.next()?.ok()?,
-            waited_ns: figures.next()?.ok()?,
+            ran_ns: stats.next()?.ok()?,
+            waited_ns: stats.next()?.ok()?,
             is_ready: state.starts_with('R'),
         })
     }
@@ -183,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_with_nearly_equal_beats_are_due_together() {
+    fn workers_with_similar_heartbeat_times_are_checked_together() {
         let (second, ms) = (Duration::from_secs(1), Duration::from_millis);
         let now = Time::ZERO + ms(10_000);
         let of = |since| beat_at(now, ms(since), second);
@@ -191,65 +127,69 @@ mod tests {
             [of(1), of(700), of(749), of(750)],
             [10_000, 9_500, 9_500, 9_250].map(|at| Time::ZERO + ms(at))
         );
-        assert_eq!(beat_at(Time(7), Duration::ZERO, second), Time(7), "never later than now");
+        assert_eq!(
+            beat_at(Time(7), Duration::ZERO, second),
+            Time(7),
+            "the result must not be later than now"
+        );
         assert_eq!(beat_at(Time(7), Duration::ZERO, Duration::ZERO), Time(7));
     }
 
     #[test]
-    fn a_process_that_sleeps_is_not_starved() {
+    fn sleeping_process_is_not_starved() {
         let own = std::process::id();
-        let (mut now, mut later) = (Figures::of(own), Figures::of(own));
+        let (mut now, mut later) = (SchedStats::of(own), SchedStats::of(own));
         if now.threads.is_empty() {
             eprintln!("NOT RUN: this kernel does not report how long threads wait for a processor");
             return;
         }
-        // An hour in which no thread waited for half an hour. This thread runs during the check, so the state is
-        // overwritten.
+        // During this hour, no thread has waited for half an hour. The state is overwritten because the
+        // current thread is running.
         for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
             thread.is_ready = false;
         }
         later.read_at = now.read_at + Duration::from_secs(3600);
         assert!(!later.is_starved_since(&now));
         let watch = Watch::new(own);
-        assert!(!watch.is_starved(), "there is nothing to compare with");
+        assert!(!watch.is_starved(), "there are no earlier statistics to compare with");
     }
 
-    /// The arguments are numbers of seconds in a ten-second window.
+    /// The arguments are numbers of seconds within a window of ten seconds.
     #[test]
-    fn starved_thread_was_mostly_ready_but_did_not_run() {
+    fn thread_is_starved_if_mostly_ready_without_running() {
         let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
             let thread = |seconds: [u64; 2], is_ready| {
                 let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);
                 HashMap::from([(1, Thread { ran_ns, waited_ns, is_ready })])
             };
             let read_at = Instant::now();
-            let before = Figures { read_at, threads: thread([0, 0], ready[0]) };
-            let now = Figures {
+            let before = SchedStats { read_at, threads: thread([0, 0], ready[0]) };
+            let now = SchedStats {
                 read_at: read_at + Duration::from_secs(10),
                 threads: thread([ran_s, waited_s], ready[1]),
             };
             now.is_starved_since(&before)
         };
-        assert!(after(1, 5, [false, false]), "it waited, and sleeps again");
-        assert!(after(0, 0, [true, true]), "it has waited ever since");
+        assert!(after(1, 5, [false, false]), "the thread waited and is sleeping again");
+        assert!(after(0, 0, [true, true]), "the thread has been waiting all the time");
         assert!(after(3, 1, [true, true]));
-        assert!(!after(0, 4, [false, false]), "it slept for more than half");
-        assert!(!after(10, 0, [true, true]), "it runs and runs");
+        assert!(!after(0, 4, [false, false]), "the thread slept for more than half of the time");
+        assert!(!after(10, 0, [true, true]), "the thread has been running all the time");
         assert!(!after(6, 0, [true, true]));
-        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "it may have slept");
+        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "the thread may have slept");
     }
 
     #[test]
-    fn the_kernels_figures_are_read_whatever_a_thread_is_called() {
+    fn scheduling_statistics_are_parsed_for_any_thread_name() {
         let read = |stat| Thread::read("12 34 5\n", stat);
         let thread = read("7 (a) S b) R 1 2 3\n").unwrap();
         assert_eq!((thread.ran_ns, thread.waited_ns, thread.is_ready), (12, 34, true));
         assert!(!read("7 (R) S 1 2 3\n").unwrap().is_ready);
         assert!(read("").is_none() && Thread::read("12\n", "7 (a) R 1").is_none());
-        let own = Figures::of(std::process::id());
+        let own = SchedStats::of(std::process::id());
         assert!(
             own.threads.is_empty() || own.threads.values().any(|thread| thread.is_ready),
-            "this one runs"
+            "the current thread must be running"
         );
     }
 }

@@ -1,330 +1,442 @@
-//! Templates (`start.mode = "fork"`): processes that fork the workers of a compartment. Policy does not know about
-//! templates. A worker that policy orders waits here until the template is ready. If the template ends first, the
-//! start of the worker fails.
+//! Templates (`start.mode = "fork"`): processes from which the workers of a compartment are forked. Policy
+//! has no knowledge of templates. A worker that policy orders waits here until the template is ready. If the
+//! template ends before it is ready, the start of the worker fails.
 //!
-//! A template is started when a worker is ordered and no template exists. The template is replaced when the program
-//! of workers changes, or when many of the forked workers have died by a signal. In the latter case, an attacker may
-//! have guessed the addresses that the workers share.
+//! A template is started when a worker is ordered and there is no template. A template is replaced when
+//! workers must run another program, or when many of the forked workers have died by a signal. In the latter
+//! case, an attacker may have guessed the addresses that all forked workers share.
 
-use std::collections::HashMap;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_keeper::{Exit, TemplateReport};
-use bulkhead_plane::confinement::WorkerIdentity;
+use bulkhead_keeper::TemplateReport;
 use bulkhead_plane::notices::WorkerOutput;
 use bulkhead_plane::program::Program;
-use bulkhead_policy::{Death, Event, Time, WorkerId};
-use rustix::pipe::{PipeFlags, pipe_with};
+use bulkhead_policy::{Death, Time, WorkerId};
 
-use super::keeper_link::Wanted;
 use super::links::Output;
 use super::slab::CompartmentIndex;
-use super::{DataPlane, Incoming};
 
-/// Number of workers that died by a signal after which their template is replaced. The workers share addresses and
-/// stack canaries.
-const SIGNALS_MAX: u32 = 20;
+/// Number of forked workers that died by a signal, after which the template is replaced. The template and its
+/// workers share addresses and stack canaries.
+const SIGNAL_DEATHS_MAX: u32 = 20;
 
 #[derive(Default)]
 pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
-    /// Templates that fork workers, by compartment.
+    /// Templates that can fork workers, by compartment.
     current: HashMap<CompartmentIndex, u64>,
-    /// User ids of templates that have ended, until the descendants have ended as well.
+    /// User ids of templates that have ended but whose descendants have not. Keyed by spawn number.
     leaving: HashMap<u64, u32>,
+    effects: VecDeque<Effect>,
+    /// True if a template may be starting, or if the output of a template may not have been passed to the
+    /// control plane.
+    needs_checks: bool,
 }
 
 struct Template {
-    /// The compartment may be gone before the template, which then has no more workers to fork.
-    compartment: CompartmentIndex,
-    bulkhead: Arc<str>,
-    /// Maximum time until the template is ready, and maximum length of an extension.
-    ready: Duration,
-    program: Arc<Program>,
-    stage: Stage,
-    /// User id of the template, if the template has a separate user id.
-    id: Option<u32>,
-    output: Option<Output>,
+    order: TemplateOrder,
+    phase: Phase,
     pid: Option<u32>,
-    /// Workers that wait for the template, with slots.
-    wanted: Vec<(WorkerId, u32)>,
-    /// Last status message.
-    words: Option<String>,
-    /// Number of forked workers that died by a signal.
-    signals: u32,
+    /// Workers that are waiting for the template, with their slots.
+    waiting: Vec<(WorkerId, u32)>,
+    /// Last status message that the template sent.
+    last_status: Option<String>,
+    /// Number of workers forked from the template that died by a signal.
+    signal_deaths: u32,
+}
+
+/// Data of a template that was ordered from the keeper.
+pub(super) struct TemplateOrder {
+    /// Compartment of the template. It may be removed before the template has ended, which then has no more
+    /// workers to fork.
+    pub(super) compartment: CompartmentIndex,
+    pub(super) bulkhead: Arc<str>,
+    /// Maximum time until the template is ready. Also the maximum length of each extension.
+    pub(super) ready: Duration,
+    pub(super) program: Arc<Program>,
+    /// User id of the template, or `None` if templates have no separate user ids.
+    pub(super) id: Option<u32>,
+    pub(super) output: Option<Output>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
-    /// Ordered or initialising.
+enum Phase {
+    /// The template was ordered or is initialising.
     Starting {
         until: Time,
     },
     Ready,
-    /// Not ready in time.
-    Late,
+    /// The template was not ready in time.
+    TimedOut,
+}
+
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    Kill(u64),
+    /// Orders a worker that was waiting for a template.
+    OrderWorker(CompartmentIndex, WorkerId, u32),
+    /// Reports to policy that a worker could not be started.
+    FailSpawn(CompartmentIndex, WorkerId, String),
+    /// Returns a user id to the pool of user ids.
+    ReleaseId(u32),
+}
+
+/// Result of a request for a forked worker.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Fork {
+    /// The template with this spawn number can fork the worker now.
+    From(u64),
+    /// The worker waits for a template that is starting.
+    Waits,
+    /// The compartment has no template, so one must be started first.
+    NoTemplate,
 }
 
 impl Templates {
-    /// Returns the template that forks workers for a compartment.
-    fn of(&mut self, compartment: CompartmentIndex) -> Option<(u64, &mut Template)> {
-        let spawn = *self.current.get(&compartment)?;
-        self.by_spawn.get_mut(&spawn).map(|template| (spawn, template))
+    pub(super) fn next_effect(&mut self) -> Option<Effect> {
+        self.effects.pop_front()
     }
 
-    /// Removes a compartment's template from service. The template forks no more workers.
-    fn retire(&mut self, compartment: CompartmentIndex) -> Option<u64> {
-        self.current.remove(&compartment)
+    /// Returns true if [`Self::check_deadlines`] must be called, now or later.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.needs_checks
     }
-}
 
-impl DataPlane {
-    /// Returns the template that can fork a worker now. If none is ready, starts a template if necessary and lets the
-    /// worker wait.
-    pub(super) fn template_for(
+    // Forking.
+
+    /// Requests a template that can fork a worker for this program.
+    pub(super) fn fork(
         &mut self,
         compartment: CompartmentIndex,
-        worker: WorkerId,
-        slot: u32,
-    ) -> io::Result<Option<u64>> {
-        let program = self.owner(compartment).program.clone();
-        if let Some((spawn, template)) = self.templates.of(compartment)
-            && Arc::ptr_eq(&template.program, &program)
-        {
-            if template.stage == Stage::Ready {
-                return Ok(Some(spawn));
+        program: &Arc<Program>,
+        (worker, slot): (WorkerId, u32),
+    ) -> Fork {
+        let Some(&spawn) = self.current.get(&compartment) else { return Fork::NoTemplate };
+        match self.by_spawn.get_mut(&spawn) {
+            Some(template) if !Arc::ptr_eq(&template.order.program, program) => Fork::NoTemplate,
+            Some(Template { phase: Phase::Ready, .. }) => Fork::From(spawn),
+            Some(template) => {
+                template.waiting.push((worker, slot));
+                Fork::Waits
             }
-            template.wanted.push((worker, slot));
-            return Ok(None);
-        }
-        // Workers that wait for a template of the previous program wait for the new template instead.
-        let mut wanted = self.end_template(compartment);
-        wanted.push((worker, slot));
-        self.links.spawned += 1;
-        let spawn = self.links.spawned;
-        let id = match program.sandbox().identity() {
-            WorkerIdentity::Each => self.links.take_id()?,
-            WorkerIdentity::Own | WorkerIdentity::One(_) => None,
-        };
-        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
-        let order = program.template_order(spawn, id);
-        let keeper = self.keeper.serving();
-        if let Err(error) = keeper.and_then(|it| it.spawn_template(&order, stdout_write, stderr_write)) {
-            self.links.give_back(id);
-            return Err(error);
-        }
-        self.ask_keeper();
-        let ready = self.compartments[compartment].policy.limits().start.ready;
-        let until = self.now + ready;
-        let template = Template {
-            compartment,
-            bulkhead: self.owner(compartment).name.clone(),
-            ready,
-            program,
-            stage: Stage::Starting { until },
-            id,
-            output: Some((stdout_read, stderr_read)),
-            pid: None,
-            wanted,
-            words: None,
-            signals: 0,
-        };
-        self.templates.by_spawn.insert(spawn, template);
-        self.templates.current.insert(compartment, spawn);
-        self.want_housekeeping();
-        Ok(None)
-    }
-
-    /// Ends the template of a compartment. Forked workers continue. Returns the workers that were waiting for the
-    /// template.
-    pub(super) fn end_template(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
-        let Some(spawn) = self.templates.retire(compartment) else { return Vec::new() };
-        self.keeper.kill(spawn, self.now);
-        self.want_housekeeping();
-        let template = self.templates.by_spawn.get_mut(&spawn);
-        template.map(|template| std::mem::take(&mut template.wanted)).unwrap_or_default()
-    }
-
-    /// Ends the template of a compartment, and orders the waiting workers again.
-    pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
-        for (worker, slot) in self.end_template(compartment) {
-            self.keeper.want(Wanted { compartment, worker, slot });
+            None => Fork::NoTemplate,
         }
     }
 
-    /// Removes a worker that waits for a template. Returns the reason for the failed start if the worker was waiting.
-    pub(super) fn forget_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
-        let of = |template: &&mut Template| template.compartment == compartment;
-        let templates = self.templates.by_spawn.values_mut().filter(of);
-        for template in templates {
-            if let Some(at) = template.wanted.iter().position(|(wanted, _)| *wanted == worker) {
-                template.wanted.remove(at);
-                let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-                return Some(format!("the template was not ready in time{words}"));
-            }
-        }
-        None
+    /// Adds a template that was ordered. `waiting` contains the workers that are waiting for the template.
+    pub(super) fn add(&mut self, now: Time, spawn: u64, order: TemplateOrder, waiting: Vec<(WorkerId, u32)>) {
+        self.current.insert(order.compartment, spawn);
+        let phase = Phase::Starting { until: now + order.ready };
+        let template = Template { order, phase, pid: None, waiting, last_status: None, signal_deaths: 0 };
+        self.by_spawn.insert(spawn, template);
+        self.needs_checks = true;
+    }
+
+    /// Ends the template of a compartment. Forked workers continue to run. Returns the workers that were
+    /// waiting for the template.
+    pub(super) fn end(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
+        let Some(spawn) = self.current.remove(&compartment) else { return Vec::new() };
+        self.effects.push_back(Effect::Kill(spawn));
+        let template = self.by_spawn.get_mut(&spawn);
+        template.map(|template| std::mem::take(&mut template.waiting)).unwrap_or_default()
+    }
+
+    /// Ends the template of a compartment, and orders the workers that were waiting for the template again.
+    pub(super) fn replace(&mut self, compartment: CompartmentIndex) {
+        let waiting = self.end(compartment);
+        self.order_workers(compartment, waiting);
+    }
+
+    /// Removes a worker from the workers that are waiting for a template. If the worker was waiting, returns
+    /// the reason why its start has failed.
+    pub(super) fn cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
+        let templates = self.by_spawn.values_mut();
+        templates.filter(|template| template.order.compartment == compartment).find_map(|template| {
+            let at = template.waiting.iter().position(|(waiting, _)| *waiting == worker)?;
+            template.waiting.remove(at);
+            Some(format!("the template was not ready in time{}", template.status_suffix()))
+        })
+    }
+
+    fn order_workers(&mut self, compartment: CompartmentIndex, workers: Vec<(WorkerId, u32)>) {
+        let orders = workers.into_iter();
+        self.effects.extend(orders.map(|(worker, slot)| Effect::OrderWorker(compartment, worker, slot)));
     }
 
     // Reports.
 
-    /// Handles the start of a template's process. Returns false if `spawn` is not a template.
-    pub(super) fn template_runs(&mut self, spawn: u64, pid: u32) -> bool {
-        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return false };
+    /// Handles the start of a template's process. Returns false if `spawn` does not belong to a template.
+    pub(super) fn spawned(&mut self, now: Time, spawn: u64, pid: u32) -> bool {
+        let Some(template) = self.by_spawn.get_mut(&spawn) else { return false };
         template.pid = Some(pid);
-        if matches!(template.stage, Stage::Starting { .. }) {
-            template.stage = Stage::Starting { until: self.now + template.ready };
+        if matches!(template.phase, Phase::Starting { .. }) {
+            template.phase = Phase::Starting { until: now + template.order.ready };
         }
-        self.hand_template_outputs_over();
-        self.want_housekeeping();
+        self.needs_checks = true;
         true
     }
 
-    /// Handles the failed start of a template. Returns false if `spawn` is not a template.
-    pub(super) fn template_failed(&mut self, spawn: u64, message: &str) -> bool {
-        let Some(template) = self.take_template(spawn) else { return false };
-        self.links.give_back(template.id);
-        self.fail_wanted(template.compartment, template.wanted, message);
+    /// Handles the failure to start a template. Returns false if `spawn` does not belong to a template.
+    pub(super) fn failed(&mut self, spawn: u64, message: &str) -> bool {
+        let Some(template) = self.remove(spawn) else { return false };
+        self.effects.extend(template.order.id.map(Effect::ReleaseId));
+        self.fail_waiting_workers(template, message);
         true
     }
 
-    /// Handles the end of a template's process. Returns false if `spawn` is not a template.
-    pub(super) fn template_ended(&mut self, spawn: u64, exit: Option<Exit>) -> bool {
-        let Some(template) = self.templates.by_spawn.get(&spawn) else { return false };
-        let how = match exit {
-            _ if template.stage == Stage::Late => "was not ready within `start.ready`".to_owned(),
-            Some(exit) => format!("ended: {}", self.death(spawn, exit)),
+    /// Handles the end of a template's process. `death` is `None` if the template ended together with the
+    /// keeper. Returns false if `spawn` does not belong to a template.
+    pub(super) fn ended(&mut self, spawn: u64, death: Option<Death>) -> bool {
+        let Some(template) = self.remove(spawn) else { return false };
+        let how = match death {
+            _ if template.phase == Phase::TimedOut => "was not ready within `start.ready`".to_owned(),
+            Some(death) => format!("ended: {death}"),
             None => "ended with the keeper".to_owned(),
         };
-        let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
-        let message = format!("the template of {} {how}{words}", template.program.path_for_messages());
-        let Some(template) = self.take_template(spawn) else { return true };
-        if exit.is_some() {
-            self.templates.leaving.extend(template.id.map(|id| (spawn, id)));
-        } else {
-            self.links.give_back(template.id);
+        let program = template.order.program.path_for_messages();
+        let message = format!("the template of {program} {how}{}", template.status_suffix());
+        if let Some(id) = template.order.id {
+            match death {
+                Some(_) => drop(self.leaving.insert(spawn, id)),
+                None => self.effects.push_back(Effect::ReleaseId(id)),
+            }
         }
-        self.fail_wanted(template.compartment, template.wanted, &message);
+        self.fail_waiting_workers(template, &message);
         true
     }
 
-    /// Handles the end of a template and all descendants.
-    pub(super) fn template_is_swept(&mut self, spawn: u64) {
-        let id = self.templates.leaving.remove(&spawn);
-        self.links.give_back(id);
+    /// Handles the report that a template and all its descendants have ended.
+    pub(super) fn reaped(&mut self, spawn: u64) {
+        let id = self.leaving.remove(&spawn);
+        self.effects.extend(id.map(Effect::ReleaseId));
     }
 
-    /// Ends a template whose temporary folder, not counting those of its workers, is too large.
-    pub(super) fn template_holds(&mut self, spawn: u64, bytes: u64) {
-        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
-        let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
-        if is_too_much {
-            template.words = Some("the temporary folder holds more than `tmp` allows".to_owned());
-            self.keeper.kill(spawn, self.now);
-            self.want_housekeeping();
+    /// Handles the end of all templates because the keeper was lost.
+    pub(super) fn keeper_lost(&mut self) {
+        let mut spawns: Vec<u64> = self.by_spawn.keys().copied().collect();
+        spawns.sort_unstable();
+        for spawn in spawns {
+            self.ended(spawn, None);
+        }
+        self.effects.extend(self.leaving.drain().map(|(_, id)| Effect::ReleaseId(id)));
+    }
+
+    /// Handles a message from a template.
+    pub(super) fn message(&mut self, now: Time, spawn: u64, word: TemplateReport) {
+        let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
+        match word {
+            TemplateReport::Status(text) | TemplateReport::Refused(text) => template.last_status = Some(text),
+            TemplateReport::Extend(more) => {
+                if let Phase::Starting { until } = &mut template.phase {
+                    *until = (*until).max(now + more.min(template.order.ready));
+                }
+            }
+            TemplateReport::Ready => {
+                if matches!(template.phase, Phase::Starting { .. }) {
+                    template.phase = Phase::Ready;
+                    template.last_status = None;
+                }
+                let (compartment, waiting) =
+                    (template.order.compartment, std::mem::take(&mut template.waiting));
+                self.order_workers(compartment, waiting);
+            }
         }
     }
 
-    fn take_template(&mut self, spawn: u64) -> Option<Template> {
-        let template = self.templates.by_spawn.remove(&spawn)?;
-        if self.templates.current.get(&template.compartment) == Some(&spawn) {
-            self.templates.retire(template.compartment);
+    /// Ends a template whose temporary folder is too large. `bytes` does not include the folders of its
+    /// workers.
+    pub(super) fn check_temporary_folder(&mut self, spawn: u64, bytes: u64) {
+        let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
+        if template.order.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most) {
+            template.last_status =
+                Some("the temporary folder contains more than `sandbox.tmp` allows".to_owned());
+            self.effects.push_back(Effect::Kill(spawn));
+        }
+    }
+
+    /// Handles the death of a worker that was forked from a template.
+    pub(super) fn forked_worker_died(&mut self, compartment: CompartmentIndex, spawn: u64, death: Death) {
+        let Some(template) = self.by_spawn.get_mut(&spawn) else { return };
+        template.signal_deaths += u32::from(matches!(death, Death::Signal(_)));
+        if template.signal_deaths >= SIGNAL_DEATHS_MAX && self.current.get(&compartment) == Some(&spawn) {
+            self.replace(compartment);
+        }
+    }
+
+    fn remove(&mut self, spawn: u64) -> Option<Template> {
+        let template = self.by_spawn.remove(&spawn)?;
+        if self.current.get(&template.order.compartment) == Some(&spawn) {
+            self.current.remove(&template.order.compartment);
         }
         Some(template)
     }
 
-    fn fail_wanted(&mut self, compartment: CompartmentIndex, wanted: Vec<(WorkerId, u32)>, message: &str) {
-        for (worker, _) in wanted {
-            let message = message.to_owned();
-            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
-        }
+    fn fail_waiting_workers(&mut self, template: Template, message: &str) {
+        let compartment = template.order.compartment;
+        let fail = |(worker, _)| Effect::FailSpawn(compartment, worker, message.to_owned());
+        self.effects.extend(template.waiting.into_iter().map(fail));
     }
 
-    pub(super) fn template_says(&mut self, spawn: u64, word: TemplateReport) {
-        let now = self.now;
-        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
-        let compartment = template.compartment;
-        match word {
-            TemplateReport::Status(text) | TemplateReport::Refused(text) => template.words = Some(text),
-            TemplateReport::Extend(more) => {
-                if let Stage::Starting { until } = &mut template.stage {
-                    *until = (*until).max(now + more.min(template.ready));
-                }
-            }
-            TemplateReport::Ready => {
-                if matches!(template.stage, Stage::Starting { .. }) {
-                    template.stage = Stage::Ready;
-                    template.words = None;
-                }
-                let wanted = std::mem::take(&mut template.wanted);
-                for (worker, slot) in wanted {
-                    self.keeper.want(Wanted { compartment, worker, slot });
-                }
-            }
-        }
-    }
+    // Checks.
 
-    /// Handles the death of a worker that this template has forked.
-    pub(super) fn note_forked_death(&mut self, compartment: CompartmentIndex, template: u64, death: Death) {
-        let Some(found) = self.templates.by_spawn.get_mut(&template) else { return };
-        if matches!(death, Death::Signal(_)) {
-            found.signals += 1;
-        }
-        if found.signals >= SIGNALS_MAX && self.templates.current.get(&compartment) == Some(&template) {
-            self.replace_template(compartment);
-        }
-    }
-
-    /// Kills templates that are not ready in time.
-    pub(super) fn look_after_templates(&mut self) {
-        self.hand_template_outputs_over();
-        let now = self.now;
-        let mut is_any_starting = false;
+    /// Kills templates that were not ready in time.
+    pub(super) fn check_deadlines(&mut self, now: Time) {
         let mut late = Vec::new();
-        for (&spawn, template) in &mut self.templates.by_spawn {
-            if let Stage::Starting { until } = template.stage {
-                is_any_starting = true;
-                if until <= now {
-                    template.stage = Stage::Late;
-                    late.push(spawn);
-                }
+        self.needs_checks = false;
+        for (&spawn, template) in &mut self.by_spawn {
+            let Phase::Starting { until } = template.phase else { continue };
+            self.needs_checks = true;
+            if until <= now {
+                template.phase = Phase::TimedOut;
+                late.push(spawn);
             }
         }
-        late.into_iter().for_each(|spawn| self.keeper.kill(spawn, now));
-        if is_any_starting {
-            self.want_housekeeping();
-        }
+        late.sort_unstable();
+        self.effects.extend(late.into_iter().map(Effect::Kill));
     }
 
-    fn hand_template_outputs_over(&mut self) {
-        let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
-        for spawn in spawns {
-            let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { continue };
-            let Some(pid) = template.pid else { continue };
-            let Some((stdout, stderr)): Option<(OwnedFd, OwnedFd)> = template.output.take() else { continue };
-            let bulkhead = template.bulkhead.clone();
-            let output = WorkerOutput { bulkhead, pid, is_template: true, stdout, stderr };
-            let offered = self.reporter.notices.send_output(output);
-            if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
-                if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {
-                    template.output = Some((stdout, stderr));
-                }
-                self.want_housekeeping();
-            }
-        }
+    /// Returns the output of all started templates whose output was not passed to the control plane yet.
+    pub(super) fn take_outputs(&mut self) -> Vec<(u64, WorkerOutput)> {
+        let outputs = self.by_spawn.iter_mut().filter_map(|(&spawn, template)| {
+            let pid = template.pid?;
+            let (stdout, stderr) = template.order.output.take()?;
+            let bulkhead = template.order.bulkhead.clone();
+            Some((spawn, WorkerOutput { bulkhead, pid, is_template: true, stdout, stderr }))
+        });
+        outputs.collect()
     }
 
-    /// Handles the end of all templates after the loss of the keeper.
-    pub(super) fn templates_are_gone(&mut self) {
-        let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
-        for spawn in spawns {
-            self.template_ended(spawn, None);
+    /// Stores the output of a template that could not be passed to the control plane.
+    pub(super) fn keep_output(&mut self, spawn: u64, output: Output) {
+        if let Some(template) = self.by_spawn.get_mut(&spawn) {
+            template.order.output = Some(output);
+            self.needs_checks = true;
         }
-        let leaving: Vec<u64> = self.templates.leaving.keys().copied().collect();
-        leaving.into_iter().for_each(|spawn| self.template_is_swept(spawn));
+    }
+}
+
+impl Template {
+    /// Returns the last status message in a form that is appended to a sentence.
+    fn status_suffix(&self) -> String {
+        self.last_status.as_deref().map(|status| format!(": {status}")).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_config::Config;
+
+    use bulkhead_plane::confinement::SandboxSupport;
+    use bulkhead_plane::worker_ids::IdUse;
+
+    use super::*;
+    use crate::slab::SlabIndex;
+
+    const READY: Duration = Duration::from_secs(5);
+
+    fn at(seconds: u64) -> Time {
+        Time::ZERO + Duration::from_secs(seconds)
+    }
+
+    fn compartment() -> CompartmentIndex {
+        CompartmentIndex::from_number(2)
+    }
+
+    fn worker(generation: u32) -> WorkerId {
+        WorkerId { place: 0, generation }
+    }
+
+    fn program() -> Arc<Program> {
+        let text = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
+        let config: Config = bulkhead_config::parse(text, std::path::Path::new("/workers.toml")).unwrap();
+        let support = SandboxSupport::probe(&config, IdUse::Check);
+        Arc::new(Program::new(&config.bulkheads[0], None, &support))
+    }
+
+    /// Returns a fixture with template 10, which has been starting since `now`, and a worker that is waiting
+    /// for the template.
+    fn starting(now: Time) -> (Templates, Arc<Program>) {
+        let (mut templates, program) = (Templates::default(), program());
+        assert_eq!(templates.fork(compartment(), &program, (worker(1), 0)), Fork::NoTemplate);
+        let order = TemplateOrder {
+            compartment: compartment(),
+            bulkhead: "a".into(),
+            ready: READY,
+            program: program.clone(),
+            id: Some(7),
+            output: None,
+        };
+        templates.add(now, 10, order, vec![(worker(1), 0)]);
+        (templates, program)
+    }
+
+    fn effects(templates: &mut Templates) -> Vec<Effect> {
+        std::iter::from_fn(|| templates.next_effect()).collect()
+    }
+
+    #[test]
+    fn waiting_workers_are_ordered_when_the_template_is_ready() {
+        let (mut templates, program) = starting(at(0));
+        assert_eq!(templates.fork(compartment(), &program, (worker(2), 1)), Fork::Waits);
+        assert!(templates.spawned(at(1), 10, 99) && !templates.spawned(at(1), 11, 99));
+        templates.message(at(2), 10, TemplateReport::Ready);
+        let order = |generation, slot| Effect::OrderWorker(compartment(), worker(generation), slot);
+        assert_eq!(effects(&mut templates), [order(1, 0), order(2, 1)]);
+        assert_eq!(templates.fork(compartment(), &program, (worker(3), 0)), Fork::From(10));
+        templates.check_deadlines(at(60));
+        assert!(effects(&mut templates).is_empty() && !templates.needs_checks());
+    }
+
+    #[test]
+    fn template_that_is_not_ready_in_time_is_killed() {
+        let (mut templates, _) = starting(at(0));
+        templates.spawned(at(1), 10, 99);
+        templates.message(at(4), 10, TemplateReport::Extend(Duration::from_secs(60)));
+        templates.check_deadlines(at(8));
+        assert!(effects(&mut templates).is_empty() && templates.needs_checks());
+        templates.check_deadlines(at(9));
+        assert_eq!(effects(&mut templates), [Effect::Kill(10)]);
+        assert!(templates.ended(10, Some(Death::Signal(9))));
+        let failed = effects(&mut templates);
+        let [Effect::FailSpawn(_, failed, message)] = &failed[..] else { panic!("{failed:?}") };
+        assert!(*failed == worker(1) && message.contains("not ready within"), "{message}");
+        templates.reaped(10);
+        assert_eq!(effects(&mut templates), [Effect::ReleaseId(7)]);
+    }
+
+    #[test]
+    fn worker_waiting_for_a_template_can_be_cancelled() {
+        let (mut templates, _) = starting(at(0));
+        templates.message(at(1), 10, TemplateReport::Status("loading".into()));
+        let message = templates.cancel(compartment(), worker(1));
+        assert_eq!(message.as_deref(), Some("the template was not ready in time: loading"));
+        assert!(templates.cancel(compartment(), worker(1)).is_none());
+    }
+
+    #[test]
+    fn many_deaths_by_signal_replace_the_template() {
+        let (mut templates, program) = starting(at(0));
+        templates.message(at(1), 10, TemplateReport::Ready);
+        effects(&mut templates);
+        (1..SIGNAL_DEATHS_MAX).for_each(|_| {
+            templates.forked_worker_died(compartment(), 10, Death::Signal(11));
+        });
+        templates.forked_worker_died(compartment(), 10, Death::Exit(1));
+        assert!(effects(&mut templates).is_empty());
+        templates.forked_worker_died(compartment(), 10, Death::Signal(11));
+        assert_eq!(effects(&mut templates), [Effect::Kill(10)]);
+        assert_eq!(templates.fork(compartment(), &program, (worker(2), 0)), Fork::NoTemplate);
+    }
+
+    #[test]
+    fn keeper_loss_releases_user_ids_of_templates() {
+        let (mut templates, _) = starting(at(0));
+        templates.keeper_lost();
+        let all = effects(&mut templates);
+        assert_eq!(all.first(), Some(&Effect::ReleaseId(7)));
+        assert!(matches!(&all[1], Effect::FailSpawn(..)) && all.len() == 2);
     }
 }

@@ -1,7 +1,7 @@
 //! The supervisor's end of the connection to the keeper. Sends orders and receives reports without blocking.
 //!
-//! Starts the keeper process, shuts it down, and waits for the exit. Does not know which workers exist, because
-//! the data plane keeps the list.
+//! Starts the keeper process, shuts it down, and waits until it has exited. The data plane, not this module,
+//! keeps the list of workers.
 
 pub(crate) mod detached;
 
@@ -24,21 +24,22 @@ use crate::protocol::{
 };
 use crate::{SubordinateIds, wait};
 
-/// Maximum number of pending orders. At this number, spawns and forks are rejected. Kills and pings are always
-/// accepted, so at most one kill per worker and one ping can be pending in addition. The keeper executes an
-/// order within about a millisecond.
+/// Maximum number of pending orders. Once the limit is reached, orders to spawn or fork a worker are
+/// rejected. Kill and ping orders are always accepted, which adds at most one kill per worker and one ping.
+/// The keeper executes an order within about a millisecond.
 const PENDING_ORDERS_MAX: usize = 1024;
 
-/// Time limit for the keeper to exit. Slightly longer than the keeper's own limit for killing all workers.
+/// Maximum time to wait for the keeper to exit. Slightly longer than the keeper's own time limit for killing
+/// all workers.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(65);
 
-/// Time limit for killing the processes that a killed keeper left behind.
+/// Maximum time to wait until the processes that a killed keeper left behind are killed.
 const KILL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of orphans reaped in one call.
 const ORPHANS_PER_CALL_MAX: usize = 64;
 
-/// Returns advice for a start that failed at `step`, or an empty text if the cause is not known.
+/// Returns advice for a worker whose start failed at `step`, or an empty string if the cause is unknown.
 pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
     match step {
         _ if error.kind() != io::ErrorKind::PermissionDenied => "",
@@ -52,7 +53,7 @@ pub fn spawn_failure_advice(step: &str, error: &io::Error) -> &'static str {
 const INACCESSIBLE_PATH_ADVICE: &str =
     " (check that the worker's user can access the path and every folder above)";
 
-/// The supervisor's handle of a keeper.
+/// The supervisor's handle to a keeper process.
 ///
 /// Dropping the handle orders the keeper to exit. [`Keeper::shut_down`] also waits for the exit.
 #[derive(Debug)]
@@ -63,22 +64,22 @@ pub struct Keeper {
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
-    /// Workers whose pidfd this process could not receive because it had reached its limit of descriptors.
-    /// These workers are killed, and reported as failed.
+    /// Workers whose pidfd was not received because this process had reached its file descriptor limit. These
+    /// workers are killed and reported as failed.
     without_pidfd: HashSet<u64>,
-    /// Ids for workers, which the next keeper needs as well.
+    /// Subordinate user ids for workers. If this keeper is lost, the ids are sent to the next keeper.
     ids: Option<Arc<SubordinateIds>>,
 }
 
 #[derive(Debug)]
 enum KeeperProcess {
-    /// A child of this process.
+    /// The keeper is a child of this process.
     Child(Child),
-    /// A process that a guard has started, and that is not a child of this process.
+    /// A process that was started by a guard, and that is not a child of this process.
     Detached(DetachedKeeper),
 }
 
-/// Starts a keeper with the program and the worker ids of a lost keeper.
+/// Starts a replacement for a lost keeper, with the same program and the same subordinate user ids.
 #[derive(Clone, Debug)]
 pub struct KeeperLauncher {
     program: PathBuf,
@@ -87,7 +88,7 @@ pub struct KeeperLauncher {
 }
 
 impl KeeperLauncher {
-    /// Starts the keeper, and sends it the worker ids.
+    /// Starts the keeper and sends it the subordinate user ids for workers.
     pub fn start(self) -> io::Result<Keeper> {
         let mut keeper = match self.is_detached {
             true => Keeper::launch_detached(&self.program, ProbeMachine::No)?.0,
@@ -118,7 +119,8 @@ impl Keeper {
     }
 
     /// Starts `program` as the keeper. If its first argument is [`KEEPER_ARGUMENT`], `program` must call
-    /// [`crate::run_as_keeper`]. The usual program is `/proc/self/exe`. [`Report::Started`] follows.
+    /// [`crate::run_as_keeper`]. The usual program is `/proc/self/exe`. The keeper sends [`Report::Started`]
+    /// when it is ready.
     pub fn start(program: &Path) -> io::Result<Self> {
         let (socket, theirs) = socket::pair()?;
         let mut command = Command::new(program);
@@ -141,14 +143,14 @@ impl Keeper {
         }
     }
 
-    /// Sends the keeper the user namespace that workers with [`crate::Layers::subordinate_ids`] enter.
+    /// Sends the keeper the user namespace for workers that use [`crate::Layers::subordinate_ids`].
     pub fn send_subordinate_ids(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
         self.send_order(Order::Namespace.encode()?, vec![ids.namespace()?])?;
         self.ids = Some(ids);
         Ok(())
     }
 
-    /// Returns a launcher for the next keeper, which is needed when this keeper is lost.
+    /// Returns a launcher that can start another keeper if this keeper is lost.
     pub fn launcher(&self) -> KeeperLauncher {
         let is_detached = matches!(self.process, KeeperProcess::Detached(_));
         KeeperLauncher { program: self.program.clone(), is_detached, ids: self.ids.clone() }
@@ -162,9 +164,10 @@ impl Keeper {
         }
     }
 
-    /// Orders the keeper to start a worker. `link` becomes descriptor 3 of the worker. Standard input is empty.
+    /// Orders the keeper to start a worker. `link` becomes descriptor 3 of the worker. The worker's standard
+    /// input is empty.
     ///
-    /// If an error is returned, nothing has been ordered. Errors:
+    /// If this function returns an error, it has not sent an order. Errors:
     ///
     /// - The order is too long or contains a NUL.
     /// - Too many orders are pending ([`io::ErrorKind::WouldBlock`]).
@@ -190,8 +193,9 @@ impl Keeper {
         self.send_order(order.encode()?, vec![stdout, stderr])
     }
 
-    /// Orders a template to fork a worker. Call this only when the template is ready. [`Report::Spawned`] or
-    /// [`Report::SpawnFailed`] follows. Errors are those of [`Keeper::spawn`].
+    /// Orders a template to fork a worker. Call this only when the template is ready. The keeper replies with
+    /// [`Report::Spawned`] or [`Report::SpawnFailed`]. This function fails in the same cases as
+    /// [`Keeper::spawn`].
     pub fn fork(
         &mut self,
         (worker, template): (u64, u64),
@@ -204,14 +208,17 @@ impl Keeper {
 
     fn send_spawn_order(&mut self, message: Vec<u8>, descriptors: [OwnedFd; 3]) -> io::Result<()> {
         if self.outbox.len() >= PENDING_ORDERS_MAX {
-            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
+            return Err(io::Error::new(
+                io::ErrorKind::WouldBlock,
+                "too many orders are waiting for the keeper",
+            ));
         }
         self.send_order(message, descriptors.into())
     }
 
-    /// Orders the keeper to kill a worker and all its descendants at once. Call this once per worker.
-    /// [`Report::Exited`] follows, unless the worker has already exited. An error means that the keeper is
-    /// gone.
+    /// Orders the keeper to kill a worker and all descendants of the worker immediately. Call this at most
+    /// once per worker. The keeper then sends [`Report::Exited`], unless the worker has already exited. An
+    /// error means that the keeper is gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
         self.send_order(Order::Kill { worker }.encode()?, Vec::new())
     }
@@ -221,9 +228,9 @@ impl Keeper {
         self.send_order(Order::Ping.encode()?, Vec::new())
     }
 
-    /// Reaps ended children other than the keeper. A supervisor that is process 1 of a container, or a child
-    /// subreaper, inherits orphans. Returns true if more ended children may be left. Does nothing in an
-    /// application, which reaps its own children.
+    /// Reaps exited children other than the keeper. Such children are orphans, which this process inherits if
+    /// it is process 1 of a container or a child subreaper. Returns true if more exited children may be left.
+    /// Does nothing for an embedded supervisor, because the application reaps its own children.
     pub fn reap_orphans(&self) -> bool {
         let KeeperProcess::Child(keeper) = &self.process else { return false };
         for _ in 0..ORPHANS_PER_CALL_MAX {
@@ -235,7 +242,7 @@ impl Keeper {
         true
     }
 
-    /// Kills an unresponsive keeper. The next [`Keeper::receive`] then returns an error.
+    /// Kills an unresponsive keeper. The next call to [`Keeper::receive`] then returns an error.
     pub fn kill_keeper(&mut self) -> io::Result<()> {
         self.process.kill()
     }
@@ -245,19 +252,20 @@ impl Keeper {
         self.flush()
     }
 
-    /// Sends pending orders until the socket is full. Call this when the socket is writable.
+    /// Sends pending orders until none is left or the socket's buffer is full. Call this when the socket is
+    /// writable.
     pub fn flush(&mut self) -> io::Result<()> {
         self.outbox.flush(&self.socket).map(drop)
     }
 
-    /// True if orders wait for the socket to become writable.
+    /// Returns true if orders are waiting for the socket to become writable.
     pub fn has_pending_orders(&self) -> bool {
         self.outbox.len() > 0
     }
 
     /// Returns the next report, or `None` if no report has arrived.
     ///
-    /// After any error the keeper is lost, and its workers die; see [`reap_after_keeper`].
+    /// After any error, the keeper is lost and its workers die; see [`reap_after_keeper`].
     /// [`io::ErrorKind::UnexpectedEof`] means that the keeper has exited.
     pub fn receive(&mut self) -> io::Result<Option<Report>> {
         loop {
@@ -309,8 +317,9 @@ impl Keeper {
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Orders the keeper to kill all workers with their descendants and to exit, and waits for the exit. This
-    /// usually takes some milliseconds, but up to a minute if processes cannot be killed.
+    /// Orders the keeper to kill all workers with their descendants and then to exit. Waits until the keeper
+    /// has exited, which usually takes some milliseconds, but can take up to a minute if processes cannot be
+    /// killed.
     pub fn shut_down(self) -> io::Result<()> {
         let Self { process, socket, .. } = self;
         drop(socket);
@@ -351,21 +360,21 @@ impl AsRawFd for Keeper {
     }
 }
 
-/// Makes this process inherit the descendants of a killed keeper, for [`reap_after_keeper`]. The supervisor
-/// program calls this when it starts.
+/// Makes this process a child subreaper, so that it inherits the descendants of a killed keeper and
+/// [`reap_after_keeper`] can kill them. The supervisor calls this function at startup.
 pub fn become_subreaper() -> io::Result<()> {
     // Any value except zero enables the flag.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
-/// Kills a lost keeper and **all other descendants of this process**, until no process is left. The next keeper
-/// must be started only after this call, because it would be killed as well.
+/// Kills a lost keeper and **all other descendants of this process**, and waits until none is left. Start the
+/// next keeper only after this call, which would otherwise kill it as well.
 ///
-/// For a program that has called [`become_subreaper`] and has no other children, because this function kills
-/// and reaps all children. Blocks, usually for some milliseconds.
+/// The calling program must have called [`become_subreaper`] and must have no other children, because this
+/// function kills and reaps all children. Blocks, usually for some milliseconds.
 ///
-/// For a keeper from [`Keeper::start_detached`], the guard kills the processes, and spares processes that do
-/// not belong to the keeper.
+/// If the keeper was started by [`Keeper::start_detached`], the guard kills only the processes that belong to
+/// the keeper.
 pub fn reap_after_keeper(lost: Keeper) -> io::Result<()> {
     match lost.process {
         KeeperProcess::Child(mut process) => {

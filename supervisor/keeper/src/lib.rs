@@ -11,14 +11,14 @@
 //!   the process between the application and the keeper.
 //! - `process`: the keeper's loop, which executes orders, sends reports, and reaps the descendants of dead
 //!   workers in small steps.
-//! - `spawn`: the fork, and the steps of the child up to `execve`, with one table row per step.
+//! - `spawn`: the fork, and a table of the steps that the child executes before `execve`.
 //! - `confine`: the layers of confinement.
 //! - `subordinate_ids`: user ids for workers if the supervisor has no privileges.
 //! - `probe`: the layers that this machine supports.
-//! - `wait`: waits for children, by thread of the keeper, and how they ended.
+//! - `wait`: waits for the children of one keeper thread, and determines how they ended.
 //! - `protocol`: orders, reports, and the socket for whole messages with descriptors.
 //!
-//! # Two threads, for a reason
+//! # Why the keeper has two threads
 //! The kernel reparents orphans to the first thread of a child subreaper, but a forked process is the child
 //! of the thread that forked it. So the second thread forks the workers. The first thread waits with
 //! `__WNOTHREAD` and sees exactly the processes that dead workers left behind. `ECHILD` means that nothing is
@@ -26,9 +26,9 @@
 //! return. So the two threads never run at the same time, and a process is known before the first thread can
 //! wait for it.
 //!
-//! Each worker is a child subreaper as well. The orphans of a living worker stay below the worker, and come
-//! to the keeper when the worker is dead. So every process that the keeper inherits belongs to a dead worker,
-//! and is killed.
+//! Each worker is a child subreaper as well. The orphans of a living worker stay below the worker, and are
+//! reparented to the keeper when the worker has died. So every process that the keeper inherits belongs to a
+//! dead worker, and is killed.
 
 mod client;
 mod confine;
@@ -53,7 +53,7 @@ pub use protocol::{
 };
 pub use subordinate_ids::{SUBORDINATE_IDS, SubordinateIds};
 
-/// Returns the name of a system call, or an empty text if the number has no name on this architecture.
+/// Returns the name of a system call, or an empty string if the number has no name on this architecture.
 pub fn syscall_name(number: u32) -> &'static str {
     bulkhead_linux::syscalls::name(number).unwrap_or_default()
 }

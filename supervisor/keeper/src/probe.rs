@@ -1,8 +1,8 @@
-//! Finds out by trial which layers of confinement this kernel and user support.
+//! Determines which layers of confinement are available to this process, by trying each layer.
 //!
 //! Versions and settings are only hints, because a distribution, a container or a security module can forbid
-//! what the kernel supports. Each trial has a time limit, and its processes, groups and mounts are removed
-//! afterwards.
+//! what the kernel supports. Each trial has a time limit. The processes, control groups and mounts of a trial
+//! are removed afterwards.
 #![expect(unsafe_code, reason = "most probes have no safe wrapper, because the calls do nothing useful")]
 
 mod cgroup;
@@ -24,13 +24,14 @@ use crate::confine::seccomp::{self, FatalAction};
 use crate::protocol::LayerSupport;
 
 impl LayerSupport {
-    /// Converts the result of a trial without details.
+    /// Creates the entry for a layer from the result of a trial that reports no details.
     fn without_details(layer: &str, tried: Result<(), impl Into<TrialError>>, what_to_do: &str) -> Self {
         Self::of(layer, tried.map(|()| None).map_err(|why| why.into().error_text()), what_to_do)
     }
 }
 
-/// Tries all layers. Takes some milliseconds. A trial that blocks adds its time limit of a few seconds.
+/// Tries all layers of confinement. Usually takes some milliseconds. A trial that blocks is stopped after a
+/// few seconds.
 pub fn probe() -> Vec<LayerSupport> {
     let mut layers = landlock::probe();
     layers.extend(probe_seccomp());
@@ -50,11 +51,12 @@ fn is_available(layers: &[LayerSupport], name: &str) -> bool {
     layers.iter().any(|support| support.layer == name && support.is_available)
 }
 
-/// Name under which [`probe`] reports whether a template can fork workers in a sandbox (`start.mode = "fork"`).
+/// Layer name under which [`probe`] reports whether a template can fork workers in a sandbox (`start.mode =
+/// "fork"`).
 pub const FORKED_WORKERS: &str = "forked workers";
 
-/// Checks the layers that isolate forked workers from each other. Also checks the kernel's list of children,
-/// by which the keeper finds processes that workers leave behind.
+/// Checks the layers that isolate forked workers from each other. Also checks whether the kernel lists the
+/// children of a thread, because the keeper uses this list to find processes that workers leave behind.
 fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
     let required = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
     let tried = match required.into_iter().find(|name| !is_available(layers, name)) {
@@ -68,11 +70,11 @@ fn forked_workers(layers: &[LayerSupport]) -> LayerSupport {
     LayerSupport::of(FORKED_WORKERS, tried, what_to_do)
 }
 
-/// Name under which [`probe`] reports whether the kernel kills all descendants of a worker, under the profile
-/// `default`.
+/// Layer name under which [`probe`] reports whether the kernel kills all descendants of a worker that dies
+/// under the profile `default`.
 pub const TREE_END: &str = "tree end";
 
-/// Checks the requirements: a pid namespace for each worker, and a `/proc` for this namespace.
+/// Checks that each worker can have a pid namespace, and a `/proc` for this namespace.
 fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     let has = |name: &str| is_available(layers, name);
     let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
@@ -93,8 +95,8 @@ fn tree_end(layers: &[LayerSupport]) -> LayerSupport {
     )
 }
 
-/// Variable with the names of layers, separated by commas, that count as missing. An administrator can test
-/// in this way how a configuration works on a machine with fewer layers.
+/// Environment variable with a comma-separated list of layers to treat as missing. An administrator can use
+/// this variable to test a configuration for a machine with fewer layers.
 pub(crate) const DISABLED_LAYERS: &str = "BULKHEAD_WITHOUT";
 
 fn disable(layers: &mut [LayerSupport], disabled: &str) {
@@ -118,7 +120,7 @@ fn no_new_privs() -> Result<(), TrialError> {
     if rustix::thread::no_new_privs()? { Ok(()) } else { Err(TrialError::NotEnforced) }
 }
 
-/// Returns the kernel's text for an error.
+/// Returns the operating system's message for an error number.
 fn error_text(errno: Errno) -> String {
     io::Error::from(errno).to_string()
 }
@@ -138,7 +140,8 @@ fn probe_seccomp() -> [LayerSupport; 3] {
         LayerSupport::without_details(
             "seccomp notify",
             named.and_then(|()| action(libc::SECCOMP_RET_USER_NOTIF)),
-            "forbidden system calls are not reported by name; run a newer kernel, or not below another supervisor",
+            "forbidden system calls are not reported by name; run a newer kernel, or do not run the \
+             supervisor inside another supervisor's sandbox",
         ),
         LayerSupport::without_details("seccomp kill", action(libc::SECCOMP_RET_KILL_PROCESS), KERNEL_ADVICE),
     ]
@@ -177,7 +180,7 @@ fn peer_pidfd() -> Result<(), Errno> {
     getsockopt(&socket, PeerPidfd).map(drop).map_err(|errno| Errno::from_raw_os_error(errno as i32))
 }
 
-/// Closes a descriptor number that is never open.
+/// Checks that `close_range` works, with a descriptor number that is never open.
 fn close_range() -> Result<(), Errno> {
     const NONE: libc::c_uint = libc::c_uint::MAX;
     // SAFETY: no descriptor has this number.
@@ -223,7 +226,8 @@ fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, Stri
     if missing.is_empty() { Ok(None) } else { Err(format!("this user lacks {}", missing.join(", "))) }
 }
 
-/// Checks Yama. Like Landlock and the identity, it separates processes of one user.
+/// Checks whether Yama restricts tracing. Like Landlock, Yama protects processes of the same user from each
+/// other.
 fn probe_yama() -> LayerSupport {
     let path = "/proc/sys/kernel/yama/ptrace_scope";
     let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
@@ -251,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_each_layer_once() {
+    fn probe_reports_each_layer_once() {
         let start = Instant::now();
         let layers = probe();
         assert!(start.elapsed() < Duration::from_secs(20));
@@ -263,7 +267,7 @@ mod tests {
             assert_eq!(support.is_available, support.why_not.is_none(), "{support:?}");
             assert_eq!(support.is_available, support.what_to_do.is_none(), "{support:?}");
         }
-        // Every supported system has this layer.
+        // Every supported kernel has `pidfd_open`.
         let pidfd = layers.iter().find(|support| support.layer == "pidfd").unwrap();
         assert!(pidfd.is_available);
     }
@@ -278,15 +282,15 @@ mod tests {
     }
 
     #[test]
-    fn probe_leaves_nothing_behind() {
+    fn probe_leaves_no_descriptors_or_mounts_behind() {
         let namespaces = || {
             let names = ["user", "net", "ipc", "uts", "pid_for_children", "mnt"];
             names.map(|name| std::fs::read_link(format!("/proc/thread-self/ns/{name}")).unwrap())
         };
         let mounts = || std::fs::read("/proc/thread-self/mountinfo").unwrap();
         let before = (namespaces(), mounts());
-        // Other tests of this program open and close descriptors, so this repeats until a measurement is
-        // undisturbed.
+        // Other tests in this process open and close descriptors. So the measurement is repeated until no
+        // other test disturbs it.
         let is_flat = || {
             let before = descriptors_open();
             (0..5).for_each(|_| drop(probe()));

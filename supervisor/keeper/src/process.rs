@@ -1,8 +1,8 @@
-//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and ended
+//! The keeper process: a loop that handles orders, starting workers, forbidden system calls and exited
 //! processes.
 //!
 //! The keeper kills and reaps every worker. It never blocks on the supervisor, on a program's file system, or
-//! on a process that does not die. It restarts nothing.
+//! on a process that does not die. It never restarts a worker.
 
 mod cgroups;
 mod guard;
@@ -50,43 +50,47 @@ use crate::spawn::{
 };
 use crate::wait;
 
-/// Maximum number of waiting reports before orders are no longer accepted. After that, only the last three
-/// reports of each worker can follow.
+/// Maximum number of pending reports. While the limit is reached, the keeper accepts no orders, so that at
+/// most the last three reports of each worker can be added.
 const PENDING_REPORTS_MAX: usize = 1024;
 
-/// Maximum number of deferred forks before orders are no longer accepted. Each holds three descriptors.
+/// Maximum number of deferred fork orders. While the limit is reached, the keeper accepts no orders. Each
+/// deferred fork holds three descriptors.
 const DEFERRED_FORKS_MAX: usize = 256;
 
-/// Time limit for killing all processes. When it has passed, the keeper gives up and exits.
+/// Maximum time for killing all processes before the keeper exits. After this time, the keeper gives up and
+/// exits.
 const KILL_ALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Maximum number of events in one iteration of the loop. The others follow in the next iteration.
+/// Maximum number of events that one iteration of the loop handles. Further events follow in the next
+/// iteration.
 const EVENTS_MAX: usize = 64;
 
-// Tokens of a worker's descriptors: the process id, and one of the following bits.
-/// Bit for the listener.
+// The token of a worker's descriptor consists of the process id and one of the following bits.
+/// Token bit for the seccomp listener.
 const LISTENER: usize = 1 << 32;
-/// Bit for the pidfd.
+/// Token bit for the pidfd.
 const EXIT: usize = 1 << 33;
-/// Bit for the status pipe of the first process in a pid namespace.
+/// Token bit for the status pipe of the first process in a pid namespace.
 const STATUS: usize = 1 << 34;
-/// Bit for the socket of a template.
+/// Token bit for the socket of a template.
 const TEMPLATE: usize = 1 << 35;
-/// Bit for the socket of the first process in a template's pid namespace.
+/// Token bit for the socket of the first process in a template's pid namespace.
 const NAMESPACE: usize = 1 << 36;
 const PID_MASK: usize = LISTENER - 1;
 
-/// Token of the guard and the application, if there are any. Readable when one of them has ended.
+/// Token for the pidfds of the guard and the application. A pidfd becomes readable when the process has
+/// exited.
 const WATCHED: usize = 1 << 37;
 
 // The token of a worker's progress socket is the process id alone. No worker has the pid 0 or 1.
 const ORDERS: usize = 0;
 const SIGCHLD: usize = 1;
 
-/// Runs the keeper. All its descendants end with it.
+/// Runs the keeper process. When the keeper exits, it kills all its descendants.
 ///
-/// For a program that starts its own executable as a [`crate::Keeper`]. If the first argument is
-/// [`crate::KEEPER_ARGUMENT`], the program must call this first in `main`, before there is another thread.
+/// A program that starts its own executable as a [`crate::Keeper`] must call this function first in `main`,
+/// before it creates a thread, if its first argument is [`crate::KEEPER_ARGUMENT`].
 pub fn run_as_keeper() -> ! {
     let mut arguments = std::env::args().skip(2);
     let guard = match arguments.next().as_deref() {
@@ -99,7 +103,7 @@ pub fn run_as_keeper() -> ! {
     };
     let result = guard.and_then(set_up).and_then(EventLoop::start).and_then(EventLoop::run);
     if let Err(error) = &result {
-        // Standard error is the supervisor's. If that is closed, the error cannot be reported.
+        // Standard error is inherited from the supervisor. If it is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
@@ -111,7 +115,8 @@ fn register(poll: &Poll, descriptor: &impl AsRawFd, token: usize) -> io::Result<
     poll.registry().register(&mut source, Token(token), Interest::READABLE)
 }
 
-/// Registers descriptors of a child. `pid` and the bit of each make up the token.
+/// Registers descriptors of a child process. The token of a descriptor consists of `pid` and the descriptor's
+/// bit.
 fn register_each<'d>(
     poll: &Poll,
     pid: u32,
@@ -120,36 +125,36 @@ fn register_each<'d>(
     descriptors.try_for_each(|(descriptor, bit)| register(poll, descriptor, pid as usize | bit))
 }
 
-/// Makes `poll` report again if the descriptor is readable, and also when it is writable if `is_blocked` is
-/// true.
+/// Registers the descriptor again, so that `poll` reports it even if it has been readable since the last
+/// event. If `is_blocked` is true, `poll` also reports when the descriptor becomes writable.
 fn register_again(poll: &Poll, descriptor: &impl AsRawFd, token: usize, is_blocked: bool) -> io::Result<()> {
     let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
     poll.registry().reregister(&mut SourceFd(&descriptor.as_raw_fd()), Token(token), interest)
 }
 
 /// Removes a descriptor from `poll`. Closing the descriptor would not be enough, because a child that is
-/// being forked can have a copy, which stays registered. A failure cannot be handled.
+/// being forked can have a copy, which stays registered. Ignores errors, because no caller could handle them.
 fn deregister(poll: &Poll, descriptor: &impl AsRawFd) {
     let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
 }
 
-/// A child that has not been waited for.
+/// A child process that has not been reaped.
 struct Child {
     worker: u64,
     pidfd: OwnedFd,
     stage: Stage,
     layers: Layers,
     rlimits: Vec<Rlimit>,
-    /// True if the child was allowed to execute its program.
+    /// True if the keeper has allowed the child to execute its program.
     is_confined: bool,
-    /// Pid of the worker, once it is known. In a pid namespace the worker is a child of the process that the
+    /// Pid of the worker, once it is known. In a pid namespace, the worker is a child of the process that the
     /// keeper forked.
     process: u32,
-    /// Receives notifications of forbidden system calls.
+    /// Descriptor that receives notifications of forbidden system calls.
     listener: Option<OwnedFd>,
-    /// First forbidden call of the worker's own process.
+    /// First forbidden system call that the worker's own process made.
     violation: Option<u32>,
-    /// Temporary folder, removed when nothing is left of the worker.
+    /// Temporary folder, which is removed when all processes of the worker are gone.
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     observed: Observed,
@@ -159,12 +164,12 @@ struct Child {
     template: Option<Template>,
     /// Set if this child is a template in a pid namespace, which its workers share.
     namespace: Option<TemplateNamespace>,
-    /// Set if this child is a worker in such a namespace.
+    /// Set if this child is a worker in a template's pid namespace.
     member: Option<NamespaceMember>,
 }
 
 impl Child {
-    /// A child whose optional parts are missing, such as a worker that a template has forked.
+    /// Creates a child without the optional parts, such as a worker that a template has forked.
     fn new(
         worker: u64,
         pid: u32,
@@ -208,8 +213,9 @@ impl Child {
         }
     }
 
-    /// Returns the descriptors on which a template and the first process of a pid namespace report, each with
-    /// its bit. If one is not registered, the keeper misses exits.
+    /// Returns the descriptors on which a template and the first process of a pid namespace send reports,
+    /// each with its token bit. All descriptors must be registered, because otherwise the keeper would miss
+    /// exits.
     fn report_descriptors(&self) -> impl Iterator<Item = (&OwnedFd, usize)> {
         let template = self.template.as_ref().map(Template::socket);
         let namespace = self.namespace.as_ref().map(TemplateNamespace::socket);
@@ -225,9 +231,9 @@ impl Child {
             .for_each(|descriptor| deregister(poll, descriptor));
     }
 
-    /// Reads the worker's status back once its program runs, because executing a program could have given
-    /// privileges. Returns the name of a value that is not as ordered. Returns `None` if the process has
-    /// already ended.
+    /// Checks the worker's confinement again when its program runs, because executing the program could have
+    /// given it privileges. Returns the name of a value that differs from the order. Returns `None` if all
+    /// values match, or if the process has already exited.
     fn recheck_confinement(&mut self) -> Option<&'static str> {
         let mut observed = self.observed;
         observe::read_status(self.process, &mut observed).ok()?;
@@ -235,34 +241,34 @@ impl Child {
         if self.layers == Layers::default() {
             return None;
         }
-        // The worker can have lowered its limits already.
+        // The worker can already have lowered its own limits.
         let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
         observed.mismatch(&self.layers).or_else(limit)
     }
 }
 
 enum Stage {
-    /// Has not executed its program yet.
+    /// The child has not executed its program yet.
     Starting(ChildConnections),
-    /// Reported as spawned.
+    /// The worker was reported as spawned.
     Running,
-    /// Reported as failed. Only has to be waited for.
+    /// The start was reported as failed. The child only has to be reaped.
     Failed,
-    /// Reported as ended, although the first process of its namespace has not ended.
+    /// The worker's exit was reported, but the first process of the worker's pid namespace is still running.
     Ended,
 }
 
 struct EventLoop {
     poll: Poll,
     socket: OwnedFd,
-    /// The guard and the application. The keeper exits when one of them ends.
+    /// The guard and the application. The keeper exits when one of them exits.
     watched: Option<WatchedProcesses>,
     sigchld: SignalFd,
     forker: Forker,
-    /// User namespace of subordinate ids, if there is one.
+    /// User namespace with the subordinate ids. `None` if the supervisor has not sent one.
     subordinate_namespace: Option<Arc<OwnedFd>>,
     children: HashMap<u32, Child>,
-    /// Pids by spawn number.
+    /// Pids of workers, by spawn number.
     by_worker: HashMap<u64, u32>,
     /// Pids of templates.
     templates: BTreeSet<u32>,
@@ -271,11 +277,11 @@ struct EventLoop {
     folders: TemporaryFolders,
     groups: WorkerGroups,
     reaper: DescendantReaper,
-    /// Fork orders that wait until the reaper has finished its current run.
+    /// Fork orders that are deferred until the reaper has finished its current run.
     deferred_forks: VecDeque<DeferredFork>,
     priority: PriorityBoost,
     outbox: Outbox,
-    /// True if unread orders can be left in the socket.
+    /// True if the socket can contain unread orders.
     has_orders: bool,
     /// True if the outbox waits for the socket to become writable.
     is_blocked: bool,
@@ -324,7 +330,8 @@ impl EventLoop {
         Ok(event_loop)
     }
 
-    /// Serves orders until the supervisor is gone or sends an invalid order, and then kills everything.
+    /// Executes orders until the supervisor is gone or sends an invalid order. Then kills all workers and
+    /// their descendants.
     fn run(mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(EVENTS_MAX);
         let served = loop {
@@ -335,7 +342,7 @@ impl EventLoop {
             }
         };
         self.priority.raise();
-        // The processes of a pid namespace die with its first process.
+        // The processes in a pid namespace die together with the namespace's first process.
         for (&pid, _) in self.children.iter().filter(|(_, child)| child.member.is_none()) {
             wait::kill_group(pid);
         }
@@ -356,7 +363,8 @@ impl EventLoop {
         }
         for event in events.iter() {
             match event.token().0 {
-                // The socket can also be closed or writable. Then the attempt to receive finds nothing.
+                // The event can also mean that the socket is closed or writable. In that case, the attempt to
+                // receive an order finds none.
                 ORDERS => self.has_orders = true,
                 WATCHED if self.watched.is_some() => return Ok(false),
                 SIGCHLD => while self.sigchld.read_signal()?.is_some() {},
@@ -373,9 +381,9 @@ impl EventLoop {
                 }
             }
         }
-        // Reports exits before a spawn or a step of a scan, which take time.
+        // Reports exits before a worker is started or processes are scanned, because both take time.
         self.flush()?;
-        // Takes one order per iteration, so that exits do not wait for a hundred spawns.
+        // Executes only one order per iteration, so that exit reports do not wait for a hundred spawns.
         if self.can_receive_order() && !self.receive_order()? {
             return Ok(false);
         }
@@ -426,7 +434,12 @@ impl EventLoop {
     }
 
     fn execute_order(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<()> {
-        let refused = || io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version");
+        let refused = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the keeper received an order that its version does not know",
+            )
+        };
         match Order::decode(message).ok_or_else(refused)? {
             Order::Spawn(order) => {
                 if let Err(error) = self.spawn(&order, descriptors) {
@@ -440,11 +453,11 @@ impl EventLoop {
             }
             Order::Namespace => self.subordinate_namespace = descriptors.into_iter().next().map(Arc::new),
             Order::Kill { worker } => {
-                // A child in the table has not been waited for, so the pid is valid.
+                // A child in the table has not been reaped, so the pid is valid.
                 if let Some(&pid) = self.by_worker.get(&worker) {
                     let is_in_namespace = |child: &Child| child.namespace.is_some() || child.member.is_some();
                     if !self.children.get(&pid).is_some_and(is_in_namespace) {
-                        // Restored when nothing is left of the worker.
+                        // The priority is restored when all processes of the worker are gone.
                         self.priority.raise();
                     }
                     self.kill(pid);
@@ -480,13 +493,13 @@ impl EventLoop {
 
     fn report(&mut self, message: &ReportMessage<'_>, pidfd: Option<OwnedFd>) {
         let mut bytes = Vec::new();
-        // Fails only beyond 64 KiB.
+        // Encoding fails only for messages over 64 KiB.
         let encoded = codec::encode(message, &[], &mut bytes);
         debug_assert!(encoded.is_ok() && bytes.len() <= REPORT_BYTES_MAX);
         self.outbox.push(bytes, pidfd.into_iter().collect());
     }
 
-    /// Sends waiting reports. If the socket is full, the loop wakes up when the socket is writable.
+    /// Sends pending reports. If the socket is full, the loop wakes up when the socket is writable.
     fn flush(&mut self) -> io::Result<()> {
         if self.outbox.len() == 0 {
             return Ok(());
@@ -494,15 +507,15 @@ impl EventLoop {
         let is_blocked = !self.outbox.flush(&self.socket)?;
         if is_blocked != self.is_blocked {
             self.is_blocked = is_blocked;
-            // Registered only when needed. Otherwise each report that the supervisor reads would wake the
-            // keeper.
+            // Polls for writability only when needed. Otherwise each report that the supervisor reads would
+            // wake the keeper.
             register_again(&self.poll, &self.socket, ORDERS, is_blocked)?;
         }
         Ok(())
     }
 }
 
-/// True if another order can be accepted.
+/// Returns true if the keeper can accept another order.
 fn has_room(pending_reports: usize, deferred_forks: usize) -> bool {
     pending_reports < PENDING_REPORTS_MAX && deferred_forks < DEFERRED_FORKS_MAX
 }
@@ -512,7 +525,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failed_registration_is_an_error() {
+    fn failed_poll_registration_is_an_error() {
         let poll = Poll::new().unwrap();
         let (readable, _writer) = rustix::pipe::pipe().unwrap();
         register_each(&poll, 2, [(&readable, STATUS)].into_iter()).unwrap();
@@ -523,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_and_deferred_forks_bound_accepted_orders() {
+    fn pending_reports_and_forks_stop_new_orders() {
         assert!(has_room(PENDING_REPORTS_MAX - 1, DEFERRED_FORKS_MAX - 1));
         assert!(!has_room(PENDING_REPORTS_MAX, 0));
         assert!(!has_room(0, DEFERRED_FORKS_MAX));

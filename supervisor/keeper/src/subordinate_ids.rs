@@ -2,8 +2,8 @@
 //! user.
 //!
 //! One user namespace contains all of these ids, and the supervisor's own user. `newuidmap` and `newgidmap`
-//! create the namespace once, with rights that the user lacks, before any worker has to wait. The process of
-//! a worker enters the namespace before it executes the program. Inside, the process has the rights that a
+//! create the namespace once at the start, with rights that the user lacks. The process of a worker enters
+//! the namespace before it executes the program. Inside the namespace, the process has the same rights that a
 //! worker started by root has on the machine.
 #![expect(unsafe_code, reason = "a fork has no safe wrapper")]
 
@@ -27,14 +27,14 @@ use crate::wait::exits_within;
 /// Name of this layer in the output of `doctor`.
 pub const SUBORDINATE_IDS: &str = "subordinate ids";
 
-/// Maximum run time of `newuidmap`, and of `newgidmap`. The programs can query a directory service in the
-/// network about the user.
+/// Maximum run time of each of `newuidmap` and `newgidmap`. These programs can query a directory service on
+/// the network about the user.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for a child to create an empty namespace.
+/// Maximum time to wait until a child has created an empty user namespace.
 const CHILD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of a program's error output that is shown, in bytes.
+/// Maximum number of bytes of a program's error output that an error message includes.
 const STDERR_BYTES_MAX: u64 = 512;
 
 /// A range of ids, with both ends included.
@@ -44,21 +44,22 @@ struct IdRange {
     last: u32,
 }
 
-/// A user namespace with ids for workers.
+/// A user namespace with subordinate ids for workers.
 #[derive(Debug)]
 pub struct SubordinateIds {
-    /// First id, both for users and for groups.
+    /// First id of the range, both for users and for groups.
     pub first: u32,
-    /// Last id.
+    /// Last id of the range.
     pub last: u32,
     namespace: OwnedFd,
 }
 
 impl SubordinateIds {
-    /// Finds the ids and creates the namespace. The error says what to do.
+    /// Finds the subordinate ids of this user and creates the user namespace. The error message says how to
+    /// fix the problem.
     ///
-    /// Forks once and runs two programs, which takes some milliseconds. Call this before there is another
-    /// thread.
+    /// Forks once and runs two programs, which takes some milliseconds. Must be called before the process has
+    /// a second thread.
     pub fn find() -> Result<Self, String> {
         if rustix::process::geteuid().is_root() {
             return Err("root does not need subordinate ids".to_owned());
@@ -87,18 +88,18 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
-    /// Takes over ids and a namespace that the guard has created.
+    /// Takes over the ids and the user namespace that the guard has created.
     pub(crate) fn from_guard((first, last): (u32, u32), namespace: OwnedFd) -> Self {
         Self { first, last, namespace }
     }
 
-    /// Returns a descriptor of the namespace.
+    /// Returns a new descriptor of the user namespace.
     pub(crate) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()
     }
 }
 
-/// Returns the ranges that a file assigns to a user, by name or number.
+/// Returns the ranges that the text of a file assigns to a user, who is identified by name or number.
 fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     let range = |line: &str| {
         let mut fields = line.trim().split(':');
@@ -111,7 +112,7 @@ fn parse_ranges(text: &str, name: Option<&str>, uid: u32) -> Vec<IdRange> {
     text.lines().filter_map(range).collect()
 }
 
-/// Returns the largest range that is in both lists.
+/// Returns the largest range of ids that is contained in both lists.
 fn largest_common(users: &[IdRange], groups: &[IdRange]) -> Option<IdRange> {
     let both = |one: &IdRange, other: &IdRange| IdRange {
         first: one.first.max(other.first),
@@ -132,7 +133,7 @@ fn create_namespace(programs: &[(&str, u32)], range: IdRange) -> Result<OwnedFd,
     Ok(namespace.map_err(|error| format!("failed to open the new user namespace: {error}"))?.into())
 }
 
-/// Runs a program that writes a map. Each id is mapped to itself.
+/// Runs `newuidmap` or `newgidmap` to write an id map. Maps each id to itself.
 fn run_map_program(
     program: &str,
     pid: i32,
@@ -151,7 +152,7 @@ fn run_map_program(
         _ => format!("failed to run {program}: {error}"),
     })?;
     if !exits_within(&running, MAP_TIMEOUT).map_err(|error| format!("{program}: {error}"))? {
-        let _ = running.kill(); // It can have ended by now.
+        let _ = running.kill(); // The program can have exited by now.
         let _ = running.wait();
         return Err(format!("{program} took more than {MAP_TIMEOUT:?}"));
     }
@@ -161,7 +162,7 @@ fn run_map_program(
     }
     let mut message = Vec::new();
     if let Some(stderr) = running.stderr.take() {
-        let _ = stderr.take(STDERR_BYTES_MAX).read_to_end(&mut message); // Text that cannot be read is not shown.
+        let _ = stderr.take(STDERR_BYTES_MAX).read_to_end(&mut message); // Output that cannot be read is left out.
     }
     let message = String::from_utf8_lossy(&message).trim().replace('\n', "; ");
     let hint = match rustix::thread::no_new_privs() {
@@ -171,7 +172,7 @@ fn run_map_program(
     Err(format!("{program} ended with {status}: {message}{hint}"))
 }
 
-/// A child that only holds a user namespace. Killed when dropped.
+/// A child process that only holds a user namespace. Dropping this value kills the child.
 struct NamespaceHolder {
     pid: libc::pid_t,
 }
@@ -212,7 +213,7 @@ fn hold_namespace(writer: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: only numbers are passed, and this process has one thread. The process ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        // If the parent died before the call, the signal would never be sent.
+        // If the parent had died before the call, the signal would never be sent.
         if rustix::process::getppid() != Some(parent) {
             libc::_exit(1);
         }
@@ -229,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_found_by_name_and_number() {
+    fn subordinate_id_ranges_are_found_by_name_and_uid() {
         let text =
             "root:1:5\nann:100000:65536\n# x\n1000:300000:10\nbob:7:1\nann:0:5\nann:9:0\nann:4294967295:9\n";
         let range = |first, last| IdRange { first, last };
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_range_common_to_users_and_groups() {
+    fn largest_common_id_range_is_found() {
         let range = |first, last| IdRange { first, last };
         let users = [range(1000, 1099), range(5000, 5999)];
         assert_eq!(largest_common(&users, &[range(5500, 9000), range(1000, 1200)]), Some(range(5500, 5999)));
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn error_names_the_failed_program() {
+    fn error_names_failed_id_map_program() {
         let range = IdRange { first: 5, last: 9 };
         let failed = |program| run_map_program(program, 1, 0, range).unwrap_err();
         assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));

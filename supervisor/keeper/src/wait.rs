@@ -19,20 +19,20 @@ const SCAN_INTERVAL: Duration = Duration::from_millis(10);
 /// Pause between two checks for processes that have died.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Result of a wait.
+/// Result of waiting for a child.
 #[derive(Debug)]
 pub(crate) enum Waited {
-    /// There is no such child.
+    /// There is no child with the requested pid, or no child at all.
     NoChild,
-    /// There are children, but no change of state.
+    /// There are children, but none of them has changed its state.
     NoChange,
-    /// A child has ended, and its pid can be reused.
+    /// A child has exited, and its pid can be reused.
     Ended { pid: u32, exit: Exit, usage: Usage },
     /// A child has stopped because it asked to be traced by its parent. Only hostile programs do that.
     Stopped { pid: u32 },
 }
 
-/// Waits for this child without blocking.
+/// Reaps this child if it has exited. Does not block.
 pub(crate) fn try_reap(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
 }
@@ -53,7 +53,7 @@ pub(crate) fn wait(pid: i32, flags: i32) -> Waited {
     }
 }
 
-/// Returns how a process ended, or `None` if it has not ended.
+/// Converts a wait status to the cause of the exit. Returns `None` if the process has not exited.
 pub(crate) fn exit(status: i32) -> Option<Exit> {
     if libc::WIFEXITED(status) {
         Some(Exit::Code(libc::WEXITSTATUS(status)))
@@ -74,7 +74,7 @@ pub(crate) fn usage(rusage: &libc::rusage) -> Usage {
     }
 }
 
-/// Returns true if the process ends within `timeout`.
+/// Returns true if the process exits within `timeout`.
 pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<bool> {
     let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
     wait_until_readable(rustix::process::pidfd_open(pid, PidfdFlags::empty())?, timeout)
@@ -83,25 +83,27 @@ pub(crate) fn exits_within(process: &Child, timeout: Duration) -> io::Result<boo
 /// Sends SIGKILL to a child that has not been waited for, so that the pid still belongs to the child.
 pub(crate) fn kill_child(pid: u32) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
-        // Fails only if the child is dead already, or has changed its identity. Then nothing helps.
+        // Fails only if the child is already dead, or has changed its user. In both cases, the keeper can do
+        // nothing else.
         let _ = rustix::process::kill_process(pid, Signal::KILL);
     }
 }
 
 /// Sends SIGKILL to a worker and to the process group that it leads. The worker can be dead, but must not
-/// have been waited for.
+/// have been reaped.
 ///
-/// The kernel signals the whole group at once, and nothing in the group can fork meanwhile. So most fork
-/// bombs end before the keeper has to compete with them for the processors in order to scan.
+/// The kernel signals the whole group at once, and no process in the group can fork in the meantime. This
+/// ends most fork bombs before the keeper has to compete with them for processor time while it scans.
 pub(crate) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
-        // Fails if the worker does not lead a group yet. Then the worker is alone.
+        // Fails if the worker does not lead a process group yet. In that case, there is no other process to
+        // kill.
         let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
     kill_child(pid);
 }
 
-/// Kills and reaps all descendants of this process until nothing is left.
+/// Kills and reaps all descendants of this process until none is left.
 pub(crate) fn kill_all_descendants(timeout: Duration) -> io::Result<()> {
     let start = Instant::now();
     loop {

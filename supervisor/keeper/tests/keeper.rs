@@ -1,5 +1,5 @@
-//! Tests the keeper with real processes. This program is its own keeper. The usual harness is not used,
-//! because the keeper must start before there is a thread.
+//! Tests the keeper with real processes. The test program also runs as the keeper. It does not use the
+//! standard test harness, because the keeper must start before the process has a second thread.
 
 use std::collections::HashSet;
 use std::fs;
@@ -14,35 +14,35 @@ use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 
-/// Time limit of a condition. No condition takes nearly this long unless it fails.
+/// Maximum time to wait for a condition. No condition takes nearly as long unless the test fails.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-// The kernel's numbers, whose types differ between C libraries.
+// The kernel's resource numbers, whose types differ between C libraries.
 const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
 const CASES: [(&str, fn()); 20] = [
-    ("worker_starts_as_ordered_and_its_exit_is_reported", starts_as_ordered),
-    ("failed_step_of_a_start_is_named", failed_steps),
-    ("limits_are_set", resource_limits),
+    ("worker_starts_as_ordered", starts_as_ordered),
+    ("failed_start_names_its_step", failed_steps),
+    ("worker_gets_ordered_resource_limits", resource_limits),
     ("worker_inherits_only_four_descriptors", inherited_descriptors),
     ("only_orphans_of_dead_workers_are_killed", orphans_of_dead_workers),
-    ("orphan_stays_below_its_living_worker", orphans_of_living_workers),
-    ("only_end_of_file_ends_the_keeper", ignored_signals),
-    ("dropped_keeper_kills_all_within_a_second", dropped_keeper),
-    ("shutdown_waits_until_all_are_dead", shutdown),
-    ("workers_die_with_a_killed_keeper_which_can_be_replaced", killed_keeper),
-    ("killed_detached_keeper_leaves_other_children_alone", killed_detached_keeper),
-    ("workers_die_when_the_guard_is_killed", killed_guard),
-    ("program_that_is_not_a_keeper_is_an_error", other_programs),
-    ("exits_are_reported_before_descendants_are_reaped", prompt_exit_reports),
-    ("exit_in_a_pid_namespace_is_reported_before_the_others_end", prompt_exit_report_in_namespace),
-    ("traced_worker_in_a_pid_namespace_is_killed", traced_worker),
-    ("kills_and_pings_are_never_refused", unlimited_kills),
+    ("orphan_is_reparented_to_its_living_worker", orphans_of_living_workers),
+    ("keeper_ignores_signals", ignored_signals),
+    ("dropped_keeper_kills_all_workers_within_a_second", dropped_keeper),
+    ("shutdown_waits_until_all_workers_are_dead", shutdown),
+    ("killed_keeper_can_be_replaced", killed_keeper),
+    ("killed_detached_keeper_leaves_foreign_children_alive", killed_detached_keeper),
+    ("workers_die_with_killed_guard", killed_guard),
+    ("other_program_as_keeper_is_an_error", other_programs),
+    ("exit_is_reported_before_descendants_are_reaped", prompt_exit_reports),
+    ("exit_in_pid_namespace_is_reported_before_reaping", prompt_exit_report_in_namespace),
+    ("traced_worker_in_pid_namespace_is_killed", traced_worker),
+    ("kill_orders_and_pings_are_never_refused", unlimited_kills),
     ("fork_bombs_are_killed", fork_bombs),
-    ("unread_reports_wait", unread_reports),
-    ("descriptors_do_not_leak", descriptor_leaks),
+    ("unread_reports_are_kept", unread_reports),
+    ("keeper_leaks_no_descriptors", descriptor_leaks),
 ];
 
 fn main() {
@@ -50,7 +50,7 @@ fn main() {
     if argument.as_deref() == Some(KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
-    // A name of a case from `cargo test` is used as a filter. Options are ignored.
+    // The first argument of `cargo test` selects cases by name. Options are ignored.
     let filter = argument.filter(|argument| !argument.starts_with('-')).unwrap_or_default();
     keeper::become_subreaper().unwrap();
     let chosen: Vec<_> = CASES.iter().filter(|(name, _)| name.contains(&filter)).collect();
@@ -58,7 +58,7 @@ fn main() {
     for (name, case) in &chosen {
         print!("test {name} ... ");
         io::stdout().flush().unwrap();
-        case(); // A panic ends the program, and so the keeper with its workers.
+        case(); // A panic ends this program. The keeper then kills its workers and exits.
         println!("ok");
     }
     println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
@@ -101,7 +101,7 @@ impl Fixture {
         this
     }
 
-    /// Returns the next report. Sends waiting orders in the meantime.
+    /// Returns the next report. Sends pending orders in the meantime.
     fn next(&mut self) -> Report {
         let until = Instant::now() + TIMEOUT;
         loop {
@@ -127,7 +127,7 @@ impl Fixture {
         Worker { number: self.workers, link, stdout }
     }
 
-    /// Runs a shell script, and returns its worker and pid.
+    /// Runs a shell script in a worker. Returns the worker and its pid.
     fn run(&mut self, script: &str) -> (Worker, u32) {
         let worker = self.order(shell(script));
         match self.next() {
@@ -136,7 +136,7 @@ impl Fixture {
         }
     }
 
-    /// Returns how a worker ended, when nothing is left of it.
+    /// Waits until a worker is reaped. Returns the cause of the worker's exit.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
         let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
@@ -179,7 +179,7 @@ fn shell(script: &str) -> SpawnOrder<'_> {
 }
 
 impl Worker {
-    /// Reads a line with a pid.
+    /// Reads a line that contains a pid from the worker's output.
     fn read_pid(&mut self) -> u32 {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -220,7 +220,8 @@ fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Leaves a process in a separate session, prints its pid, and stays until the link is closed.
+/// Script that starts a process in a separate session, prints the pid of this process, and exits when the
+/// link is closed.
 const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
 
 fn starts_as_ordered() {
@@ -270,7 +271,7 @@ fn failed_steps() {
         let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), dev_null());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
-    // The largest order that fits also works, and nothing of the failures is left.
+    // A large order works, and the failed orders have left nothing behind.
     let variable = format!("A={}", "x".repeat(100_000));
     let order = SpawnOrder { environment: vec![&variable], ..shell("exit ${#A}") };
     let worker = fixture.order(order);
@@ -302,23 +303,23 @@ fn open_files_of(pid: u32) -> HashSet<String> {
 
 fn inherited_descriptors() {
     let mut fixture = Fixture::start();
-    // Not close-on-exec, as a careless library might leave it.
+    // This descriptor is not close-on-exec, as a careless library might leave it.
     let careless = fs::File::open("/dev/zero").unwrap();
     rustix::io::fcntl_setfd(&careless, rustix::io::FdFlags::empty()).unwrap();
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        // Not a shell, which would have additional descriptors and variables.
+        // The worker is not a shell, because a shell would have additional descriptors and variables.
         let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
         let worker = fixture.order(sleep);
-        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
         // The dynamic loader opens some descriptors, and closes them.
         let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
         wait_until("descriptors 0 to 3 are open, and no other", TIMEOUT, || open_files_of(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
-        // The kernel reports an exec before all of it is in place.
-        wait_until("the environment is what was ordered", TIMEOUT, || {
+        // The kernel reports the exec before the new environment is in place.
+        wait_until("the environment is as ordered", TIMEOUT, || {
             fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
         });
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -343,7 +344,7 @@ fn orphans_of_dead_workers() {
     assert!(is_alive(goes) && is_alive(stays));
     dies.link.shutdown(std::net::Shutdown::Both).unwrap();
     assert_eq!(fixture.exit_of(&dies), Exit::Code(1));
-    assert!(!is_alive(goes), "reported before it was reaped");
+    assert!(!is_alive(goes), "the worker was reported as reaped before its orphan was dead");
     assert!(is_alive(stays), "an orphan of a living worker was killed");
     fixture.keeper.kill(lives.number).unwrap();
     assert_eq!(fixture.exit_of(&lives), Exit::Signal { number: 9, core_dumped: false });
@@ -356,7 +357,7 @@ fn orphans_of_living_workers() {
     let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
     let (mut worker, pid) = fixture.run(script);
     let orphan = worker.read_pid();
-    wait_until("the orphan is the worker's", TIMEOUT, || {
+    wait_until("the worker is the parent of the orphan", TIMEOUT, || {
         let stat = fs::read_to_string(format!("/proc/{orphan}/stat")).unwrap();
         stat.rsplit_once(") ").unwrap().1.split(' ').nth(1) == Some(&pid.to_string())
     });
@@ -378,7 +379,7 @@ fn ignored_signals() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
 }
 
-/// Starts workers with orphans, and returns the pids of both.
+/// Starts workers that have orphans. Returns the workers, and the pids of workers and orphans.
 fn start_workers_with_orphans(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
     let mut workers = Vec::new();
     let mut pids = Vec::new();
@@ -395,7 +396,7 @@ fn dropped_keeper() {
     let (_workers, pids) = start_workers_with_orphans(&mut fixture, 100);
     let keeper = fixture.keeper.pid();
     drop(fixture);
-    wait_until("all are gone", Duration::from_secs(1), || !is_alive(keeper));
+    wait_until("the keeper is gone", Duration::from_secs(1), || !is_alive(keeper));
     assert_eq!(pids.iter().filter(|&&pid| is_alive(pid)).count(), 0);
 }
 
@@ -439,7 +440,7 @@ fn killed_detached_keeper() {
     let launcher = fixture.keeper.launcher();
     keeper::reap_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_alive(pid)));
-    assert!(is_alive(other.id()), "a process that is not the keeper's");
+    assert!(is_alive(other.id()), "a process of the application was killed");
     let mut fixture = Fixture { keeper: launcher.start().unwrap(), workers: 0 };
     assert!(matches!(fixture.next(), Report::Started { .. }));
     let (worker, _) = fixture.run("exit 4");
@@ -470,7 +471,7 @@ fn other_programs() {
     }
     let error = Keeper::start_detached(Path::new("/no/such/program")).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
-    wait_until("nothing is left", TIMEOUT, || {
+    wait_until("no descendant is left", TIMEOUT, || {
         while bulkhead_linux::wait::peek_ended()
             .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
         {}
@@ -478,7 +479,7 @@ fn other_programs() {
     });
 }
 
-/// Several workers have died before the keeper checks, and the first has left many processes behind.
+/// Several workers die while the keeper is stopped. The first leaves many processes behind.
 fn prompt_exit_reports() {
     let mut fixture = Fixture::start();
     let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
@@ -490,13 +491,13 @@ fn prompt_exit_reports() {
     let all: Vec<u32> = [crowd_pid].into_iter().chain(others.iter().map(|(_, pid)| *pid)).collect();
     for &pid in &all {
         send(pid, Signal::KILL);
-        wait_until("it is dead", TIMEOUT, || process_state(pid) == Some('Z'));
+        wait_until("the worker is dead", TIMEOUT, || process_state(pid) == Some('Z'));
     }
     fixture.signal_keeper(Signal::CONT);
     let dead: HashSet<u64> = (0..all.len())
         .map(|_| match fixture.next() {
             Report::Exited { worker, exit: Exit::Signal { number: 9, .. }, .. } => worker,
-            other => panic!("a death waits: {other:?}"),
+            other => panic!("not all deaths are reported: {other:?}"),
         })
         .collect();
     assert_eq!(dead.len(), all.len());
@@ -507,8 +508,8 @@ fn prompt_exit_reports() {
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
-/// The first process of a namespace ends when all others in the namespace have ended. A process that this
-/// test traces ends only when the test permits it.
+/// The first process of a namespace exits when all other processes in the namespace are gone. A process that
+/// this test traces is gone only when the test has waited for it.
 #[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
 fn prompt_exit_report_in_namespace() {
     if !rustix::process::geteuid().is_root() {
@@ -518,9 +519,9 @@ fn prompt_exit_report_in_namespace() {
     let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
     order.confinement.layers.namespaces.pid = true;
     let worker = fixture.order(order);
-    let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+    let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
     let mut sleeper = 0;
-    wait_until("it has a child", TIMEOUT, || {
+    wait_until("the worker has a child", TIMEOUT, || {
         sleeper = descendants_of(pid).unwrap().first().copied().unwrap_or(0);
         sleeper != 0
     });
@@ -532,7 +533,7 @@ fn prompt_exit_report_in_namespace() {
         Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
         other => panic!("{other:?}"),
     }
-    wait_until("the other one is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
+    wait_until("the traced process is dead", TIMEOUT, || process_state(sleeper) == Some('Z'));
     let mut status = 0;
     // SAFETY: the pointer is to a variable of this function.
     let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
@@ -540,7 +541,7 @@ fn prompt_exit_report_in_namespace() {
     fixture.expect_reaped(&worker);
 }
 
-/// A worker that asks to be traced and stops has not ended.
+/// A worker that asks to be traced and then stops does not count as exited.
 fn traced_worker() {
     if !rustix::process::geteuid().is_root() {
         return print!("NOT RUN: a pid namespace without a user namespace requires root ... ");
@@ -550,14 +551,15 @@ fn traced_worker() {
         "exec python3 -c 'import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)'";
     let mut order = shell(script);
     order.confinement.layers.namespaces.pid = true;
-    // The first process has no capabilities either, and can only trace such a worker.
+    // The first process of the namespace has no capabilities, so it can trace only a worker without
+    // capabilities.
     order.confinement.layers.no_capabilities = true;
     let worker = fixture.order(order);
     assert!(matches!(fixture.next(), Report::Spawned { .. }));
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
 }
 
-/// Kills and pings are accepted, however many orders wait.
+/// Kill and ping orders are accepted, no matter how many orders are pending.
 fn unlimited_kills() {
     let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("read -r line <&3");
@@ -589,9 +591,9 @@ fn unlimited_kills() {
 }
 
 fn fork_bombs() {
-    // Processes that all continue to fork. In one case, many processes are in the worker's group. In the
-    // other, each process is in a separate session, so that only a scan finds it (these keep the processors
-    // busiest).
+    // All processes of the fork bomb continue to fork. In one case, many processes are in the worker's
+    // process group. In the other case, each process is in a separate session, so that only a scan finds it.
+    // (These processes keep the processors busiest.)
     let bomb = "if [ $1 -gt 0 ]; then
             $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
         fi
@@ -611,8 +613,8 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
     };
     let light = |fixture: &mut Fixture| {
         let worker = fixture.order(order.clone());
-        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
-        wait_until("it has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("the worker did not start") };
+        wait_until("the fork bomb has grown", TIMEOUT * 6, || descendants_of(pid).unwrap().len() > enough);
         worker
     };
     let worker = light(&mut fixture);
@@ -632,7 +634,7 @@ fn run_fork_bomb(bomb: &str, fork: &str, generations: &str, enough: usize) {
 fn unread_reports() {
     let mut fixture = Fixture::start();
     let mut expected = HashSet::new();
-    // More reports than the socket holds.
+    // Causes more reports than the socket can hold.
     for _ in 0..1000 {
         let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
         expected.insert(worker.number);
@@ -649,7 +651,7 @@ fn unread_reports() {
     }
 }
 
-/// Returns the keeper's open descriptors when it has executed all orders.
+/// Waits until the keeper has executed all orders. Returns the keeper's open descriptors.
 fn open_descriptors_when_idle(fixture: &mut Fixture) -> HashSet<String> {
     let (worker, _) = fixture.run("exit 0");
     fixture.exit_of(&worker);

@@ -7,7 +7,8 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// Closes all descriptors from `first` on, except those in `kept`. Allocates nothing.
+/// Closes all descriptors whose number is at least `first`, except the descriptors in `kept`. Allocates no
+/// memory.
 ///
 /// # Safety
 /// Nothing in this process may use a closed descriptor afterwards.

@@ -1,4 +1,4 @@
-//! Errors of raw system calls. Can be used between `fork` and `execve`, because nothing here allocates.
+//! Errors of raw system calls. Can be used between `fork` and `execve`, because no function allocates memory.
 
 use std::io;
 
@@ -12,13 +12,13 @@ pub fn last() -> Errno {
     Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }
 
-/// Converts the result of a call that returns -1 on error.
+/// Converts the result of a system call that returns -1 on error.
 #[inline]
 pub fn check(result: impl Into<i64>) -> rustix::io::Result<()> {
     if result.into() == -1 { Err(last()) } else { Ok(()) }
 }
 
-/// Returns the error's number, or `otherwise` if the error has no number.
+/// Returns the error number of `error`, or `otherwise` if `error` has no error number.
 pub fn from_io(error: &io::Error, otherwise: Errno) -> Errno {
     error.raw_os_error().map_or(otherwise, Errno::from_raw_os_error)
 }

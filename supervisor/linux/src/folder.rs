@@ -1,5 +1,5 @@
-//! Empties a folder with untrusted content. Follows no links, does not recurse, and handles any depth and any
-//! modes of the entries. Mounted file systems are left alone.
+//! Empties a folder with untrusted content. Follows no links, does not recurse, and handles entries at any
+//! depth and with any mode. Does not change mounted file systems.
 
 use std::ffi::{CStr, CString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -12,10 +12,11 @@ use rustix::rand::{GetRandomFlags, getrandom};
 /// Flags for opening a folder. The last component of the path must not be a symbolic link.
 pub const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Maximum number of a folder's entries whose names are held in memory at a time.
+/// Maximum number of entry names that are kept in memory for one folder.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder for listing, whatever its mode is. If the folder lacks `rights`, its mode becomes 0700.
+/// Opens a folder for listing, even if its mode denies this. If the mode lacks `rights`, the mode becomes
+/// 0700.
 pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     open_by(parent, path, rights, ResolveFlags::empty())
 }
@@ -27,8 +28,8 @@ fn open_by(
     resolve: ResolveFlags,
 ) -> Result<OwnedFd> {
     let flags = FOLDER_FLAGS | OFlags::RDONLY;
-    // A worker's seccomp filter has no `openat2`. The fallback is safe because nothing can be mounted in the
-    // worker's folder.
+    // The seccomp filter of a worker denies `openat2`. The fallback is safe because nothing can be mounted in
+    // the worker's folder.
     let open = || match rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve) {
         Err(Errno::NOSYS) => rustix::fs::openat(parent, path, flags, Mode::empty()),
         opened => opened,
@@ -44,8 +45,8 @@ fn open_by(
 }
 
 fn make_accessible(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
-    // Goes through a descriptor, so that the mode of an entry that has since taken the folder's name never
-    // changes.
+    // Changes the mode through a descriptor. Otherwise, if another entry had taken the folder's name in the
+    // meantime, the mode of that entry would change.
     restrict_to_owner(&rustix::fs::openat(parent, path, FOLDER_FLAGS | OFlags::PATH, Mode::empty())?)
 }
 
@@ -55,13 +56,14 @@ pub fn restrict_to_owner(folder: &OwnedFd) -> Result<()> {
     rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
-/// Empties a folder. Other processes and threads can do the same at the same time. Returns `false` if the
-/// folder has more than `entries_max` entries.
+/// Empties a folder. Other processes and threads can empty the same folder at the same time. Returns `false`
+/// if the folder has more than `entries_max` entries.
 ///
 /// Entries of a subfolder are first moved up to the top, so that there are never more than two levels. A tree
-/// of a million levels needs no more descriptors than a flat one, and no stack.
+/// of a million levels needs no more descriptors than a flat folder, and no recursion.
 ///
-/// Errors: `XDEV`, or `BUSY` for a file, if something is mounted in the folder. The mount is left as it is.
+/// Fails with `XDEV` if a file system is mounted on a subfolder, and with `BUSY` if something is mounted on a
+/// file. The mount is not changed.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     let mut seen = 0;
     loop {
@@ -118,8 +120,8 @@ fn move_to_top(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Returns the names of the first `NAMES_MAX` entries. Later entries follow in the next call, when these are
-/// removed.
+/// Returns the names of at most `NAMES_MAX` entries. When the caller has removed these entries, the next call
+/// returns others.
 fn list_names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
     let entries = Dir::read_from(folder)?
         .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));

@@ -1,5 +1,5 @@
 //! The system calls of Landlock, with access rights as numbers. Can be used between `fork` and `execve`,
-//! because nothing here allocates.
+//! because no function allocates memory.
 #![expect(unsafe_code, reason = "these system calls have no safe wrapper without an allocation")]
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -8,14 +8,14 @@ use rustix::io::Result;
 
 use crate::errno;
 
-/// `struct landlock_ruleset_attr`: the rights that a ruleset handles, and so denies by default. An older
-/// kernel knows fewer fields, and accepts unknown fields that are zero.
+/// `struct landlock_ruleset_attr`: the rights that a ruleset handles, and therefore denies by default. Older
+/// kernels know fewer fields, and accept unknown fields that are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HandledAccess {
-    /// Rights for files.
+    /// Rights for files and folders.
     pub files: u64,
-    /// Rights for TCP.
+    /// Rights for TCP sockets.
     pub network: u64,
     /// Scopes: processes and sockets outside of the sandbox.
     pub scopes: u64,
@@ -62,10 +62,11 @@ pub fn add_path_rule(ruleset: BorrowedFd<'_>, place: BorrowedFd<'_>, rights: u64
     })
 }
 
-/// Enforces the rules on the calling thread, and on everything that it starts. This cannot be undone.
+/// Enforces the rules on the calling thread, and on all threads and processes that it starts. This cannot be
+/// undone.
 ///
-/// Denied attempts of the calling program itself are not written to the audit log, if the kernel's version
-/// (`abi`) has a flag for this. Pass 0 to leave the log unchanged.
+/// Denied actions of the calling program itself are not written to the audit log, if the Landlock version
+/// `abi` has a flag for this. Pass 0 to leave the log unchanged.
 pub fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<()> {
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;

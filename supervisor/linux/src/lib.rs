@@ -10,16 +10,16 @@
 //! - [`listener`]: closes a TCP listener without connection resets.
 //! - [`fork`]: a fork whose child sends no SIGCHLD.
 //! - [`folder`]: empties a folder with untrusted content.
-//! - [`liveness`]: a descriptor that reports the end of another program.
+//! - [`liveness`]: a descriptor that reports the exit of another program.
 //! - [`landlock`]: the system calls of Landlock.
-//! - [`standard_output`]: detects whether standard output was closed at the start.
+//! - [`standard_output`]: detects whether standard output was closed when the program started.
 //! - [`scheduler`]: the scheduler's time slice of a thread.
 //! - [`shared_words`]: numbers in memory shared with an untrusted process.
 //! - [`unread`]: the number of sent bytes that the peer has not read.
 //! - [`vfork`]: starts a program without copying this process.
 //! - [`wait`]: waits for children and descriptors.
 //! - [`errno`]: errors of raw system calls.
-//! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
+//! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers of system calls, resource limits and signals.
 
 pub mod descriptors;
 pub mod errno;

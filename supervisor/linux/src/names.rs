@@ -1,4 +1,4 @@
-//! Names and numbers of the kernel.
+//! Names and numbers of system calls, resource limits and signals.
 
 pub mod rlimits;
 pub mod signals;

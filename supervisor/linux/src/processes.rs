@@ -1,4 +1,4 @@
-//! Processes: starts, waits and kills.
+//! Starts processes, waits for them, and kills them.
 
 pub mod fork;
 pub mod liveness;

@@ -1,4 +1,4 @@
-//! Numbers at the start of a memory file that an untrusted process also writes.
+//! Numbers at the start of a memory file to which an untrusted process can also write.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -24,10 +24,10 @@ unsafe impl Send for SharedWords {}
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Maps `count` numbers. The file must be sealed against shrinking: otherwise the other process could
-    /// kill this one by truncating the file.
+    /// Maps the first `count` numbers of a file. The file must be sealed against shrinking, because otherwise
+    /// the other process could kill this process by truncating the file.
     ///
-    /// Errors: those of `mmap(2)`; a file that is too short or not sealed; a kernel without the memory
+    /// Fails if `mmap(2)` fails, if the file is too short or not sealed, or if the kernel lacks the memory
     /// barrier that [`SharedWords::store_then_load`] needs.
     pub fn map(file: impl AsFd, count: usize) -> io::Result<Self> {
         let bytes = count * size_of::<u64>();
@@ -40,8 +40,8 @@ impl SharedWords {
         }
         let (protection, null) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address chosen by the kernel. The file has these bytes, and the seal
-        // keeps it from shrinking.
+        // SAFETY: a new mapping at an address chosen by the kernel. The file is at least as long as the
+        // mapping, and the seal prevents it from shrinking.
         #[expect(unsafe_code, reason = "mmap(2) has no safe wrapper")]
         let base = unsafe { mmap(null, bytes, protection, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;

@@ -1,4 +1,4 @@
-//! Sockets: peers, passed descriptors, and queues.
+//! Sockets: listeners, peers, passed descriptors, and unread data.
 
 pub mod listener;
 pub mod peer;

@@ -1,4 +1,4 @@
-//! Standard output, if the program was started with one. If descriptor 1 is closed, the runtime of Rust opens
+//! Standard output, if the program was started with one. If descriptor 1 is closed, Rust's runtime opens
 //! /dev/null in its place before `main`, and output is lost silently. This module checks the descriptor
 //! before the runtime starts.
 
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Runs before the runtime starts.
+/// Runs `check_descriptor` before Rust's runtime starts.
 #[used]
 #[expect(unsafe_code, reason = "running before the runtime has no safe wrapper")]
 // SAFETY: the section holds pointers to functions of this type, which the loader calls one after the other.
@@ -24,12 +24,12 @@ extern "C" fn check_descriptor() {
 ///
 /// # Errors
 ///
-/// If the program was started without standard output.
+/// Fails if the program was started without standard output.
 pub fn get() -> io::Result<io::Stdout> {
     match WAS_CLOSED.load(Ordering::Relaxed) {
         true => Err(io::Error::new(
             io::ErrorKind::NotConnected,
-            "the descriptor is closed; redirect unwanted output to /dev/null",
+            "standard output is closed; redirect unwanted output to /dev/null",
         )),
         false => Ok(io::stdout()),
     }

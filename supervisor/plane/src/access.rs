@@ -1,5 +1,5 @@
-//! Permissions of clients (`[[access]]`). The identity of a client is determined once, when it connects. Each
-//! job then only checks the rules that match its client.
+//! Permissions of clients, as configured in `[[access]]`. A client is identified once, when it connects. For
+//! each job, only the rules that match the client are checked.
 
 use std::collections::HashSet;
 use std::io;
@@ -16,15 +16,16 @@ use bulkhead_linux::peer::{self, Peer, UnrelatedProcesses};
 pub struct Access {
     /// User id of the supervisor.
     own_uid: u32,
-    /// Rules, which apply to root and the supervisor's user too. If there are none, only these two have
-    /// access, without restrictions.
+    /// Access rules in the order of the file. They also apply to root and the supervisor's user. Without any
+    /// rule, only these two users have access, and have no restrictions.
     rules: Vec<Arc<AccessRule>>,
-    /// Processes that connected before. Caches the identity check, which is the main cost of a new
-    /// connection.
+    /// Cache of processes that are known not to descend from the supervisor. Without it, this check would be
+    /// the main cost of a new connection.
     unrelated: UnrelatedProcesses,
 }
 
-/// A rule of `[[access]]`. Stores bulkheads by name, because a reload can add and remove bulkheads.
+/// A rule of `[[access]]`. The rule contains names of bulkheads, because a reload can add and remove
+/// bulkheads.
 pub struct AccessRule {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
@@ -33,9 +34,9 @@ pub struct AccessRule {
 
 /// Permissions of one client.
 pub enum Grant {
-    /// No restrictions.
+    /// The client can use all bulkheads and all tenants.
     Unrestricted,
-    /// Everything that at least one of these rules allows.
+    /// The client can do what at least one of these rules allows.
     Rules(Box<[Arc<AccessRule>]>),
 }
 
@@ -63,17 +64,18 @@ impl Access {
         !self.rules.is_empty()
     }
 
-    /// True if the peer runs as the supervisor's user, which workers share unless they have another.
+    /// Returns true if the peer runs as the supervisor's user. Workers without a separate user also run as
+    /// the supervisor's user.
     pub fn is_own_user(&self, peer: Peer) -> bool {
         peer.uid == self.own_uid
     }
 
-    /// Rejects workers and their descendants.
+    /// Rejects the peer if it is a worker or descends from one.
     pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), ClientRejection> {
         peer_check::check_descent(socket, peer, &self.unrelated)
     }
 
-    /// Returns the permissions of the client that connected this socket.
+    /// Returns the permissions of the client at the other end of `socket`, or a rejection if it has none.
     pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, ClientRejection> {
         let (uid, own, rules) = (peer.uid, self.own_uid, &self.rules);
         if rules.is_empty() {
@@ -106,7 +108,7 @@ impl AccessRule {
     }
 }
 
-/// Returns the rules that match the process that connected this socket.
+/// Returns the rules that match the user or the groups of the peer process.
 fn matching_rules(
     rules: &[Arc<AccessRule>],
     peer: Peer,
@@ -122,8 +124,8 @@ fn matching_rules(
     Ok(rules.iter().filter(matches).cloned().collect())
 }
 
-/// Returns the reason why a client with these rules must not send the job, or `None` if it may. Only
-/// clients with access to all bulkheads can learn whether a bulkhead exists.
+/// Returns the reason why the rules do not allow a client to submit a job, or `None` if they do. Only clients
+/// with access to all bulkheads can learn whether a bulkhead exists.
 pub fn rejection_message(
     rules: &[Arc<AccessRule>],
     (name, exists): (&str, bool),
@@ -132,9 +134,10 @@ pub fn rejection_message(
     let mut allowing = rules.iter().filter(|rule| rule.allows_bulkhead(name, exists)).peekable();
     let name = truncate(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if allowing.peek().is_none() {
-        return Some(format!("you cannot use a bulkhead '{name}'"));
+        return Some(format!("you have no access to a bulkhead named '{name}'"));
     }
-    // An unknown bulkhead has no tenants to check. The job is then rejected as `not_found`.
+    // If the bulkhead does not exist, the tenant is not checked, because the caller rejects the job as
+    // `not_found`.
     if !exists || allowing.any(|rule| rule.allows_tenant(tenant)) {
         return None;
     }

@@ -1,5 +1,5 @@
-//! Cumulative counters of a bulkhead for its metrics: plain numbers in fixed-size arrays, indexed by codes.
-//! Counting a job costs a few additions, without formatting or lookups.
+//! Cumulative counters of a bulkhead for the metrics. The counters are integers in fixed-size arrays, indexed
+//! by codes, so that counting a job takes only a few additions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
-/// Outcome names of the metrics, indexed by [`outcome_index`].
+/// Names of outcomes in the metrics, indexed by [`outcome_index`].
 pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
-// Codes begin at 1 and are contiguous.
+// One entry more than there are reasons, because reason codes begin at 1. The codes are contiguous.
 const REJECT_REASONS: usize = RejectReason::ALL.len() + 1;
 const CRASH_REASONS: usize = CrashReason::ALL.len() + 1;
 const CAUSES: usize = RestartCause::ALL.len();
@@ -29,39 +29,43 @@ pub const fn outcome_index(verdict: &Verdict) -> usize {
     }
 }
 
-/// Counters of one bulkhead, for all its tenants together.
+/// Counters of one bulkhead. They include the jobs of all tenants.
 #[derive(Clone, Debug, Default)]
 pub struct BulkheadCounters {
-    /// Submitted jobs, by priority.
+    /// Number of submitted jobs, by priority.
     pub submitted: [u64; PRIORITIES],
-    /// Finished jobs, by priority and outcome.
+    /// Number of jobs that have ended, by priority and outcome.
     pub jobs: [[u64; OUTCOMES.len()]; PRIORITIES],
-    /// Rejected jobs, by priority and reason code.
+    /// Number of rejected jobs, by priority and reason code.
     pub rejected: [[u64; REJECT_REASONS]; PRIORITIES],
-    /// Crashed jobs, by reason code.
+    /// Number of crashed jobs, by reason code.
     pub crashed: [u64; CRASH_REASONS],
-    /// Counters by tenant label. The last entry is for all tenants without a label.
+    /// Counters for each tenant label. The last entry counts all tenants without a label.
     pub tenants: Vec<TenantCounters>,
-    /// Outcomes of jobs that a fallback took. Former fallbacks keep their counts.
+    /// Outcomes of jobs that were passed on to a fallback, for each fallback. Fallbacks that a reload removed
+    /// keep their counts.
     pub fallback: Vec<FallbackCounters>,
-    /// Number of jobs submitted here that are now at a fallback. Their outcomes will count here.
+    /// Number of this bulkhead's jobs that are currently at a fallback. Their outcomes will be counted for
+    /// this bulkhead.
     pub elsewhere: u64,
-    /// Number of jobs of other bulkheads that are here as their fallback. Their outcomes will count there.
+    /// Number of other bulkheads' jobs that this bulkhead currently has as their fallback. Their outcomes
+    /// will be counted for the other bulkheads.
     pub guests: u64,
-    /// Jobs dispatched again after their worker died.
+    /// Number of retries of jobs whose worker died.
     pub retries: u64,
-    /// Replies for jobs that were already answered, or that the worker never had.
+    /// Number of replies from workers that were ignored, because the job already had an outcome or was never
+    /// sent to the worker.
     pub late_replies: u64,
-    /// Worker restarts, by cause.
+    /// Number of worker restarts, by cause.
     pub restarts: [u64; CAUSES],
-    /// Breaker transitions, by old and new state.
+    /// Number of breaker transitions, by old and new state.
     pub breaker: [[u64; BREAKER_STATES]; BREAKER_STATES],
     pub queue_wait: Histogram,
     pub execution: Histogram,
     pub duration: Histogram,
 }
 
-/// Outcomes of jobs at one fallback.
+/// Number of jobs that were passed on to one fallback, by outcome.
 #[derive(Clone, Debug)]
 pub struct FallbackCounters {
     pub target: Arc<str>,
@@ -72,17 +76,17 @@ pub struct FallbackCounters {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TenantCounters {
     pub jobs: [u64; OUTCOMES.len()],
-    /// Jobs evicted from a full queue by a newer job.
+    /// Number of jobs that were evicted from a full queue to make room for a newer job.
     pub evicted: u64,
 }
 
 impl BulkheadCounters {
-    /// Creates counters at zero for this number of tenant labels.
+    /// Creates counters that are all zero. `labels` is the number of tenant labels.
     pub fn new(labels: usize) -> Self {
         Self { tenants: vec![TenantCounters::default(); labels + 1], ..Self::default() }
     }
 
-    /// Adds counters for fallbacks that have none yet.
+    /// Adds counters for those fallbacks in `targets` that do not have any yet.
     pub fn add_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
@@ -91,7 +95,7 @@ impl BulkheadCounters {
         }
     }
 
-    /// Counts the outcome of a job at a fallback.
+    /// Counts the outcome of a job that was passed on to the fallback `target`.
     pub fn count_fallback(&mut self, target: &str, verdict: &Verdict) {
         if let Some(counters) = self.fallback.iter_mut().find(|counters| &*counters.target == target) {
             counters.jobs[outcome_index(verdict)] += 1;
@@ -118,7 +122,7 @@ impl BulkheadCounters {
         }
     }
 
-    /// Records the waiting and run time of an accepted job, whatever its outcome.
+    /// Records how long an accepted job waited and ran, regardless of the outcome.
     #[inline]
     pub fn record_times(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
@@ -133,8 +137,8 @@ impl BulkheadCounters {
     }
 }
 
-/// Inclusive upper bounds of the histogram buckets, in nanoseconds and as text in seconds. Larger values are
-/// counted in one more bucket without a bound.
+/// Inclusive upper bounds of the histogram buckets, as a number of nanoseconds and as text in seconds. Values
+/// above the last bound are counted in an additional bucket.
 pub const BOUNDS: [(u64, &str); 21] = [
     (10_000, "1e-05"),
     (25_000, "2.5e-05"),
@@ -159,11 +163,12 @@ pub const BOUNDS: [(u64, &str); 21] = [
     (60_000_000_000, "60.0"),
 ];
 
-/// A cumulative histogram with the fixed bounds of [`BOUNDS`]. Unlike the histograms of `latency`, which give
-/// percentiles of the last minutes, it is never reset.
+/// A histogram of durations with the fixed bucket bounds in [`BOUNDS`]. The counts only grow, unlike those in
+/// the module `latency`, which provides percentiles of the last minutes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Histogram {
-    /// Number of values in each bucket of [`BOUNDS`] (not cumulative), and above the last bound.
+    /// Number of values in each bucket of [`BOUNDS`], without the values in lower buckets. The last entry is
+    /// the number of values above the last bound.
     pub buckets: [u64; BOUNDS.len() + 1],
     pub sum_ns: u128,
 }
@@ -183,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bucket_includes_its_upper_bound() {
+    fn histogram_bucket_includes_its_upper_bound() {
         let mut histogram = Histogram::default();
         for (bound, _) in BOUNDS {
             histogram.record(Duration::from_nanos(bound));
@@ -198,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_bounds_matches_nanoseconds() {
+    fn histogram_bound_texts_match_nanoseconds() {
         for (nanos, text) in BOUNDS {
             let seconds: f64 = text.parse().unwrap();
             assert_eq!((seconds * 1e9).round() as u64, nanos, "{text}");
@@ -207,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn outcome_names_match_verdicts() {
+    fn outcome_counters_match_verdicts() {
         let verdicts = [
             Verdict::Ok,
             Verdict::Failed(HandlerFailure {
@@ -238,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_valid_indices() {
+    fn enum_codes_are_valid_counter_indices() {
         assert!(Priority::ALL.iter().enumerate().all(|(i, &priority)| priority as usize == i));
         assert!(RestartCause::ALL.iter().enumerate().all(|(i, &cause)| cause as usize == i));
         assert!(BreakerState::ALL.iter().enumerate().all(|(i, &state)| state as usize == i));

@@ -1,5 +1,5 @@
-//! Commands from the control plane to the data plane, and the notices that come back. Both directions are
-//! bounded, and neither side blocks on the other.
+//! Commands from the control plane to the data plane, and droppable notices in the other direction. The
+//! channels are bounded, and neither plane blocks on the other.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -22,71 +22,71 @@ use bulkhead_config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
 
-/// Maximum number of queued commands.
+/// Maximum number of commands in the queue to the data plane.
 pub const COMMANDS_MAX: usize = 1024;
 
-/// Maximum time for the data plane to reply, before it counts as stuck.
+/// Time without a reply after which the data plane counts as stuck.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The process of a worker, with its recent activity.
+/// A worker process and its activity.
 #[derive(Clone, Debug)]
 pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     pub pid: u32,
     pub generation: u32,
-    /// Number of jobs with an outcome.
+    /// Number of jobs that the worker has completed.
     pub answered: u64,
     /// True if the bulkhead has jobs in flight.
     pub is_busy: bool,
 }
 
-/// A request of the control plane.
+/// A request of the control plane to the data plane.
 #[derive(Debug)]
 pub enum Command {
-    /// Accept clients on this listener from now on. The old socket file was removed.
+    /// Replace the listener of the jobs socket, because the file of the old socket was removed.
     Listen(std::os::unix::net::UnixListener),
-    /// Return the state of one bulkhead, or of all.
+    /// Return the state of one bulkhead or, with `None`, of all bulkheads.
     Snapshot {
         bulkhead: Option<String>,
-        /// Receives the snapshots; empty if there is no such bulkhead.
+        /// Receives the snapshots. The list is empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
-    /// Return the short state of each bulkhead.
+    /// Return name and state of each bulkhead.
     States {
         reply: oneshot::Sender<Vec<ShortState>>,
     },
-    /// Return the state of one isolated tenant's compartment.
+    /// Return the state of one isolated tenant.
     TenantSnapshot {
         bulkhead: String,
         tenant: String,
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// Return a consistent copy of all numbers behind the metrics.
+    /// Return a consistent copy of all numbers that the metrics show.
     Scrape {
         reply: oneshot::Sender<Scrape>,
     },
-    /// Carry out an operator's action on one bulkhead.
+    /// Perform an operator's action on one bulkhead.
     Steer {
         bulkhead: String,
         action: SteerAction,
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
-    /// Change limits of one bulkhead.
+    /// Change the limits of one bulkhead.
     Change {
         bulkhead: String,
         change: Change,
-        /// Receives the snapshot after the change.
+        /// Receives a snapshot of the bulkhead after the change, or an error.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
-    /// Change limits of one tenant of a bulkhead.
+    /// Change the limits of one tenant in a bulkhead.
     ChangeTenant {
         bulkhead: String,
         tenant: String,
         change: TenantChange,
-        /// Receives all limits that the tenant then has in place of the bulkhead's.
+        /// Receives all limits that are set for this tenant after the change, or an error.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
-    /// Return the recent demand of a bulkhead, for advice.
+    /// Return the observed demand of a bulkhead, from which advice is computed.
     Observe {
         bulkhead: String,
         /// Receives the observation, or `None` if there is no such bulkhead.
@@ -95,7 +95,7 @@ pub enum Command {
     WorkerProcesses {
         reply: oneshot::Sender<Vec<WorkerProcess>>,
     },
-    /// Report the memory of a worker, as read from `/proc`.
+    /// Report the resident memory of a worker, which the control plane has read from `/proc`.
     ReportMemory {
         bulkhead: String,
         pid: u32,
@@ -103,71 +103,74 @@ pub enum Command {
         /// Resident set size in bytes.
         rss_bytes: u64,
     },
-    /// Report a worker's temporary folder that holds more than expected.
+    /// Report the size of a worker's temporary folder. Sent only if the size exceeds the lowest limit of any
+    /// bulkhead.
     ReportTemporaryFolder {
         /// Spawn number of the worker.
         worker: u64,
         /// Disk usage of the folder, in bytes.
         bytes: u64,
-        /// Disk usage without subfolders that have the name of a forked worker's folder, in bytes.
+        /// Disk usage in bytes, without subfolders whose names are those of forked workers' folders.
         bytes_without_forked: u64,
-        /// Spawn number of the template whose folder contains this one, if any. The name alone proves
-        /// nothing, because any worker can create a folder with such a name.
+        /// Spawn number of the template whose folder contains this folder, if any. The data plane ignores the
+        /// report if this is not the template of the worker, because any worker can create a folder with such
+        /// a name.
         template: Option<u64>,
     },
-    /// Run a job of a crash report again, in a separate worker.
+    /// Run a job from a crash report again in a separate worker.
     Replay {
         request: ReplayRequest,
-        /// Receives whether the replay has begun.
+        /// Receives `Ok` when the replay has begun, or the reason why it cannot.
         accepted: oneshot::Sender<Result<(), ReplayError>>,
-        /// Receives the result when the worker is gone. Dropped if the supervisor stops first.
+        /// Receives the result after the worker has exited. Dropped if the supervisor stops before that.
         done: oneshot::Sender<ReplayResult>,
     },
-    /// Serve a client connection opened by the control plane. Its handshake and permissions have been
-    /// checked.
+    /// Serve a connection that the control plane opened for an HTTP client. The control plane has already
+    /// checked the permissions, and the connection needs no handshake.
     AddClient {
         /// The data plane's end of the connection.
         socket: UnixStream,
-        /// Permit that limits the number of such connections. Released when the data plane has closed the
-        /// connection.
+        /// Permit that limits the number of connections from the control plane. Released when the data plane
+        /// closes the connection.
         permit: OwnedSemaphorePermit,
-        /// User id that the client acts for.
+        /// Id of the user on whose behalf the client submits jobs.
         uid: u32,
     },
-    /// Serve a client in the application that embeds this supervisor.
+    /// Serve a client that runs in the application which embeds this supervisor.
     AddInProcessClient {
         /// The data plane's end of the connection.
         end: bulkhead_shared::in_process::Endpoint,
     },
-    /// Report a client that was rejected at the admin socket.
+    /// Report a client that the admin socket has rejected.
     ReportRejection {
-        /// The client and the reason.
+        /// The rejected client, and the reason.
         rejection: ClientRejection,
-        /// Permit that limits the number of pending reports.
+        /// Permit that limits the number of reports that the data plane has not yet processed.
         _permit: OwnedSemaphorePermit,
     },
     /// Apply another version of the configuration.
     Reload {
         reload: Box<Reload>,
-        /// Receives the live changes that were dropped, or an error if nothing was applied.
+        /// Receives the live changes that the reload has dropped, or an error if the reload was not applied.
         reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
     },
-    /// Return the live changes that a reload would drop, without applying it.
+    /// Return the live changes that a reload would drop, without applying the reload.
     TryReload {
         reload: Box<Reload>,
         reply: oneshot::Sender<LiveDropped>,
     },
-    /// Write a summary of the state to the log.
+    /// Report summary events about all bulkheads and the supervisor.
     Summarise,
     /// Reap exited orphans that this process has inherited.
     ReapOrphans {
-        /// Receives true if there may be more.
+        /// Receives true if there may be more exited orphans.
         reply: oneshot::Sender<bool>,
     },
 }
 
 impl Command {
-    /// True if the sender no longer waits for the reply and the command has no other effect.
+    /// Returns true if the command need not run, because its only effect is a reply and the sender no longer
+    /// waits for the reply.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -180,7 +183,7 @@ impl Command {
         }
     }
 
-    /// Returns the relative cost of the command in one iteration of the data plane.
+    /// Returns the relative cost of the command. The data plane limits the total cost per iteration.
     pub fn weight(&self) -> usize {
         match self {
             Self::AddClient { .. }
@@ -196,23 +199,25 @@ impl Command {
 /// An operator's action on a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SteerAction {
-    /// Replace each worker once its replacement is ready.
+    /// Replace all workers. Each old worker stays in service until its replacement is ready.
     Restart,
     /// Reject new jobs.
     Drain,
-    /// Accept jobs again.
+    /// Accept new jobs again.
     Resume,
-    /// Forget the restart history, so that failed slots retry at once.
+    /// Clear the restart history, so that failed slots start a worker immediately.
     Reset,
 }
 
-/// Validates a change on its own. Returns the problem as a sentence.
+/// Checks the numbers in a change, independently of the bulkhead's other settings. Returns the problem, if
+/// any, as a sentence.
 pub fn change_problem(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
-/// Validates a change of one tenant on its own. Returns the problem as a sentence.
+/// Checks the numbers in a change for one tenant, independently of other settings. Returns the problem, if
+/// any, as a sentence.
 pub fn tenant_change_problem(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
@@ -227,7 +232,7 @@ fn check_numbers(
 ) -> Option<String> {
     let check_range = |name: &str, value: Option<u32>, min: u32, max: u64| {
         let is_out_of_range = value.is_some_and(|value| value < min || u64::from(value) > max);
-        is_out_of_range.then(|| format!("{name} must be {min} to {max}"))
+        is_out_of_range.then(|| format!("{name} must be from {min} to {max}"))
     };
     check_range("max_in_flight", max_in_flight, in_flight_min, in_flight_max)
         .or_else(|| check_range("processes", processes, 1, PROCESSES_CEILING))
@@ -240,10 +245,10 @@ fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
         return Some(format!("rate_limit.per_second must be above 0 and at most {RATE_CEILING}"));
     }
     let is_out_of_range = burst.is_some_and(|burst| burst == 0 || u64::from(burst) > RATE_CEILING);
-    is_out_of_range.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
+    is_out_of_range.then(|| format!("rate_limit.burst must be from 1 to {RATE_CEILING}"))
 }
 
-/// An error while carrying out a command.
+/// Reason why the data plane did not execute a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SteerError {
     /// There is no bulkhead with this name.
@@ -252,60 +257,61 @@ pub enum SteerError {
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// The tenant has sent no job recently, or none at all.
+    /// The bulkhead does not know the tenant, because the tenant has not submitted any job recently.
     #[error("this tenant has sent no job to this bulkhead")]
     UnknownTenant,
-    /// The request conflicts with other settings. Holds the reason and the fix.
+    /// The request conflicts with other settings. The text contains the reason and a way to resolve the
+    /// conflict.
     #[error("{0}")]
     Conflict(String),
 }
 
-/// A job of a crash report, to run again.
+/// A job from a crash report that is to be run again.
 #[derive(Debug)]
 pub struct ReplayRequest {
-    /// The bulkhead whose worker died.
+    /// Name of the bulkhead in which the crash occurred.
     pub bulkhead: String,
     pub operation: String,
     pub tenant: String,
     pub payload: Vec<u8>,
 }
 
-/// An error that prevents a replay.
+/// Reason why a replay cannot begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// The bulkhead is no longer configured.
+    /// The bulkhead of the crash report is no longer configured.
     #[error("the job's bulkhead is no longer configured")]
     NotConfigured,
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
-    /// The limit of concurrent replays is reached.
+    /// The maximum number of concurrent replays is reached.
     #[error("{REPLAYS_MAX} replays are already running; try again when a replay has ended")]
     Busy,
 }
 
-/// Maximum number of concurrent replays. Each uses a worker beyond the configured ones.
+/// Maximum number of concurrent replays. Each replay starts a worker in addition to the configured number.
 pub const REPLAYS_MAX: usize = 2;
 
 #[derive(Debug)]
 pub struct ReplayResult {
-    /// Process id of the worker that was started.
+    /// Process id of the worker that was started for the replay, if any.
     pub pid: Option<u32>,
-    /// The verdict of the job, or the reason why it did not run.
+    /// Verdict of the job, or the reason why the job did not run.
     pub verdict: Result<Verdict, String>,
-    /// The cause of death of the worker or program, if it died.
+    /// Cause of death of the worker or program. `None` if neither crashed.
     pub cause: Option<Cause>,
-    /// Time that the worker had the job.
+    /// Time from the dispatch of the job to its result or the worker's death.
     pub ran: Duration,
 }
 
-/// An error while sending a command to the data plane.
+/// Reason why a command could not be sent to the data plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandSendError {
-    /// The queue already holds [`COMMANDS_MAX`] commands.
+    /// The queue already contains [`COMMANDS_MAX`] commands.
     #[error("the supervisor accepts no commands at the moment")]
     Busy,
-    /// The data plane has ended.
+    /// The data plane has stopped.
     #[error("the supervisor has ended")]
     Ended,
 }
@@ -319,13 +325,15 @@ pub struct CommandSender {
 }
 
 impl CommandSender {
-    /// Creates a sender for `commands`. The receiver sleeps until `waker` is called.
+    /// Creates a sender for the channel `commands`. Each command calls `waker`, because the data plane sleeps
+    /// while it has nothing to do.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
         Self { commands, waker, stop_requests: Arc::default() }
     }
 
-    /// Stops the data plane: drains for up to `drain_timeout`, or, if it is already stopping, ends at once.
-    /// Uses a counter instead of the queue, so a full queue cannot delay a stop.
+    /// Asks the data plane to stop. On the first call, jobs in flight have up to `drain_timeout` to finish;
+    /// on the second call, the data plane stops immediately. Uses a counter instead of the command queue, so
+    /// that a full queue cannot delay the stop.
     pub fn stop(&self) -> Result<(), CommandSendError> {
         self.stop_requests.fetch_add(1, Ordering::SeqCst);
         self.waker.wake().map_err(|_| CommandSendError::Busy)
@@ -336,7 +344,7 @@ impl CommandSender {
         self.stop_requests.clone()
     }
 
-    /// Queues a command without blocking.
+    /// Adds a command to the queue without blocking.
     pub fn send(&self, command: Command) -> Result<(), CommandSendError> {
         self.commands.try_send(command).map_err(|error| match error {
             TrySendError::Full(_) => CommandSendError::Busy,
@@ -345,8 +353,8 @@ impl CommandSender {
         self.waker.wake().map_err(|_| CommandSendError::Busy)
     }
 
-    /// Queues the command that `command` builds around a reply channel, and waits for the reply. Returns
-    /// `None` if the queue is full or no reply arrives within two seconds.
+    /// Creates a reply channel, sends the command that `command` builds with it, and waits for the reply.
+    /// Returns `None` if the queue is full or if no reply arrives within two seconds.
     pub async fn request<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, reply_receiver) = oneshot::channel();
         self.send(command(reply)).ok()?;
@@ -354,21 +362,21 @@ impl CommandSender {
     }
 }
 
-/// A notice that may be dropped under load. [`crate::notices`] has separate channels for messages that must
-/// not be lost.
+/// A notice that can be dropped under load. Messages that must not be lost have separate channels in
+/// [`crate::notices`].
 #[derive(Debug)]
 pub enum DroppableNotice {
-    /// An event of interest to operators.
+    /// An operator event.
     Event(Box<Event>),
-    /// A worker or program crashed. The control plane still adds the tail of its output.
+    /// A worker or program has crashed. The control plane adds the last output of the process to the report.
     Crash {
         report: Box<CrashReport>,
-        /// Permit that limits the number of reports that wait to be stored.
+        /// Permit that limits the number of crash reports that are waiting to be stored.
         permit: OwnedSemaphorePermit,
     },
 }
 
-/// An event before it gets its number.
+/// An event that has no sequence number yet.
 #[derive(Clone, Debug)]
 pub struct Event {
     pub at: SystemTime,
@@ -376,13 +384,13 @@ pub struct Event {
     /// Kind of the event, with its fields.
     pub kind: EventKind,
     pub bulkhead: Option<Arc<str>>,
-    /// The isolated tenant concerned, if any.
+    /// Name of the isolated tenant that the event is about, if any.
     pub tenant: Option<Arc<str>>,
-    /// Id of the related crash report.
+    /// Id of the crash report that belongs to the event, if any.
     pub report: Option<CrashId>,
-    /// Last output of the process.
+    /// Last output of the process on standard error, if the event is about the death of a process.
     pub stderr_tail: Option<String>,
-    /// Number of suppressed events of this kind since the previous one.
+    /// Number of events of the same kind that were suppressed since the previous event of this kind.
     pub suppressed: Option<u64>,
 }
 
@@ -392,7 +400,7 @@ impl Event {
         Self { at, severity, kind, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
     }
 
-    /// Returns the fields in log order, without the kind.
+    /// Returns all fields except for the kind, in the order in which the log shows them.
     pub fn fields(&self) -> Vec<(&'static str, Value)> {
         let mut fields = self.kind.fields();
         let has_tenant = fields.iter().any(|(name, _)| *name == "tenant");
@@ -409,7 +417,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stop_request_needs_no_queue_space() {
+    fn full_command_queue_accepts_stop_request() {
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
         let (sender, _receiver) = std::sync::mpsc::sync_channel(1);
@@ -422,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn detects_abandoned_commands() {
+    fn command_without_receiver_counts_as_abandoned() {
         let (reply, reply_receiver) = oneshot::channel();
         let command = Command::States { reply };
         assert!(!command.is_abandoned());

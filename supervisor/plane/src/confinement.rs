@@ -1,8 +1,8 @@
-//! Translates the keys of `sandbox` into orders for the keeper. This happens once per bulkhead, before the
-//! first worker starts.
+//! Translates the table `sandbox` of the configuration into orders for the keeper. The translation is done
+//! once per bulkhead, before the first worker starts.
 //!
-//! A layer that this machine does not support and that is not in `best_effort` keeps the bulkhead's workers
-//! from starting. The reason is reported as a sentence. No layer is left out silently.
+//! If this machine does not support a layer and the layer is not in `best_effort`, the bulkhead's workers do
+//! not start, and the reason is reported as a sentence. No layer is left out silently.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,13 +16,14 @@ use bulkhead_keeper::{
     SubordinateIds, TemporaryFiles,
 };
 
-/// Confinement abilities of this machine, and the paths that workers must not access.
+/// Layers and user ids that are available on this machine, and paths that workers must not access.
 pub struct SandboxSupport {
     abilities: BTreeMap<String, LayerSupport>,
     withheld: Vec<String>,
     config: PathBuf,
     ids: IdSource,
-    /// The range in `/etc/subuid` that `ids` belong to, if this user has no other ids.
+    /// Range in `/etc/subuid` that contains the workers' ids. `None` if the workers' ids do not come from
+    /// `/etc/subuid`.
     subordinate: Option<Arc<SubordinateIds>>,
     /// True if the configuration sets `worker_uids`.
     has_worker_uids: bool,
@@ -30,11 +31,12 @@ pub struct SandboxSupport {
 
 /// Source of user ids for workers.
 enum IdSource {
-    /// A range of ids on this host.
+    /// The ids come from this allocator.
     Host(Arc<IdAllocator>),
-    /// No ids, for this reason. Workers run as the supervisor's user.
+    /// There are no ids, for this reason. Workers run as the supervisor's user.
     Shared(String),
-    /// No ids, and the supervisor runs as root, so that workers do not start.
+    /// There are no ids, for this reason, and the supervisor runs as root. Workers do not start, because they
+    /// would run as root.
     Refused(String),
 }
 
@@ -49,14 +51,15 @@ impl IdSource {
 }
 
 impl SandboxSupport {
-    /// Uses abilities that the keeper's guard has probed. An application with threads cannot probe itself,
-    /// because a probe forks.
+    /// Uses the probe results of the keeper's guard process. An embedded supervisor cannot probe the machine
+    /// itself, because a probe forks, and the application can have threads.
     pub fn from_probe(config: &bulkhead_config::Config, found: keeper::ProbeResult) -> Self {
         Self::of(config, IdUse::Run, found.layers, move || found.ids)
     }
 
-    /// Probes the abilities, even if no bulkhead is confined yet, because a later probe would have to fork
-    /// with threads running. Use [`IdUse::Check`] if a supervisor with the same configuration may be running.
+    /// Probes the layers of this machine, even if no bulkhead needs any of them yet. A later probe would have
+    /// to fork while threads are running. Callers use [`IdUse::Check`] if a supervisor with the same
+    /// configuration may be running.
     pub fn probe(config: &bulkhead_config::Config, id_use: IdUse) -> Self {
         Self::of(config, id_use, keeper::probe(), || SubordinateIds::find().map(Arc::new))
     }
@@ -89,12 +92,13 @@ impl SandboxSupport {
         support
     }
 
-    /// Returns the range of `/etc/subuid` that the keeper needs to start workers, if any.
+    /// Returns the range in `/etc/subuid` that the keeper needs for starting workers, or `None` if it needs
+    /// no such range.
     pub fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
         self.subordinate.clone()
     }
 
-    /// Returns the ids for workers, if any.
+    /// Returns the allocator of user ids for workers, or `None` if workers have no separate ids.
     pub fn ids(&self) -> Option<Arc<IdAllocator>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
@@ -102,12 +106,12 @@ impl SandboxSupport {
         }
     }
 
-    /// Returns the reason why the layer is not available, or `None` if all its parts are.
+    /// Returns the reason why the layer is not available, or `None` if all parts of the layer are available.
     fn why_missing(&self, layer: Layer) -> Option<String> {
         parts(layer).iter().find_map(|part| self.why_not(part))
     }
 
-    /// Returns the reason why the part is not available, or `None` if it is.
+    /// Returns the reason why this part of a layer is not available, or `None` if it is available.
     fn why_not(&self, part: &str) -> Option<String> {
         match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
@@ -126,7 +130,7 @@ impl SandboxSupport {
     }
 }
 
-/// Returns the entries of `bulkhead-supervisor doctor` that a layer needs.
+/// Returns the parts of a layer, by the names that `bulkhead-supervisor doctor` shows.
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
@@ -143,10 +147,10 @@ fn parts(layer: Layer) -> &'static [&'static str] {
     }
 }
 
-/// Returns the paths that no worker gets access to, even inside a folder that it can access.
+/// Returns paths that workers must not access, even if the configuration gives them access to a folder above.
 fn withheld_paths(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
     let mut paths: Vec<&Path> = vec![config];
-    // An embedded supervisor has no sockets.
+    // The paths of the sockets are empty in an embedded supervisor.
     paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
     paths.extend(supervisor.crash_dir.as_deref());
     paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
@@ -160,11 +164,11 @@ fn text(path: &Path) -> String {
 /// The user that a bulkhead's workers run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerIdentity {
-    /// The supervisor's own user.
+    /// All workers run as the supervisor's user.
     Own,
-    /// A single user for all workers.
+    /// All workers run as this user.
     One(Identity),
-    /// A separate user id for each worker.
+    /// Each worker has a separate user id.
     Each,
 }
 
@@ -179,22 +183,24 @@ pub struct Sandbox {
     withheld: Vec<String>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile, and parts of layers, that are missing on this machine and allowed to be.
+    /// Layers of the profile, and parts of layers, that are not available on this machine. The configuration
+    /// allows workers to start without them.
     missing: Vec<&'static str>,
-    /// Sentences for operators about weaknesses of the confinement.
+    /// Warnings for operators about weaknesses of the confinement. Each is a sentence.
     warnings: Vec<String>,
-    /// Restrictions that a worker with the SDK applies before its first job.
+    /// Encoded restrictions that a worker with the SDK applies to itself before the first job.
     seal: Option<Vec<u8>>,
-    /// The reason why a worker must not run several programs at once, if any.
+    /// Reason why a worker must not run several programs at once. `None` if it can.
     why_single_program: Option<String>,
-    /// Maximum size of the temporary folder or file system, in bytes.
+    /// Maximum size of a worker's temporary folder or file system, in bytes.
     temporary_bytes: u64,
-    /// The reason why no worker can start, if any.
+    /// Reason why no worker of the bulkhead can start. `None` if workers can start.
     obstacle: Option<String>,
 }
 
 impl Sandbox {
-    /// Resolves the confinement. `programs` are the files that a worker executes or loads.
+    /// Determines the confinement of a bulkhead's workers. `programs` are the files that a worker executes or
+    /// loads.
     pub fn resolve(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
@@ -254,22 +260,22 @@ impl Sandbox {
         }
     }
 
-    /// Returns the reason why a worker must not run several jobs at once, if any.
+    /// Returns the reason why a worker must not run several programs at once, or `None` if it can.
     pub fn why_single_program(&self) -> Option<&str> {
         self.why_single_program.as_deref()
     }
 
-    /// Returns the reason why no worker can start, as a sentence.
+    /// Returns the reason why no worker can start, as a sentence. Returns `None` if workers can start.
     pub fn obstacle(&self) -> Option<&str> {
         self.obstacle.as_deref()
     }
 
-    /// Returns sentences for operators about weaknesses of the confinement.
+    /// Returns warnings for operators about weaknesses of the confinement. Each is a sentence.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// True if the kernel limits the number of processes for each worker separately.
+    /// Returns true if the kernel limits the number of processes of each worker separately.
     pub fn limits_process_count(&self) -> bool {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
@@ -282,18 +288,20 @@ impl Sandbox {
         self.seal.as_deref()
     }
 
-    /// Returns the maximum size of the temporary folder in bytes, unless it is a separate file system.
+    /// Returns the maximum size of a worker's temporary folder in bytes. Returns `None` if there is no such
+    /// folder, or if the kernel enforces the size.
     pub fn temporary_bytes(&self) -> Option<u64> {
         let is_bounded = self.layers.temporary == TemporaryFiles::Folder && self.profile != Profile::None;
         is_bounded.then_some(self.temporary_bytes)
     }
 
-    /// True if system calls are filtered. SIGSYS then comes from the sandbox.
+    /// Returns true if system calls are filtered. A SIGSYS then means that a worker has violated the sandbox.
     pub fn filters_calls(&self) -> bool {
         self.layers.seccomp != Seccomp::Off
     }
 
-    /// Returns the order for one worker. `id` is the user id of the worker if each has a separate one.
+    /// Returns the keeper's order for the confinement of one worker. `id` is the worker's user id if each
+    /// worker has a separate one.
     pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
             return Confinement { layers: self.layers, ..Confinement::default() };
@@ -314,7 +322,8 @@ impl Sandbox {
         }
     }
 
-    /// Returns the description for snapshots, from the state that the keeper observed in a worker.
+    /// Returns the description of a worker's confinement for snapshots. `observed` is the state that the
+    /// keeper has read from the kernel.
     pub fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
@@ -336,11 +345,11 @@ impl Sandbox {
     }
 }
 
-/// Name in `missing` if the number of processes is not limited for each worker.
+/// Entry in `missing` that says that the number of processes is not limited separately for each worker.
 const PROCESS_COUNT: &str = "nproc";
 
-/// True if RLIMIT_NPROC or a cgroup limits a single worker. RLIMIT_NPROC counts per user and user namespace,
-/// and does not apply to root.
+/// Returns true if RLIMIT_NPROC or a cgroup limits the number of processes of each worker. The kernel counts
+/// RLIMIT_NPROC per user and user namespace, and does not apply it to root.
 fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     let is_root = match identity {
         WorkerIdentity::Own => rustix::process::geteuid().is_root(),
@@ -351,11 +360,11 @@ fn limits_process_count(identity: WorkerIdentity, layers: &Layers) -> bool {
     has_group || identity == WorkerIdentity::Each || layers.namespaces.user && !is_root
 }
 
-/// Newer parts of Landlock, and their names in `missing`.
+/// Parts of Landlock that older kernels lack, with the names that are added to `missing`.
 const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
-/// Returns warnings about settings that work as configured but may surprise.
+/// Returns warnings about missing layers, and about settings that weaken the sandbox although they are valid.
 fn warnings(
     bulkhead: &BulkheadConfig,
     missing: &[&str],
@@ -376,7 +385,8 @@ fn warnings(
                 .to_owned(),
         );
     }
-    // Landlock rules can only add access: a folder in `read` or `write` includes everything in it.
+    // Landlock rules can only grant access, so access to a folder in `read` or `write` includes all files in
+    // the folder.
     let configured = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| configured().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = support.withheld.iter().find(is_open) {
@@ -385,8 +395,9 @@ fn warnings(
     warnings
 }
 
-/// Returns the files that the command line names, because `["python3", "main.py"]` implies that the worker
-/// can read them. Leaves out folders, whose contents are unknown, and the supervisor's own files.
+/// Returns the files that the command line names. Workers can read these files, because a command such as
+/// `["python3", "main.py"]` would not work otherwise. Excludes folders, because they can contain anything,
+/// and the supervisor's own files.
 fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
         return Vec::new();
@@ -400,10 +411,10 @@ fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     files.map(|path| text(&path)).collect()
 }
 
-/// Environment variables with search paths for programs and libraries.
+/// Environment variables that contain search paths for programs and libraries.
 const SEARCH_PATHS: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NODE_PATH"];
 
-/// Returns the folders in the search paths of the configured environment.
+/// Returns the folders that the configured environment variables contain as search paths.
 fn named_folders(environment: &[(String, String)]) -> Vec<String> {
     let lists = environment.iter().filter(|(name, _)| SEARCH_PATHS.contains(&name.as_str()));
     let folders = lists.flat_map(|(_, list)| list.split(':'));
@@ -418,26 +429,26 @@ fn list(texts: &[String]) -> Vec<&str> {
     texts.iter().map(String::as_str).collect()
 }
 
-/// True if a worker of the bulkhead or of one of its tenants runs several jobs at once.
+/// Returns true if the configuration lets any worker of the bulkhead run several jobs at once.
 fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
     let tenant_limits = bulkhead.tenant.values().filter_map(|tenant| tenant.max_in_flight);
     let tenant_limits = tenant_limits.filter(|_| bulkhead.isolation().is_some());
     tenant_limits.chain([bulkhead.max_in_flight]).any(|max| max > 1)
 }
 
-/// State while the layers of one bulkhead are resolved.
+/// Determines the layers of one bulkhead and collects the missing ones.
 struct LayerResolver<'g> {
     support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
-    /// Required layers that are missing, with the reason.
+    /// Required layers that are not available, each with the reason.
     missing_required: Vec<(Layer, String)>,
-    /// The reason why there is no user for the workers, if any.
+    /// Reason why no user is available for the workers to run as. `None` if there is one.
     refused: Option<String>,
 }
 
 impl LayerResolver<'_> {
-    /// Returns true if the layer is available. Otherwise records it as missing.
+    /// Returns true if the layer is available. Otherwise records the layer as missing.
     fn require(&mut self, layer: Layer) -> bool {
         match self.support.why_missing(layer) {
             None => true,
@@ -461,17 +472,18 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Requires Landlock scopes unless a separate user id or pid namespace already keeps the worker from
-    /// sending signals to other processes. Does nothing if Landlock itself is missing.
+    /// Requires Landlock scopes, unless a separate user id or a pid namespace already prevents signals to
+    /// processes outside the worker. Does nothing if Landlock itself is missing.
     fn require_signal_isolation(&mut self, layers: &Layers, identity: WorkerIdentity) {
         if layers.landlock && identity != WorkerIdentity::Each && !layers.namespaces.pid {
             self.require(Layer::LandlockScopes);
         }
     }
 
-    /// Requires the layers that separate forked workers, which share a user and a pid namespace, and that
-    /// keep them from forking further workers. `best_effort` does not apply. A pid namespace is also
-    /// required, because its first process ends the descendants of a worker.
+    /// Requires the layers that separate forked workers from each other, because these share a user and a pid
+    /// namespace. The layers also prevent a forked worker from forking further workers. A pid namespace is
+    /// required because its first process kills the descendants of a worker. `best_effort` does not apply to
+    /// these layers.
     fn require_fork_isolation(&mut self, profile: Profile, layers: &Layers) {
         if profile == Profile::None || self.refused.is_some() {
             return;
@@ -493,8 +505,8 @@ impl LayerResolver<'_> {
         };
         self.refused = why.map(|why| {
             format!(
-                "`start.mode = \"fork\"` is not available here under `profile = \"{}\"`, also with `best_effort`, \
-                 because workers of a template share a user: {why}; see the requirements in \
+                "`start.mode = \"fork\"` is not available here under `profile = \"{}\"`, even with \
+                 `best_effort`, because workers of a template share a user: {why}; see the requirements in \
                  `bulkhead-supervisor doctor`, or remove `start.mode`",
                 profile.name(),
             )
@@ -523,7 +535,7 @@ impl LayerResolver<'_> {
                 }
             },
             IdSource::Shared(why) => {
-                // Report the missing layer only if `user` is set, or the profile is `strict`.
+                // The layer counts as missing only if the file sets `user`, or if the profile is `strict`.
                 let is_strict = sandbox.profile == Profile::Strict;
                 if is_strict && self.support.has_worker_uids {
                     self.record_missing(Layer::Identity, why.clone());
@@ -534,8 +546,8 @@ impl LayerResolver<'_> {
             }
             IdSource::Refused(why) => {
                 self.refused = Some(format!(
-                    "root starts workers as root only on request, and cannot start workers as another user: {why}; \
-                     grant the missing ability, or write `user = \"root\"` in `sandbox`"
+                    "the supervisor runs as root, but cannot start workers as another user: {why}; grant the \
+                     missing ability, or write `user = \"root\"` in `sandbox` to start workers as root"
                 ));
                 WorkerIdentity::Own
             }
@@ -560,7 +572,7 @@ impl LayerResolver<'_> {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
-            // `files` needs a private temporary folder.
+            // Without a sandbox, only `files` needs a temporary folder.
             let has_files = bulkhead.files.is_some();
             let temporary = if has_files { TemporaryFiles::Folder } else { TemporaryFiles::None };
             return Layers { temporary, program_rules: has_files, ..Layers::default() };
@@ -569,7 +581,8 @@ impl LayerResolver<'_> {
             Profile::Strict => self.strict_namespaces(sandbox.network),
             Profile::Default | Profile::None => self.default_namespaces(),
         };
-        // Such a worker joins the user namespace that maps these ids, and gets no other.
+        // A worker with an id from `/etc/subuid` joins the user namespace that maps these ids, so it gets no
+        // user namespace of its own.
         let subordinate_ids = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate_ids, ..namespaces };
         let no_new_privs = self.require(Layer::NoNewPrivs);
@@ -581,7 +594,8 @@ impl LayerResolver<'_> {
         let temporary = match sandbox.tmp_bytes {
             0 => TemporaryFiles::None,
             bytes if namespaces.mount => TemporaryFiles::PrivateTmp(bytes),
-            // The supervisor's user could neither inspect nor remove files of these ids on disk.
+            // For ids from `/etc/subuid`, the folder is in memory, because the supervisor's user could
+            // neither inspect nor remove their files on disk.
             bytes if subordinate_ids => TemporaryFiles::MountedTmpfs(bytes),
             _ => TemporaryFiles::Folder,
         };
@@ -601,8 +615,8 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Checks that programs running at once in one worker can be separated. Returns the reason why a worker
-    /// must not run more than one, if any.
+    /// Checks that the programs of concurrent jobs in one worker can be separated from each other. If not,
+    /// returns the reason why a worker must run only one program at a time.
     fn program_scopes(&mut self, bulkhead: &BulkheadConfig) -> Option<String> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
@@ -618,13 +632,14 @@ impl LayerResolver<'_> {
         (!is_allowed).then_some(why)
     }
 
-    /// Returns the cgroup limits, which are independent of the profile.
+    /// Returns the configured cgroup limits. They do not depend on the profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<CgroupLimits> {
         let limits = bulkhead.cgroup.as_ref()?;
         if !self.require(Layer::Cgroup) {
             return None;
         }
-        // If a controller is missing, the group still kills whole process trees and applies the other limits.
+        // A cgroup without some controllers is still useful, because it applies the other limits and can be
+        // killed as a whole.
         let millicores = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(CgroupLimits {
             memory_bytes: self.limit_if_available("cgroup memory", limits.memory),
@@ -635,14 +650,14 @@ impl LayerResolver<'_> {
         })
     }
 
-    /// Returns the default process limit of a cgroup that sets none.
+    /// Returns the default limit on processes for a cgroup whose table does not set `pids`.
     fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());
         (is_confined && is_free && self.support.has("cgroup pids")).then_some(RLIMIT_NPROC)
     }
 
-    /// Returns the cgroup limit if its controller is available.
+    /// Returns the cgroup limit if the controller is available. Otherwise records the controller as missing.
     fn limit_if_available(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
         let limit = limit?;
         match self.support.why_not(controller) {
@@ -655,7 +670,7 @@ impl LayerResolver<'_> {
     }
 
     fn strict_namespaces(&mut self, network: bool) -> Namespaces {
-        // Root creates the other namespaces without a user namespace.
+        // Only an unprivileged supervisor needs a user namespace to create the other namespaces.
         let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
             self.support.why_missing(Layer::UserNamespace).is_none()
@@ -671,9 +686,9 @@ impl LayerResolver<'_> {
         }
     }
 
-    /// Returns the namespaces of the `default` profile: a pid namespace, so that the kernel ends all
-    /// descendants of a worker even if the keeper is killed. If that is not available, records it as missing,
-    /// and the keeper ends the descendants.
+    /// Returns the namespaces of the profile `default`. These include a pid namespace, so that the kernel
+    /// kills all descendants of a worker even if the keeper is killed. If pid namespaces are not available,
+    /// records the layer as missing; the keeper then kills the descendants.
     fn default_namespaces(&mut self) -> Namespaces {
         if self.support.has(keeper::TREE_END) {
             let user = !self.support.has("CAP_SYS_ADMIN");
@@ -690,7 +705,7 @@ impl LayerResolver<'_> {
         let names = names.join(", ");
         let without = match profile {
             Profile::None => "no `cgroup`, or a `profile` with `best_effort`".to_owned(),
-            profile => format!("`best_effort = [{names}]`, or another `profile` than \"{}\"", profile.name()),
+            profile => format!("`best_effort = [{names}]`, or a `profile` other than \"{}\"", profile.name()),
         };
         Some(format!(
             "the layer {} of the sandbox is not available here: {why}; see the requirements in \

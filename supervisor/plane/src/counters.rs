@@ -7,42 +7,44 @@ use std::sync::{Mutex, PoisonError};
 use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few, and so do
-/// unknown names.
+/// Maximum number of distinct keys in [`RejectedJobs`] between two reads. Each bulkhead needs a few keys, and
+/// clients can send any number of unknown names.
 const REJECTED_KEYS_MAX: usize = 16 * 1024;
 
-/// Counters shared by both planes.
+/// Counters that the data plane and the control plane share.
 #[derive(Debug, Default)]
 pub struct SharedCounters {
-    /// Notices dropped because the control plane did not keep up.
+    /// Number of notices that were dropped because the control plane did not keep up.
     pub notices_dropped: AtomicU64,
-    /// Job spans dropped because the span thread did not keep up.
+    /// Number of job spans that were dropped because the span thread did not keep up.
     pub spans_dropped: AtomicU64,
     /// Incremented when the cached state of bulkheads is no longer valid.
     pub revision: AtomicU64,
     /// Number of connected clients.
     pub clients: AtomicU64,
-    /// Size of payloads waiting in the data plane, in bytes.
+    /// Total size of payloads that wait in the data plane, in bytes.
     pub buffered: AtomicUsize,
-    /// Size of payloads being received by the control plane, in bytes. Counts towards `max_buffered`. Written
-    /// by the control plane.
+    /// Total size of payloads that the control plane is receiving over HTTP, in bytes. Counts towards
+    /// `max_buffered`. Written by the control plane.
     pub spooled: AtomicUsize,
-    /// True once the data plane is ending. Jobs not received by then get no outcome.
+    /// True once the data plane is ending. Jobs that arrive later get no outcome.
     pub has_ended: AtomicBool,
-    /// Number of bytes that the control plane must free, because others need the memory.
+    /// Number of bytes of received payloads that the control plane must free, because the data plane needs
+    /// the memory for other clients.
     pub spool_bytes_to_free: AtomicUsize,
     /// Notified when `spool_bytes_to_free` grows.
     pub spool_free_requested: tokio::sync::Notify,
-    /// Number of bytes that the control plane may always hold, whatever others hold.
+    /// Number of bytes of received payloads that the control plane can always hold, regardless of how much
+    /// memory the data plane uses.
     pub spool_share: AtomicUsize,
     /// Process id of the keeper.
     pub keeper_pid: AtomicU32,
-    /// Jobs rejected by the HTTP interface before they reached the data plane.
+    /// Jobs that the HTTP interface rejected before they reached the data plane.
     pub rejected_jobs: RejectedJobs,
 }
 
-/// Number of rejected jobs by bulkhead, priority and reason. The data plane reads the counts before it next
-/// replies.
+/// Number of rejected jobs by bulkhead, priority and reason. The data plane takes these counts before it
+/// replies to a request for counters.
 #[derive(Debug, Default)]
 pub struct RejectedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
 
@@ -54,7 +56,8 @@ impl RejectedJobs {
         }
     }
 
-    /// Takes the counts without blocking. If the lock is held, the counts are returned by a later call.
+    /// Removes and returns the counts without blocking. If the lock is held, returns nothing, and a later
+    /// call returns the counts.
     pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
         self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
     }

@@ -1,18 +1,19 @@
-//! Crash reports on the data plane. The data plane creates a report, the control plane adds the tail of the
-//! output, and `observe::crashes` stores it.
+//! Causes of crashes for crash reports. The data plane creates a crash report, and the control plane adds the
+//! last output of the process and stores the report.
 
 use std::time::{Duration, SystemTime};
 
 use bulkhead_api::{Cause, CauseKind, CrashId, CrashJob, CrashReport, Stage, Usage, Victim};
-use bulkhead_policy::{Death, KillReason, describe_end};
+use bulkhead_policy::{Death, Ending, KillReason};
 
-/// Maximum number of reports that wait to be stored. The excess is counted and dropped.
+/// Maximum number of crash reports that are waiting to be stored. Further reports are dropped and counted.
 pub const REPORTS_WAITING_MAX: usize = 64;
 
-/// Returns the cause of a death, or `None` if the supervisor ended the process for its own reasons. Exit
-/// status 0 is a cause too: the caller knows whether the process was supposed to exit.
-pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
-    let kind = match (killed, death) {
+/// Returns the cause of a death, or `None` if the supervisor killed the process for reasons such as a resize
+/// or shutdown. An exit with status 0 is also returned as a cause. The caller decides whether the process was
+/// supposed to exit.
+pub fn cause_of(ending: &Ending) -> Option<Cause> {
+    let kind = match (&ending.killed, ending.death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
         (None, Death::Signal(_)) => CauseKind::Signal,
         (None, Death::Violation(_) | Death::TmpFull) => CauseKind::Violation,
@@ -21,24 +22,18 @@ pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
         (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
         (Some(KillReason::NoHello), _) => CauseKind::NoHello,
         (Some(KillReason::NotReady), _) => CauseKind::NotReady,
-        (
-            Some(
-                KillReason::Deadline
-                | KillReason::ExitTimeout
-                | KillReason::NotNeeded
-                | KillReason::KeeperDied,
-            ),
-            _,
-        ) => return None,
+        // For all other kill reasons, the supervisor killed the process although the process was not at
+        // fault.
+        (Some(_), _) => return None,
     };
-    let (exit_code, signal, system_call) = match death {
-        _ if killed.is_some() => (None, None, None),
+    let (exit_code, signal, system_call) = match ending.death {
+        _ if ending.killed.is_some() => (None, None, None),
         Death::Exit(code) => (Some(code), None, None),
         Death::Signal(number) => (None, Some(bulkhead_linux::signals::name(number)), None),
         Death::Violation("") | Death::Oom | Death::TmpFull => (None, None, None),
         Death::Violation(call) => (None, None, Some(call.to_owned())),
     };
-    Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: describe_end(death, killed) })
+    Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: ending.to_string() })
 }
 
 pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
@@ -49,7 +44,7 @@ pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
     }
 }
 
-/// Returns a report with one job, for tests.
+/// Returns a crash report with one job. Used by tests.
 #[doc(hidden)]
 pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
     let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);
@@ -61,7 +56,7 @@ pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
         tenant: None,
         victim: Victim::Worker.into(),
         stage: Stage::Working.into(),
-        cause: cause_of(Death::Signal(11), None).unwrap(),
+        cause: cause_of(&Death::Signal(11).into()).unwrap(),
         pid: 7,
         slot: 0,
         generation: 1,
@@ -94,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn report_survives_serialization() {
+    fn crash_report_survives_serialization() {
         let report = sample_report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
         let json = serde_json::to_string(&report).unwrap();
         assert!(
@@ -107,22 +102,21 @@ mod tests {
     }
 
     #[test]
-    fn kill_for_a_job_is_not_a_crash() {
-        let killed = Death::Signal(9);
+    fn intended_kill_is_not_a_crash() {
+        let killed = |reason| Ending { death: Death::Signal(9), killed: Some(reason) };
         for reason in
             [KillReason::Deadline, KillReason::ExitTimeout, KillReason::NotNeeded, KillReason::KeeperDied]
         {
-            assert_eq!(cause_of(killed, Some(&reason)), None);
+            assert_eq!(cause_of(&killed(reason)), None);
         }
-        let hung = cause_of(killed, Some(&KillReason::Hung)).unwrap();
+        let hung = cause_of(&killed(KillReason::Hung)).unwrap();
         assert_eq!((&hung.kind, &hung.signal), (&CauseKind::Hung.into(), &None));
-        let one = cause_of(killed, Some(&KillReason::Protocol("rubbish".into()))).unwrap();
-        let other = cause_of(killed, Some(&KillReason::Protocol("a flood".into()))).unwrap();
+        let one = cause_of(&killed(KillReason::Protocol("rubbish".into()))).unwrap();
+        let other = cause_of(&killed(KillReason::Protocol("a flood".into()))).unwrap();
         assert!(one.has_same_cause(&other) && !one.has_same_cause(&hung));
-        assert!(
-            !cause_of(Death::Exit(1), None).unwrap().has_same_cause(&cause_of(Death::Exit(2), None).unwrap())
-        );
-        let violation = cause_of(Death::Violation("ptrace"), None).unwrap();
+        let exit = |code| cause_of(&Death::Exit(code).into()).unwrap();
+        assert!(!exit(1).has_same_cause(&exit(2)));
+        let violation = cause_of(&Death::Violation("ptrace").into()).unwrap();
         assert_eq!(violation.system_call.as_deref(), Some("ptrace"));
     }
 }

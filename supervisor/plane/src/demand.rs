@@ -1,6 +1,7 @@
-//! The demand of a bulkhead over the last one to two hours: jobs in flight and queued, weighted by time, and
-//! the run and waiting times of jobs. Recording costs the data plane a few nanoseconds per iteration and job.
-//! `advice` evaluates the numbers on another thread.
+//! Demand of a bulkhead over the last one to two hours. Records the numbers of jobs in flight and in the
+//! queue, weighted by time, and how long jobs waited and ran. The data plane spends a few nanoseconds per
+//! iteration and per job on recording. The control plane computes advice from these numbers on another
+//! thread.
 
 use std::time::Duration;
 
@@ -9,20 +10,20 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
 use crate::windows::WindowPair;
 
-/// The load of a compartment since some moment.
+/// Load of a compartment, which has not changed since the time `since`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Load {
     since: Time,
     in_flight: u32,
     queued: u32,
-    /// True if an ordinary job would have to wait or be rejected.
+    /// True if a job of normal priority would have to wait or be rejected.
     has_no_permit: bool,
     /// True if fewer workers run than configured.
     lacks_workers: bool,
 }
 
 impl Load {
-    /// Returns the current load.
+    /// Returns the current load of a compartment.
     pub fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
         Self {
             since: now,
@@ -34,34 +35,35 @@ impl Load {
     }
 }
 
-/// Observations of one time window. With isolated tenants, the time of each tenant counts separately, because
-/// `processes`, `max_in_flight` and `max_queue` apply to each tenant. Time without jobs does not count,
-/// because an idle night does not show the demand of the day.
+/// Observations of one time window. With isolated tenants, the times of all tenants are added up, because
+/// `processes`, `max_in_flight` and `max_queue` apply to each tenant. Time without jobs is not recorded,
+/// because an idle night says nothing about the demand during the day.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
-    /// Nanoseconds by number of jobs in flight and queued.
+    /// Distribution of the number of jobs in flight or queued, weighted by time in nanoseconds.
     pub demand: Histogram,
-    /// Nanoseconds by number of queued jobs.
+    /// Distribution of the number of queued jobs, weighted by time in nanoseconds.
     pub queued: Histogram,
-    /// Number of jobs by run time, and by waiting time, in microseconds.
+    /// Distribution of run times in microseconds, and of times in the queue.
     pub run_us: Histogram,
     pub wait_us: Histogram,
-    /// Sum of the time that each job was in flight, in nanoseconds.
+    /// Sum of the times that all jobs were in flight, in nanoseconds.
     pub in_flight_ns: u128,
-    /// Observations that depend on the current limits.
+    /// Observations since the last change of the limits.
     pub under_limits: LimitedWindow,
 }
 
-/// Observations that depend on the current limits.
+/// Observations that are only valid for the current limits. They are discarded when the limits change.
 #[derive(Clone, Debug, Default)]
 pub struct LimitedWindow {
-    /// Nanoseconds by number of jobs in flight. The total is the time with jobs.
+    /// Distribution of the number of jobs in flight, weighted by time in nanoseconds. The total weight is the
+    /// time during which the bulkhead had jobs.
     pub in_flight: Histogram,
-    /// Time without a free permit, and time with missing workers, in nanoseconds.
+    /// Time during which no permit was free, and time during which workers were missing, in nanoseconds.
     pub no_permit_ns: u64,
     pub workers_missing_ns: u64,
-    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's own
-    /// deadline.
+    /// Number of jobs that missed their deadline while running, and how many of these had the bulkhead's
+    /// default deadline.
     pub deadline_misses: u64,
     pub own_deadline_misses: u64,
     /// Counters at the beginning of the window.
@@ -71,37 +73,38 @@ pub struct LimitedWindow {
 /// Values of `processes`, `max_in_flight` and `max_queue`.
 pub type Sizes = (u32, u32, u32);
 
-/// The recent demand of a bulkhead.
+/// Demand of a bulkhead in the current and the previous hour.
 #[derive(Default)]
 pub struct Demand {
     windows: WindowPair<Window>,
-    /// Time of creation, and of the last change of the limits.
+    /// Time when recording began, and time of the last change of the limits.
     started_at: Time,
     changed_at: Option<Time>,
     sizes: Sizes,
 }
 
 impl Demand {
-    /// Starts an empty record.
+    /// Creates a record without observations.
     pub fn new(now: Time, limits: &Limits) -> Self {
         let mut demand = Self { started_at: now, sizes: sizes_of(limits), ..Self::default() };
         demand.windows.roll(now);
         demand
     }
 
-    /// True if [`Self::update`] has work to do.
+    /// Returns true if [`Self::update`] must be called, because the window is over or the limits have
+    /// changed.
     #[inline]
     pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.sizes != sizes_of(limits)
     }
 
-    /// Starts a new window if it is time, and discards observations made under other limits. `counters` are
-    /// the current ones.
+    /// Starts a new window if the current one is over. If the limits have changed, discards observations that
+    /// depend on the old limits. `counters` are the current counters of the bulkhead.
     pub fn update(&mut self, now: Time, sizes: Sizes, counters: Counters) {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.under_limits.base = counters.clone();
-            // An empty window has no baseline yet.
+            // A window without observations also has no counters to compare with.
             let previous = &mut self.windows.previous;
             if previous.demand.total() == 0 {
                 previous.under_limits.base = counters.clone();
@@ -116,7 +119,7 @@ impl Demand {
         }
     }
 
-    /// Records the load of a compartment for the time since `load` was taken.
+    /// Records that a compartment had this load from `load.since` until `now`.
     #[inline]
     pub fn record_load(&mut self, load: Load, now: Time) {
         let ns = u64::try_from(now.since(load.since).as_nanos()).unwrap_or(u64::MAX);
@@ -136,7 +139,7 @@ impl Demand {
         }
     }
 
-    /// Records a job that a worker ran.
+    /// Records the run time and the time in the queue of a job that ran.
     #[inline]
     pub fn record_run(&mut self, ran: Duration, waited: Duration) {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
@@ -144,8 +147,8 @@ impl Demand {
         self.windows.current.wait_us.record(micros(waited), 1);
     }
 
-    /// Records a job that missed its deadline or run limit while running. `is_own_deadline` is true for the
-    /// bulkhead's own deadline.
+    /// Records a job that missed its deadline or run limit while running. `is_own_deadline` is true if the
+    /// deadline was the bulkhead's default.
     #[inline]
     pub fn record_deadline_miss(&mut self, is_own_deadline: bool) {
         let under_limits = &mut self.windows.current.under_limits;
@@ -153,7 +156,7 @@ impl Demand {
         under_limits.own_deadline_misses += u64::from(is_own_deadline);
     }
 
-    /// Returns all observations. Call [`Self::update`] first.
+    /// Returns all observations. The caller must call [`Self::update`] first.
     pub fn observation(&self, now: Time, limits: &Limits, counters: Counters) -> Observation {
         let since = self.windows.began().max(self.started_at).max(self.changed_at.unwrap_or(Time::ZERO));
         let current = CurrentLimits {
@@ -176,12 +179,12 @@ impl Demand {
     }
 }
 
-/// Returns the limits that determine the number of jobs.
+/// Returns the values of `processes`, `max_in_flight` and `max_queue`.
 pub fn sizes_of(limits: &Limits) -> Sizes {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }
 
-/// Limits of a bulkhead, or of each isolated tenant, that advice can be about.
+/// Limits that advice can propose to change. With isolated tenants, they apply to each tenant.
 #[derive(Clone, Debug)]
 pub struct CurrentLimits {
     pub processes: u32,
@@ -192,19 +195,19 @@ pub struct CurrentLimits {
     pub deadline_max: Duration,
 }
 
-/// Observations of a bulkhead, for evaluation on another thread.
+/// Observations of a bulkhead, from which another thread computes advice.
 #[derive(Debug)]
 pub struct Observation {
-    /// Length of the observation under the current limits.
+    /// Length of the observation, which begins no earlier than the last change of the limits.
     pub duration: Duration,
-    /// True if the observation begins with a change of the limits.
+    /// True if the observation began when the limits were changed.
     pub starts_with_change: bool,
-    /// Counters at the beginning of the observation, and now.
+    /// Counters at the beginning and at the end of the observation.
     pub base: Counters,
     pub counters: Counters,
     pub windows: WindowPair<Window>,
     pub limits: CurrentLimits,
-    /// State of the adaptive limit, if there is one.
+    /// State of the adaptive limit. `None` if the bulkhead has no adaptive limit.
     pub adaptive: Option<bulkhead_api::Adaptive>,
 }
 
@@ -230,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_time_without_jobs() {
+    fn demand_ignores_time_without_jobs() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 0, 0), at(1000));
@@ -246,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_old_windows() {
+    fn demand_discards_old_windows() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 4, 0), at(10));
@@ -260,7 +263,7 @@ mod tests {
         let observation = demand.observation(at(7300), &limits, counters(170));
         assert_eq!(concurrency(&observation).max(), 1);
         assert_eq!((observation.base.submitted, observation.duration.as_secs()), (100, 3700));
-        // A long pause discards everything.
+        // After a pause of more than two windows, all observations are discarded.
         demand.update(at(40_000), sizes_of(&limits), counters(170));
         let observation = demand.observation(at(40_000), &limits, counters(175));
         assert_eq!(concurrency(&observation).total(), 0);
@@ -268,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn changed_limits_keep_demand_only() {
+    fn changed_limits_reset_observations_except_demand() {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.record_load(load(0, 4, 20), at(100));

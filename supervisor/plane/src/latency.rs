@@ -7,11 +7,11 @@ use bulkhead_policy::Time;
 
 use crate::windows::WindowPair;
 
-/// Recent run and queue times of a bulkhead's jobs.
+/// Run and queue times of a bulkhead's jobs in the current and the previous minute.
 #[derive(Default)]
 pub struct Latency(WindowPair<Histograms, 60>);
 
-/// Histograms of one window, in nanoseconds.
+/// Histograms of run and queue times in one window, in nanoseconds.
 #[derive(Default)]
 struct Histograms {
     run: Histogram,
@@ -19,7 +19,7 @@ struct Histograms {
 }
 
 impl Latency {
-    /// Records the times of a job that a worker ran.
+    /// Records the run time and the queue time of a job that ran.
     #[inline]
     pub fn record(&mut self, now: Time, run: Duration, queue: Duration) {
         let nanos = |value: Duration| u64::try_from(value.as_nanos()).unwrap_or(u64::MAX);
@@ -28,7 +28,7 @@ impl Latency {
         self.0.current.queue.record(nanos(queue), 1);
     }
 
-    /// Returns the percentiles of both windows together.
+    /// Returns the percentiles over both windows.
     pub fn percentiles(&self) -> Latencies {
         let [current, previous] = self.0.both();
         Latencies {
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_of_uniform_values() {
+    fn latency_percentiles_match_uniform_values() {
         let mut latency = Latency::default();
         for ms in 1..=1000 {
             latency.record(Time::ZERO, Duration::from_millis(ms), Duration::ZERO);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_old_values() {
+    fn latency_discards_old_values() {
         let mut latency = Latency::default();
         assert_eq!(latency.percentiles().run.max, None);
         for (second, ran_ms, max_ms) in [(50, 9, 9.0), (110, 5, 9.0), (130, 3, 5.0), (500, 1, 1.0)] {

@@ -4,25 +4,25 @@ use std::time::Duration;
 
 use bulkhead_config::SupervisorConfig;
 
-/// Limits that all bulkheads share.
+/// Limits of the data plane that all bulkheads share.
 pub struct DataPlaneLimits {
     /// Maximum number of connected clients.
     pub clients_max: usize,
     /// Maximum size of a payload, in bytes.
     pub payload_bytes_max: u64,
-    /// Largest `max_payload` since the start, in bytes. Results accepted under an earlier limit may still be
-    /// in transit.
+    /// Largest `max_payload` since the supervisor was started, in bytes. Results that were accepted under an
+    /// earlier, higher limit can still be on their way to clients.
     pub result_bytes_max: u64,
     /// Maximum total size of waiting payloads, in bytes.
     pub buffered_bytes_max: usize,
     /// Maximum total size of memory files, in bytes.
     pub pooled_bytes_max: u64,
-    /// Maximum time for jobs to finish when the supervisor stops.
+    /// Maximum time that the supervisor waits for jobs in flight when it stops.
     pub drain_timeout: Duration,
 }
 
 impl DataPlaneLimits {
-    /// Takes the limits from the configuration.
+    /// Creates the limits from the configuration.
     pub fn new(config: &SupervisorConfig) -> Self {
         Self {
             clients_max: config.max_clients,

@@ -1,6 +1,7 @@
-//! Retries for locks and addresses that a killed supervisor still holds. The kernel releases them when the
-//! last thread of the process has exited, which on a busy machine is some time after the process appears
-//! dead. A service manager that restarts the supervisor must not get the error that another one is running.
+//! Retries for locks and addresses that a killed supervisor still holds. The kernel releases them only when
+//! the last thread of the process has exited. On a busy machine, this can be some time after the process
+//! appears to be dead. Without retries, a supervisor that a service manager restarts could fail with the
+//! error that another supervisor is running.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -11,13 +12,13 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// Maximum time to wait before a lock or address counts as held by another process.
+/// Maximum time to wait for a lock or address. After this time, it counts as held by a running process.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Interval between attempts.
+/// Interval between attempts to take a lock or address.
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// An error while taking a lock.
+/// Reason why a lock could not be taken.
 #[derive(Debug)]
 pub enum LockError {
     /// The file cannot be opened or created.
@@ -28,13 +29,14 @@ pub enum LockError {
     Unsupported(Errno),
 }
 
-/// Locks a file with mode 0600, and creates the file if it is missing. The lock is released when the returned
-/// file is closed.
+/// Takes an exclusive lock on a file. Creates the file with mode 0600 if it does not exist. The lock is
+/// released when the returned file is closed.
 pub fn lock(path: &Path) -> Result<File, LockError> {
     lock_with_timeout(RELEASE_TIMEOUT, path)
 }
 
-/// Repeats `attempt` for up to half a second while its error satisfies `is_taken`.
+/// Calls `attempt` repeatedly for up to half a second, as long as it returns an error for which `is_taken` is
+/// true.
 pub fn retry_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
@@ -72,9 +74,9 @@ fn retry_for<T, E>(
 mod tests {
     use super::*;
 
-    /// A lock that is released in time is taken.
+    /// Also checks that an attempt succeeds if the lock is released before the timeout.
     #[test]
-    fn waits_for_lock_until_timeout() {
+    fn lock_attempt_waits_until_timeout() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let held = lock_with_timeout(Duration::ZERO, &path).unwrap();
@@ -90,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn other_errors_are_not_retried() {
+    fn file_lock_is_retried_only_while_held() {
         let missing = lock_with_timeout(Duration::from_secs(60), Path::new("/nowhere/lock"));
         assert!(matches!(missing, Err(LockError::Open(_))));
         let mut attempts = 0;

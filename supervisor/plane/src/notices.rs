@@ -1,8 +1,8 @@
-//! Bounded channels from the data plane to the control plane, one per kind of notice, so that a flood of
-//! events cannot crowd out the others.
+//! Bounded channels from the data plane to the control plane. Each kind of notice has a separate channel, so
+//! that a flood of events cannot crowd out other notices.
 //!
-//! Excess events are dropped and counted. Output descriptors that do not fit stay with the worker's entry and
-//! are sent later. Milestones always fit.
+//! If the channel for events is full, events are dropped and counted. If the channel for worker outputs is
+//! full, the data plane keeps the output and sends it later. The channel for milestones is never full.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,40 +12,42 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::command::DroppableNotice;
 
-/// Maximum number of queued events and crash reports. The excess is dropped and counted.
+/// Maximum number of events and crash reports in the channel. Further ones are dropped and counted.
 const DROPPABLE_MAX: usize = 16 * 1024;
 
-/// Maximum number of queued worker outputs. Each accounts for four open descriptors of the supervisor.
+/// Maximum number of worker outputs in the channel. Each output accounts for four open descriptors of the
+/// supervisor.
 const OUTPUTS_MAX: usize = 256;
 
-/// Number of milestones. Each is sent once.
+/// Number of different milestones. Each is sent at most once.
 const MILESTONES_MAX: usize = 2;
 
-/// The read ends of a new worker's standard output and standard error.
+/// Read ends of the pipes for a new worker's standard output and standard error.
 #[derive(Debug)]
 pub struct WorkerOutput {
-    /// The worker's bulkhead.
+    /// Name of the worker's bulkhead.
     pub bulkhead: Arc<str>,
     /// Process id of the worker.
     pub pid: u32,
-    /// True for a template. Its workers inherit the write ends and can write after the template has ended.
+    /// True if the process is a template. Forked workers inherit the write ends, so that output can arrive
+    /// after the template has exited.
     pub is_template: bool,
-    /// Read end of standard output.
+    /// Read end of the pipe for standard output.
     pub stdout: OwnedFd,
-    /// Read end of standard error.
+    /// Read end of the pipe for standard error.
     pub stderr: OwnedFd,
 }
 
 /// An event that happens once in the lifetime of a supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Milestone {
-    /// The first start of every bulkhead has finished, successfully or not.
+    /// All bulkheads have finished starting, successfully or not.
     Started,
     /// The supervisor has begun to stop.
     Stopping,
 }
 
-/// A message from the data plane.
+/// A message from the data plane to the control plane.
 #[derive(Debug)]
 pub enum Notice {
     /// A milestone was reached.
@@ -56,7 +58,7 @@ pub enum Notice {
     Droppable(DroppableNotice),
 }
 
-/// The sending ends, owned by the data plane.
+/// Senders for all kinds of notices, owned by the data plane.
 #[derive(Debug)]
 pub struct NoticeSender {
     milestones: Sender<Milestone>,
@@ -64,7 +66,7 @@ pub struct NoticeSender {
     notices: Sender<DroppableNotice>,
 }
 
-/// The receiving ends, owned by the control plane.
+/// Receivers for all kinds of notices, owned by the control plane.
 #[derive(Debug)]
 pub struct NoticeReceiver {
     milestones: Receiver<Milestone>,
@@ -99,15 +101,16 @@ impl NoticeSender {
     pub fn send_output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
-            // Without a control plane, the output is not needed.
+            // If the control plane has ended, nobody needs the output.
             Err(TrySendError::Closed(_)) | Ok(()) => Ok(()),
         }
     }
 }
 
 impl NoticeReceiver {
-    /// Receives the next message. Milestones and outputs go before events, so that the output of a worker is
-    /// known before its events. Returns `None` when the channels are closed.
+    /// Receives the next notice. Milestones and worker outputs are received before events, so that the
+    /// control plane has the output of a worker before the events about the worker. Returns `None` when the
+    /// channels are closed.
     pub async fn recv(&mut self) -> Option<Notice> {
         tokio::select! {
             biased;
@@ -136,14 +139,14 @@ mod tests {
     }
 
     #[test]
-    fn flood_of_events_drops_no_outputs_and_no_milestones() {
+    fn event_flood_drops_no_outputs_or_milestones() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let (sender, mut receiver) = channels();
         while sender.send_droppable(event()) {}
         for pid in 0..OUTPUTS_MAX as u32 {
             assert!(sender.send_output(output(pid)).is_ok());
         }
-        // The channel is full, so the sender gets the output back.
+        // The channel is full, so `send_output` returns the output.
         assert_eq!(sender.send_output(output(7)).unwrap_err().pid, 7);
         sender.send_milestone(Milestone::Started);
         sender.send_milestone(Milestone::Stopping);

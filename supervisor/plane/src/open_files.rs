@@ -1,42 +1,44 @@
-//! The limit of open files (`RLIMIT_NOFILE`), and its division between clients, workers and operators.
+//! Limit on open files (`RLIMIT_NOFILE`), and how it is divided between clients, workers and operators.
 
 use std::sync::Arc;
 
 use bulkhead_config::{BulkheadConfig, Config, StartMode};
 
-/// Descriptors reserved for the supervisor itself, operators' connections, and short-lived files.
+/// Number of descriptors that are reserved for the supervisor itself, for connections of operators, and for
+/// short-lived files.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Minimum size of a memory file lease in bytes, and number of descriptors per lease.
+/// Minimum size of the memory files of a lease in bytes, and number of descriptors per lease.
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// Divisor of the limit that gives the maximum number of leases, and also of loans in transit.
+/// The limit on open files divided by this number is the maximum number of leases. It is also the maximum
+/// number of loans that workers have not received yet.
 const LIMIT_PER_LEASE: u64 = 16;
 
-/// Divisor of the limit that gives the maximum number of closed connections that still hold a loan, because
-/// the receiver has not read it.
+/// The limit on open files divided by this number is the maximum number of closed connections that still hold
+/// descriptors of a loan, because the peer has not read the loan.
 pub const LIMIT_PER_UNREAD: u64 = 32;
 
-/// Returns the maximum number of memory file leases for a limit of open files.
+/// Returns the maximum number of memory file leases. `limit` is the limit on open files.
 pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
     (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
 }
 
-/// Descriptors per worker: both ends of its link, its pidfd, two pipes and its journal. Doubled, because a
-/// replacement starts before the worker ends.
+/// Number of descriptors per worker: both ends of the link, the pidfd, two pipes and the journal. The number
+/// is doubled, because a replacement starts before the old worker ends.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
 pub fn current_limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Returns the number of templates. A template needs as many descriptors as a worker.
+/// Returns the number of templates of a bulkhead. A template needs as many descriptors as a worker.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
     u64::from(bulkhead.start.mode == StartMode::Fork)
 }
 
-/// The limit of open files, and the shares that neither clients nor workers can use.
+/// Limit on open files, and the numbers of descriptors that neither clients nor workers can use.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFiles {
     limit: u64,
@@ -45,25 +47,27 @@ pub struct OpenFiles {
 }
 
 impl OpenFiles {
-    /// Raises the soft limit to the hard limit. Workers keep the limit that applied when the keeper started.
-    /// `foreign` is the maximum number of descriptors received from peers that are held at once. `http` is
-    /// the number for the admin API over TCP, if enabled.
+    /// Raises the soft limit on open files to the hard limit. Workers keep the limit that applied when the
+    /// keeper was started. `foreign` is the maximum number of descriptors from peers that the supervisor
+    /// holds at the same time. `http` is the number of descriptors for the admin API over TCP, which are only
+    /// reserved if it is enabled.
     pub fn raise(foreign: u64, http: u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
-        // Best effort: if the limit stays low, `lower_max_clients` logs a warning.
+        // An error is ignored, because `lower_max_clients` logs a warning if the limit is too low.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
         Self::keep(foreign, http)
     }
 
-    /// Keeps the limit unchanged, because it belongs to the embedding application.
+    /// Uses the limit on open files without raising it, because the limit belongs to the application that
+    /// embeds the supervisor.
     pub fn keep(foreign: u64, http: u64) -> Self {
         let limit = current_limit();
         Self { limit, foreign, http }
     }
 
-    /// Lowers `max_clients` so that workers and operators always find descriptors. Clones the configuration
-    /// only if the value changes.
+    /// Lowers `max_clients` if necessary, so that there are always enough descriptors for workers and
+    /// operators. Clones the configuration only if the value changes.
     pub fn lower_max_clients(&self, config: &mut Arc<Config>) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =
@@ -93,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clones_configuration_only_if_changed() {
+    fn configuration_is_cloned_only_if_max_clients_changes() {
         let text = "[supervisor]\nsocket = '/run/x/jobs.sock'\nmax_clients = 50\nmax_pooled = 0\n\
                     [bulkhead.a]\nexec = ['cat']\n";
         let file = Arc::new(bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap());

@@ -1,5 +1,5 @@
-//! Identity checks that both sockets apply to each client: the peer process must be identifiable, and must
-//! not descend from the supervisor.
+//! Checks that the jobs socket and the admin socket apply to each client. The peer process must be
+//! identifiable, and must not descend from the supervisor.
 
 use std::os::fd::AsFd;
 
@@ -25,22 +25,22 @@ pub struct ClientRejection {
     pub reason: RejectReason,
     /// Explanation sent to the client.
     pub message: String,
-    /// The client; `None` if it cannot be identified.
+    /// The client, or `None` if the client cannot be identified.
     pub peer: Option<Peer>,
-    /// If the client descends from this process: the pids of the client and its ancestors, up to this
-    /// process.
+    /// Process ids of the client and its ancestors up to this process. Empty unless the client descends from
+    /// this process.
     pub ancestry: Vec<u32>,
 }
 
 impl ClientRejection {
-    /// Rejects an identified client that lacks permission.
+    /// Creates the rejection of an identified client that lacks permission.
     pub fn forbidden(peer: Peer, message: String) -> Self {
         Self { reason: RejectReason::Forbidden, message, peer: Some(peer), ancestry: Vec::new() }
     }
 
-    /// Rejects a client that cannot be identified.
+    /// Creates the rejection of a client that cannot be identified.
     pub fn unidentified(peer: Option<Peer>, error: &std::io::Error) -> Self {
-        // With EMFILE or ENFILE the cause is overload, not the client.
+        // EMFILE and ENFILE mean that the supervisor is overloaded; the client is not at fault.
         let is_full =
             [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
         let reason = if is_full { RejectReason::Overloaded } else { RejectReason::Unauthenticated };
@@ -53,13 +53,13 @@ impl ClientRejection {
     }
 }
 
-/// Returns the process that connected this socket.
+/// Returns the process at the other end of a connected socket.
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer, ClientRejection> {
     Peer::of(socket).map_err(|error| ClientRejection::unidentified(None, &error))
 }
 
-/// Rejects workers and their descendants, whatever user they run as. Processes in `unrelated` have passed
-/// this check before.
+/// Rejects the peer if it is a worker or descends from one, regardless of the user that it runs as.
+/// `unrelated` caches the processes that have already passed this check.
 pub fn check_descent(
     socket: &impl AsFd,
     peer: Peer,

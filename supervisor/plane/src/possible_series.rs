@@ -1,22 +1,23 @@
-//! Selects the metric series that can grow under the configuration of a bulkhead. Possible series are
-//! exported from the start, because a rate needs a zero before the first count. Impossible series are left
-//! out while they are zero.
+//! Determines which metric series the configuration of a bulkhead makes possible. A possible series is
+//! exported from the start, because Prometheus can only compute a rate if there is a zero before the first
+//! count. All other series are omitted while they are zero.
 
 use bulkhead_config::TenantConfig;
 use bulkhead_policy::{BreakerState, Limits, Overflow, RestartCause};
 use bulkhead_shared::{Priority, RejectReason};
 
-/// Events that are possible in a bulkhead.
+/// Features and rejections that are possible in a bulkhead.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PossibleSeries {
-    /// `[[access]]` restricts some clients.
+    /// True if the configuration contains `[[access]]`, so that jobs can be rejected as `forbidden`.
     pub has_access: bool,
-    /// The bulkhead has fallbacks, so its jobs can meet the rejections configured there.
+    /// True if the bulkhead has fallbacks. Its jobs can then be rejected for all reasons that are possible in
+    /// a fallback.
     pub has_fallback: bool,
-    /// The bulkhead is a fallback of another.
+    /// True if the bulkhead is a fallback of another bulkhead.
     pub has_guests: bool,
     pub has_spares: bool,
-    /// An operator has opened the breaker, which works even without `breaker` in the configuration.
+    /// True if an operator has opened the breaker, which is possible without a table `breaker`.
     pub was_opened: bool,
     has_breaker: bool,
     has_poison: bool,
@@ -29,7 +30,7 @@ pub struct PossibleSeries {
 }
 
 impl PossibleSeries {
-    /// Derives the events from the limits of the bulkhead and from limits of individual tenants.
+    /// Determines the possible series from the limits of the bulkhead and of individual tenants.
     pub fn new<'t>(limits: &Limits, own: impl IntoIterator<Item = &'t TenantConfig>) -> Self {
         let (tenants, recycle) = (&limits.tenants, &limits.recycle);
         let mut possible = Self {
@@ -51,8 +52,8 @@ impl PossibleSeries {
         possible
     }
 
-    /// Adds the events of another configuration. Events are never removed, so no exported series disappears
-    /// on a reload.
+    /// Adds the series that are possible in another configuration of the bulkhead. Series are never removed,
+    /// so that no exported series disappears on a reload.
     pub fn add(&mut self, other: &Self) {
         self.has_access |= other.has_access;
         self.has_fallback |= other.has_fallback;
@@ -71,13 +72,15 @@ impl PossibleSeries {
         }
     }
 
-    /// True if jobs of this priority can be rejected for this reason.
+    /// Returns true if jobs of this priority can be rejected for this reason.
     pub fn can_reject(&self, priority: Priority, reason: RejectReason) -> bool {
         use RejectReason::*;
         match reason {
-            // These jobs belong to no bulkhead: the name is unknown, or the client was not admitted.
+            // Such jobs are not counted for any bulkhead, because the bulkhead does not exist or the client
+            // was not admitted.
             NotFound | Unauthenticated => false,
-            // By a more important job, here or at a fallback.
+            // A more important job, in this bulkhead or in a fallback, can displace any job that is not
+            // critical.
             Shed => priority != Priority::Critical,
             Forbidden => self.has_access,
             _ if self.has_fallback => true,
@@ -92,12 +95,12 @@ impl PossibleSeries {
         }
     }
 
-    /// True if a newer job can evict a queued one.
+    /// Returns true if a newer job can evict a queued job.
     pub fn can_evict(&self) -> bool {
         self.evicts
     }
 
-    /// True if workers can be restarted for this cause.
+    /// Returns true if workers can be restarted for this cause.
     pub fn can_restart(&self, cause: RestartCause) -> bool {
         let [jobs, memory, age] = self.recycles;
         match cause {
@@ -108,13 +111,13 @@ impl PossibleSeries {
         }
     }
 
-    /// True if the breaker can be in this state. Without `breaker` in the configuration, an operator can
-    /// still open it.
+    /// Returns true if the breaker can be in this state. An operator can open the breaker even without a
+    /// table `breaker`.
     pub fn can_be(&self, state: BreakerState) -> bool {
         self.has_breaker || matches!(state, BreakerState::Closed | BreakerState::ForcedOpen)
     }
 
-    /// True if this breaker transition is possible.
+    /// Returns true if this breaker transition is possible.
     pub fn can_change(&self, from: BreakerState, to: BreakerState) -> bool {
         use BreakerState::*;
         let is_transition = match (from, to) {
@@ -137,11 +140,11 @@ mod tests {
     }
 
     #[test]
-    fn omits_series_that_configuration_rules_out() {
+    fn metrics_omit_series_that_cannot_occur() {
         let always = ["invalid", "too_large", "queue_full", "draining", "unavailable", "overloaded"];
         let plain = PossibleSeries::new(&Limits::default(), []);
         assert_eq!(reasons(&plain, Priority::Critical), always);
-        assert_eq!(reasons(&plain, Priority::Normal).len(), always.len() + 1, "and shed");
+        assert_eq!(reasons(&plain, Priority::Normal).len(), always.len() + 1, "normal jobs can also be shed");
         let opened = PossibleSeries { was_opened: true, ..plain };
         assert!(opened.can_reject(Priority::Normal, RejectReason::CircuitOpen));
         let transitions = |possible: &PossibleSeries| {

@@ -11,13 +11,13 @@ use crate::rlimits;
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
 
-/// Environment variable that makes a worker act as a template.
+/// Environment variable that tells a worker program to act as a template.
 const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
 
-/// Descriptor number of a worker's link.
+/// Number of the descriptor that is a worker's link to the supervisor.
 const LINK_DESCRIPTOR: i32 = 3;
 
-/// A resolved program that can be started any number of times.
+/// The resolved program of a bulkhead, from which spawn orders are created.
 pub struct Program {
     path: String,
     arguments: Vec<String>,
@@ -25,11 +25,11 @@ pub struct Program {
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
-    /// True if each job runs a separate program.
+    /// True if each job runs a separate process of an `exec` program.
     runs_programs: bool,
     /// True if workers are forked from a template.
     is_forked: bool,
-    /// The configured program, for messages.
+    /// Name of the configured program, as shown in messages.
     subject: String,
 }
 
@@ -55,7 +55,8 @@ impl Program {
                 (host, arguments.map(str::to_owned).to_vec(), text(path))
             }
             config::Program::Exec { argv, path } => {
-                // In an `exec` bulkhead the limits apply to each program, so the host sets them.
+                // In an `exec` bulkhead, the host applies the resource limits to each program that it starts.
+                // The host itself only gets the limit on core dumps.
                 rlimits.retain(|limit| limit.resource == Resource::Core.number());
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in worker_rlimits.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
@@ -79,24 +80,25 @@ impl Program {
         Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, is_forked, subject }
     }
 
-    /// True if each job runs a separate program.
+    /// Returns true if each job runs a separate process of an `exec` program.
     pub fn runs_programs(&self) -> bool {
         self.runs_programs
     }
 
-    /// True if workers are forked from a template.
+    /// Returns true if workers are forked from a template.
     pub fn is_forked(&self) -> bool {
         self.is_forked
     }
 
-    /// Returns the order for a template that forks workers.
+    /// Returns the keeper's order for starting a template.
     pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         let mut order = self.order(worker, id);
         order.environment.push(TEMPLATE);
         SpawnOrder { is_template: true, ..order }
     }
 
-    /// Returns the order for one worker. `id` is the user id of the worker if each has a separate one.
+    /// Returns the keeper's order for starting one worker. `id` is the worker's user id if each worker has a
+    /// separate one.
     pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
@@ -110,7 +112,8 @@ impl Program {
         }
     }
 
-    /// Logs weaknesses of the confinement. Must not be called on the data plane, which never logs.
+    /// Logs warnings about weaknesses of the confinement. Must not be called on the data plane, which never
+    /// logs.
     pub fn log_warnings(&self, bulkhead: &str) {
         for warning in self.sandbox.warnings() {
             tracing::warn!(bulkhead, "{warning}");
@@ -122,13 +125,13 @@ impl Program {
         &self.sandbox
     }
 
-    /// Returns the configured program, for messages.
+    /// Returns the name of the configured program, as shown in messages.
     pub fn path_for_messages(&self) -> &str {
         &self.subject
     }
 }
 
-/// Returns the host's options for exit statuses and files.
+/// Returns the command-line options with which the host gets `output_grace`, `exit_status` and `files`.
 fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     let grace = bulkhead.output_grace.map(|grace| ("--output-grace-us", grace.as_micros().to_string()));
     let mut options = Vec::from_iter(grace);
@@ -144,13 +147,13 @@ fn exit_and_file_options(bulkhead: &BulkheadConfig) -> Vec<String> {
     options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
-/// Core limit of one byte, which is too small for any dump. With 0, the kernel would still pass dumps to a
-/// program in `kernel.core_pattern` (`|`).
+/// Limit on core dumps in bytes, which is too small for any dump. With a limit of 0, the kernel would still
+/// pipe dumps to a program that is configured in `kernel.core_pattern`.
 const NO_DUMP_BYTES: u64 = 1;
 
-/// Converts limits for the kernel. Hard limits equal soft limits, so that a worker cannot raise them. Only
-/// for processor time the hard limit is a second higher, so that the kernel sends SIGXCPU, which names the
-/// cause, before SIGKILL.
+/// Converts resource limits to the form that the kernel needs. Hard limits equal soft limits, so that a
+/// worker cannot raise them. Only for processor time, the hard limit is one second higher, so that the kernel
+/// sends SIGXCPU before SIGKILL. SIGXCPU shows the cause of death.
 fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
     rlimits
         .iter()
@@ -165,10 +168,10 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
         .collect()
 }
 
-/// Name of the host program, which is installed next to the supervisor.
+/// File name of the host program, which is usually installed next to the supervisor.
 const HOST: &str = "bulkhead-worker";
 
-/// The host program for C libraries and plain programs is missing.
+/// Error if the configuration needs the host program for `exec` or `library`, but it cannot be found.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
@@ -177,7 +180,7 @@ const HOST: &str = "bulkhead-worker";
 )]
 pub struct HostNotFound(String);
 
-/// Finds the host program next to this program or in `PATH`.
+/// Looks for the host program next to the current executable and in `PATH`.
 pub fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -185,7 +188,7 @@ pub fn find_host() -> Option<PathBuf> {
     beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
 }
 
-/// Finds the host program. Fails if it is missing and a bulkhead needs it.
+/// Looks for the host program. Fails if a bulkhead needs the host program and it cannot be found.
 pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, HostNotFound> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
@@ -198,7 +201,7 @@ pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
-/// Returns the limits for policy. With isolated tenants, they apply to each tenant.
+/// Returns the limits of a bulkhead for the policy. With isolated tenants, the limits apply to each tenant.
 pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,
@@ -228,7 +231,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     }
 }
 
-/// Returns the limits for sharing between tenants. Isolated tenants share nothing.
+/// Returns the limits for tenants on shared workers. If tenants are isolated, there are no such limits.
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);

@@ -1,5 +1,5 @@
-//! A reload of the configuration: the changed keys, under the names used in the file, and everything that the
-//! data plane needs to apply the changes without reading files.
+//! Compares two versions of the configuration and prepares a reload. The prepared reload contains everything
+//! that the data plane needs, so that the data plane reads no files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,47 +18,50 @@ use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
-/// Divisor of a worker's memory limit that gives the maximum size of its memory files.
+/// A worker's memory limit divided by this number is the maximum total size of memory files that are lent to
+/// the worker.
 const LENT_DIVISOR: u64 = 4;
 
-/// Settings of a bulkhead, prepared for the data plane.
+/// Settings of a bulkhead in the form that the data plane uses.
 pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
     pub limits: Limits,
-    /// Limits of individual tenants.
+    /// Settings of individual tenants, by name.
     pub tenants: BTreeMap<String, TenantConfig>,
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
-    /// Maximum number of isolated tenants with workers; `None` if tenants are not isolated.
+    /// Maximum number of isolated tenants that have workers at the same time. `None` if tenants are not
+    /// isolated.
     pub max_active: Option<usize>,
-    /// True if the bulkhead sets `pressure`, which needs a queue.
+    /// True if the bulkhead's own table sets `pressure`, so that the bulkhead must have a queue.
     pub has_own_pressure: bool,
-    /// Memory at which a worker is replaced or ended, in bytes.
+    /// Amount of memory, in bytes, at which a worker is replaced or killed. `None` without a limit.
     pub memory_limit: Option<u64>,
-    /// Maximum total size of memory files lent to one worker, in bytes.
+    /// Maximum total size of memory files that are lent to one worker, in bytes. `None` without a limit.
     pub lent_max: Option<u64>,
 }
 
 /// New settings for an existing bulkhead.
 pub struct ChangedBulkhead {
     pub spec: BulkheadSpec,
-    /// Limits of the previous file, which tell live changes from configured values.
+    /// Limits in the previous version of the file. Current limits that differ from these are live changes by
+    /// an operator.
     pub limits_before: Limits,
     pub tenants_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
-/// Keys with live changes that the reload drops, by bulkhead.
+/// Keys whose live changes a reload drops, by name of the bulkhead.
 pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
 
-/// Changes for the data plane to apply.
+/// A prepared reload, which the data plane applies.
 pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<ChangedBulkhead>,
     pub added: Vec<BulkheadSpec>,
-    /// The permissions, if they changed.
+    /// Permissions of clients. `None` if they have not changed.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
 }
@@ -69,18 +72,19 @@ impl fmt::Debug for Reload {
     }
 }
 
-/// Inputs for a bulkhead's specification, which do not change until the supervisor stops.
+/// Inputs that are needed to resolve the configuration of any bulkhead. They do not change until the
+/// supervisor stops.
 #[derive(Clone, Copy)]
 pub struct SpecInputs<'s> {
-    /// The host program for `exec` and `library`.
+    /// Path of the host program for `exec` and `library`.
     pub host: Option<&'s Path>,
     pub support: &'s SandboxSupport,
-    /// Tenants that metrics name.
+    /// Names of the tenants that have a separate label in the metrics.
     pub labels: &'s Arc<[String]>,
 }
 
 impl BulkheadSpec {
-    /// Resolves the configuration of a bulkhead.
+    /// Converts the configuration of a bulkhead to the form that the data plane uses.
     pub fn new(bulkhead: &BulkheadConfig, inputs: SpecInputs<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
@@ -98,14 +102,15 @@ impl BulkheadSpec {
     }
 }
 
-/// Returns the lowest memory limit at which a worker is ended or replaced.
+/// Returns the amount of memory, in bytes, at which a worker is replaced or killed.
 fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
     let cgroup = bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory);
     cgroup.into_iter().chain(bulkhead.recycle.rss).min()
 }
 
-/// Returns the maximum size of memory files lent to a worker: a fixed fraction of its memory limit. Memory
-/// files count towards the worker's memory, or fill its address space.
+/// Returns the maximum total size of memory files that are lent to one worker, which is a fixed fraction of
+/// the worker's memory limit. Memory files need part of this limit, because they count towards the worker's
+/// memory or occupy address space.
 fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
     let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
     let smallest = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
@@ -113,7 +118,7 @@ fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
 }
 
 impl Reload {
-    /// Logs weaknesses in the confinement of new workers.
+    /// Logs warnings about weaknesses in the confinement of workers that the reload starts.
     pub fn log_warnings(&self) {
         let replaced = self.changed.iter().filter(|changed| changed.replaces_workers);
         for spec in replaced.map(|changed| &changed.spec).chain(&self.added) {
@@ -135,7 +140,7 @@ pub fn changes(before: &Config, after: &Config) -> Changes {
         }
     });
     let (old, new) = (fields(&before.supervisor), fields(&after.supervisor));
-    // `folder_mode` is derived from another key.
+    // `folder_mode` is not a key of the file, but derived from other keys.
     let is_changed = |key: &&String| *key != "folder_mode" && old.get(*key) != new.get(*key);
     let keys = old.keys().filter(is_changed).cloned();
     let (supervisor, ignored) = keys.partition(|key| !config::needs_restart(key));
@@ -174,7 +179,8 @@ fn names_of<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str>
     wanted.map(|change| change.bulkhead.as_str()).collect()
 }
 
-/// Prepares the reload from `before` to `after`. Reads files.
+/// Prepares the reload from the configuration `before` to `after`. Reads files, so it must not run on the
+/// data plane.
 pub fn prepare(
     changes: &Changes,
     before: &Config,
@@ -206,7 +212,8 @@ pub fn prepare(
     }
 }
 
-/// Returns the active configuration after a reload: `after`, except for keys that need a restart.
+/// Returns the configuration that is active after a reload. It is `after`, except that keys which need a
+/// restart keep their old values.
 pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, max_pooled, .. } =
         after.supervisor;
@@ -221,22 +228,22 @@ pub fn effective_config(before: &SupervisorConfig, mut after: Config) -> Config 
     after
 }
 
-// The keys come from the serialized configuration, so that none can be forgotten.
+// The fields are taken from the serialized value, so that no key can be forgotten.
 
 fn fields(value: &impl Serialize) -> Map<String, Value> {
     match serde_json::to_value(value) {
         Ok(Value::Object(fields)) => fields,
-        // Unreachable: these values always serialize to an object.
+        // Unreachable, because configuration tables always serialize to an object.
         Ok(_) | Err(_) => Map::new(),
     }
 }
 
-/// Returns the settings of a bulkhead under the keys of the configuration file.
+/// Returns the settings of a bulkhead by key of the configuration file.
 fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     let mut keys = fields(bulkhead);
     keys.remove("name");
     if let Some(Value::Object(program)) = keys.remove("program") {
-        // The program is a single key, whatever settings it includes.
+        // A changed program counts as a single changed key, regardless of the part that differs.
         keys.extend(program.into_iter().map(|(kind, value)| (kind, Value::String(value.to_string()))));
     }
     if let Some(Value::Object(tenants)) = keys.get_mut("tenants") {
@@ -255,8 +262,8 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     keys
 }
 
-/// Returns the keys with different values. Keys inside tables are named `table.key`, unless the whole table
-/// was added or removed.
+/// Returns the keys whose values differ. A key inside a table is named `table.key`. If the whole table was
+/// added or removed, only the table is named.
 fn differing_keys(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
     let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
     let mut keys = Vec::new();
@@ -294,12 +301,12 @@ mod tests {
         assert_eq!(between(PLAIN, PLAIN), Changes::default());
         assert!(
             between(PLAIN, &format!("{PLAIN}processes = 1\n")).is_empty(),
-            "a default that is written out"
+            "an explicit default is not a change"
         );
     }
 
     #[test]
-    fn changes_name_keys_as_in_the_file() {
+    fn reload_reports_keys_as_written_in_file() {
         let cases = [
             ("", "max_queue = 5", "max_queue", false),
             ("", "env = { A = 'b' }", "env", true),
@@ -336,9 +343,9 @@ mod tests {
         assert!(program.bulkheads[0].replaces_workers);
     }
 
-    /// Checks that changes name the keys of the configuration reference.
+    /// Checks that every key that a reload can report is in the reference of the configuration.
     #[test]
-    fn changed_keys_are_in_the_reference() {
+    fn changed_keys_exist_in_configuration_reference() {
         let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
                    rate_limit = { per_second = 5 }\nrecycle = { jobs = 5 }\ncgroup = { pids = 5 }\nmax_queue = 5\n";
         let apart = "tenants = { isolate = true }\n";
@@ -353,12 +360,12 @@ mod tests {
                     Value::Object(inner) if key != "tenant" => {
                         for name in inner.keys() {
                             let is_known = has(&table, name) || is_table(&format!("{table}.{name}"));
-                            assert!(is_known, "{key}.{name} is no key");
+                            assert!(is_known, "{key}.{name} is not a key");
                         }
                     }
                     _ => {
                         let is_known = has("bulkhead.NAME", &key) || is_table(&table) || key == "tenant";
-                        assert!(is_known, "{key} is no key");
+                        assert!(is_known, "{key} is not a key");
                     }
                 }
             }
@@ -366,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_added_removed_and_rebuilt_bulkheads() {
+    fn reload_reports_added_removed_and_rebuilt_bulkheads() {
         let both = format!("{PLAIN}[bulkhead.b]\nexec = ['cat']\n");
         assert_eq!(between(PLAIN, &both).bulkheads, [whole_change("b", ChangeKind::Added)]);
         assert_eq!(between(&both, PLAIN).bulkheads, [whole_change("b", ChangeKind::Removed)]);
@@ -377,7 +384,8 @@ mod tests {
         );
     }
 
-    /// Checks that a reload applies exactly the keys marked as reloadable.
+    /// Checks that a reload applies all keys of `[supervisor]` except for those that are declared to need a
+    /// restart.
     #[test]
     fn reload_applies_exactly_the_reloadable_keys() {
         let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
@@ -401,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_need_a_restart_are_reported_each_time() {
+    fn keys_that_need_restart_are_reported_each_time() {
         let with = |keys: &str| {
             let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{keys}\n{PLAIN}");
             config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()

@@ -1,5 +1,5 @@
-//! A consistent copy of the numbers behind the metrics. The data plane's thread takes the copy, and another
-//! thread renders the text.
+//! A consistent copy of the numbers that the metrics show. The data plane makes the copy, and another thread
+//! renders the text.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use bulkhead_policy::{BreakerState, BulkheadState, WorkerSummary};
 use crate::bulkhead_counters::BulkheadCounters;
 use crate::possible_series::PossibleSeries;
 
-/// All numbers of the data plane at one moment.
+/// Numbers of the data plane, all copied within one iteration.
 #[derive(Debug)]
 pub struct Scrape {
     /// Number of connected clients.
     pub clients: u64,
-    /// Bytes that count towards `max_buffered`.
+    /// Number of bytes that count towards `max_buffered`.
     pub buffered_bytes: u64,
     /// Total size of all memory files, in bytes.
     pub memory_file_bytes: u64,
-    /// Tenants with a label, sorted.
+    /// Sorted names of the tenants that have a separate label.
     pub labels: Arc<[String]>,
-    /// Bulkheads that accept jobs or still have some.
+    /// Numbers of each bulkhead that accepts jobs or still has jobs.
     pub bulkheads: Vec<BulkheadNumbers>,
 }
 
-/// Counts of configuration reloads.
+/// Numbers of configuration reloads, by result.
 #[derive(Clone, Copy, Debug)]
 pub struct ReloadCounts {
     pub succeeded: u64,
     pub rejected: u64,
-    /// True if the last reload succeeded. True before the first reload.
+    /// True if the last reload succeeded, or if there was no reload yet.
     pub was_successful: bool,
 }
 
@@ -43,24 +43,24 @@ impl Default for ReloadCounts {
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
     pub counters: BulkheadCounters,
-    /// Series that can grow under the configuration.
+    /// Metric series that the configuration makes possible.
     pub possible: PossibleSeries,
     pub active: u64,
     pub limit: u64,
-    /// State of the adaptive limit, if there is one.
+    /// State of the adaptive limit. `None` if the bulkhead has no adaptive limit.
     pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
-    /// State of the breaker; with isolated tenants, the most severe one.
+    /// State of the breaker. With isolated tenants, the most severe state of any tenant's breaker.
     pub breaker: BreakerState,
-    /// Aggregate state of the workers.
+    /// State of the bulkhead, derived from the states of all workers.
     pub state: BulkheadState,
-    /// Service level of the last minute.
+    /// Service level, computed from the outcomes of the last minute.
     pub service: Service,
-    /// Workers. The slots of isolated tenants are numbered consecutively.
+    /// Summaries of all workers. The slots of isolated tenants are numbered consecutively.
     pub workers: Vec<WorkerSummary>,
-    /// Number of slots shown, with or without a worker.
+    /// Number of slots in the metrics, including slots without a worker.
     pub slots: u32,
-    /// Memory at which a worker is replaced or ended, in bytes.
+    /// Amount of memory, in bytes, at which a worker is replaced or killed. `None` without a limit.
     pub memory_limit: Option<u64>,
 }

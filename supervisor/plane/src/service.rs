@@ -1,6 +1,6 @@
-//! The service level of a bulkhead, derived from the outcomes of the last minute. This is separate from the
-//! state of its workers, which can all be ready while no job ends `ok`. Counting a job costs a few additions.
-//! The window is only summed when the level is read.
+//! Service level of a bulkhead, computed from the outcomes of the last minute. The service level does not
+//! depend on the state of the workers, because all workers can be ready while no job ends `ok`. Counting a
+//! job takes only a few additions. The counts of the window are added up only when the level is read.
 
 use std::time::Duration;
 
@@ -9,23 +9,25 @@ use bulkhead_policy::Time;
 use bulkhead_shared::limits::truncate;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
 
-/// Length of one slice of the window.
+/// Length of a time slice, into which the window is divided.
 const SLICE: Duration = Duration::from_secs(5);
 
-/// Number of slices in the window, which make up one minute.
+/// Number of time slices in the window. Together they make up one minute.
 const SLICES: usize = 12;
 
-/// Minimum number of jobs for a level other than `ok`.
+/// Minimum number of jobs in the window for a service level other than `ok`.
 const JOBS_MIN: u64 = 10;
 
-/// Percentages of jobs not ended `ok` above which the service is degraded or failing.
+/// Percentage of jobs with an outcome other than `ok` above which the service is degraded, and above which it
+/// is failing.
 const DEGRADED_ABOVE_PERCENT: u64 = 5;
 const FAILING_ABOVE_PERCENT: u64 = 50;
 
-/// Maximum length of a handler's error code in a cause, in bytes.
+/// Maximum number of bytes of a handler's error code that the description of a cause quotes.
 const CODE_BYTES_MAX: usize = 64;
 
-// Indices of the outcomes. Codes of reasons begin at 1 and are contiguous.
+// Indices of outcomes in the counts of a slice. `REJECTED` and `CRASHED` are the first indices for reject and
+// crash reasons, whose codes begin at 1 and are contiguous.
 const OK: usize = 0;
 const FAILED: usize = 1;
 const DEADLINE_QUEUED: usize = 2;
@@ -34,7 +36,8 @@ const REJECTED: usize = 4;
 const CRASHED: usize = REJECTED + RejectReason::ALL.len();
 const OUTCOMES: usize = CRASHED + CrashReason::ALL.len();
 
-/// Returns the index of a verdict, or `None` if the caller is responsible.
+/// Returns the index of a verdict in the counts, or `None` if the caller is at fault, so that the verdict
+/// does not affect the service level.
 fn outcome_index(verdict: &Verdict) -> Option<usize> {
     match verdict {
         Verdict::Ok => Some(OK),
@@ -49,18 +52,19 @@ fn outcome_index(verdict: &Verdict) -> Option<usize> {
     }
 }
 
-/// Outcomes of the last minute.
+/// Counts of outcomes in the last minute.
 #[derive(Debug, Default)]
 pub struct Window {
-    /// Allocated with the first job, because most bulkheads of a large configuration are idle.
+    /// Counts for each time slice. Allocated when the first job ends, because most bulkheads in a large
+    /// configuration are idle.
     slices: Vec<Slice>,
-    /// Error code of the last failure, as given by the handler.
+    /// Error code of the last failed job, as given by the handler.
     code: String,
 }
 
 #[derive(Clone, Debug)]
 struct Slice {
-    /// Number of the time slice. Parts with a number outside the window are ignored.
+    /// Number of the time slice, counted from the start. Slices that are older than the window are ignored.
     number: u64,
     counts: [u32; OUTCOMES],
 }
@@ -68,7 +72,7 @@ struct Slice {
 const EMPTY: Slice = Slice { number: 0, counts: [0; OUTCOMES] };
 
 fn number_of(now: Time) -> u64 {
-    // Larger than 0, so that an empty slice never matches.
+    // The number is always above 0, which is the number of an empty slice.
     now.since(Time::ZERO).as_secs() / SLICE.as_secs() + SLICES as u64
 }
 
@@ -98,7 +102,7 @@ impl Window {
         Totals::of(self, now).service()
     }
 
-    /// Returns the service level, and its cause unless the level is `ok`.
+    /// Returns the service level and, unless it is `ok`, a description of the cause.
     pub fn service_with_cause(&self, now: Time) -> (Service, Option<String>) {
         let sum = Totals::of(self, now);
         let service = sum.service();
@@ -137,7 +141,8 @@ impl Totals {
         }
     }
 
-    /// Describes the most frequent outcome other than `ok` with its reason and count.
+    /// Returns a description of the most frequent outcome other than `ok`, with the reason and the number of
+    /// jobs.
     fn cause(&self, code: &str) -> String {
         let (mut first, mut most) = (FAILED, 0);
         for (outcome, &count) in self.counts.iter().enumerate().skip(OK + 1) {
@@ -185,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn share_of_at_least_ten_jobs_decides() {
+    fn service_level_requires_at_least_ten_jobs() {
         let level = |ok: usize, late: usize| {
             let mut window = Window::default();
             count(&mut window, at(100), &Verdict::Ok, ok);
@@ -199,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn ignores_faults_of_callers() {
+    fn service_level_ignores_faults_of_callers() {
         let callers = [
             failed(Fault::Caller),
             Verdict::rejected(RejectReason::Invalid),
@@ -221,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_outcomes_after_a_minute() {
+    fn service_level_forgets_outcomes_after_a_minute() {
         let mut window = Window::default();
         count(&mut window, at(0), &failed(Fault::Dependency), 20);
         for second in 0..55 {
@@ -229,17 +234,17 @@ mod tests {
         }
         assert_eq!(window.service(at(60)), Service::Ok);
         assert_eq!(window.service(at(3600)), Service::Ok);
-        // The ring index is reused by a later time slice.
+        // A later time slice overwrites the counts at the same index.
         count(&mut window, at(60), &Verdict::Ok, 10);
         assert_eq!(window.service(at(60)), Service::Ok);
     }
 
     #[test]
-    fn cause_is_most_frequent_outcome() {
+    fn service_cause_is_most_frequent_failure() {
         let cause = |verdicts: &[(Verdict, usize)]| {
             let mut window = Window::default();
             verdicts.iter().for_each(|(verdict, times)| count(&mut window, at(7), verdict, *times));
-            window.service_with_cause(at(7)).1.expect("it does not serve")
+            window.service_with_cause(at(7)).1.expect("no cause is given")
         };
         assert_eq!(
             cause(&[(Verdict::Ok, 9), (Verdict::DeadlineRunning, 31)]),

@@ -1,5 +1,5 @@
-//! The span of a job, sent from the data plane to the thread that renders it. Holds plain values of bounded
-//! size.
+//! Spans of jobs, which the data plane sends to the thread that renders them. A span contains only plain
+//! values of limited size.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -8,28 +8,28 @@ use bulkhead_shared::limits::truncate;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Executed, Fault, JobId, Outcome, Priority, Verdict};
 
-/// Maximum size of the outcome's message in a span, in bytes.
+/// Maximum size of an outcome's message in a span, in bytes.
 const MESSAGE_BYTES_MAX: usize = 512;
 
-/// Sender for the spans of finished jobs.
+/// Sender for the spans of jobs that have ended.
 pub type SpanSender = tokio::sync::mpsc::Sender<Box<JobSpan>>;
 
-/// The span of a sampled job, from its receipt to its outcome.
+/// Span of a sampled job, from receipt to outcome.
 #[derive(Debug)]
 pub struct JobSpan {
-    /// Trace context of the request: the trace and the caller's span.
+    /// Trace context that the client sent: the trace id and the id of the client's span.
     pub parent: Traceparent,
-    /// Trace context given to the worker: the same trace, and this span.
+    /// Trace context that the worker received: the trace id of `parent` and the id of this span.
     pub own: Traceparent,
-    /// Time of receipt.
+    /// Time when the job was received.
     pub began: SystemTime,
-    /// Time from receipt to outcome.
+    /// Time from the receipt of the job to its outcome.
     pub took: Duration,
-    /// Requested bulkhead. Untrusted if no such bulkhead exists.
+    /// Name of the bulkhead that the client named. Untrusted text if there is no such bulkhead.
     pub bulkhead: Arc<str>,
-    /// Operation given by the client; untrusted.
+    /// Operation that the client named. Untrusted text.
     pub operation: Box<str>,
-    /// Tenant given by the client; untrusted.
+    /// Tenant that the client named. Untrusted text.
     pub tenant: Box<str>,
     pub priority: Priority,
     /// Size of the payload in bytes.
@@ -37,30 +37,32 @@ pub struct JobSpan {
     pub outcome: SpanOutcome,
 }
 
-/// The part of an outcome that a span records.
+/// Parts of an outcome that a span records.
 #[derive(Debug)]
 pub struct SpanOutcome {
     /// Name of the outcome.
     pub outcome: &'static str,
-    /// Reason of the outcome, if any. A handler's code is untrusted.
+    /// Reason of the outcome, or the error code of the handler, which is untrusted text. `None` if the
+    /// outcome has neither.
     pub reason: Option<Box<str>>,
-    /// Message for people, cut to a maximum length. A handler's message is untrusted.
+    /// Human-readable message, truncated to a maximum size. Untrusted text if it comes from the handler.
     pub message: Option<Box<str>>,
-    /// True if the error lies with the server, not with the job.
+    /// True if the job failed because of the server, not because of the job itself.
     pub is_error: bool,
-    /// Whether the handler began.
+    /// Whether the handler was started.
     pub executed: Executed,
-    /// Number of the job; `None` if it was not accepted.
+    /// Number of the job, or `None` if the job was not accepted.
     pub job: Option<JobId>,
-    /// Bulkhead that served the job or was asked to, which can be a fallback.
+    /// Name of the bulkhead that served the job or rejected it. With fallbacks, it can differ from the
+    /// bulkhead that the client named.
     pub served_by: Box<str>,
-    /// Number of dispatches to a worker.
+    /// Number of times that the job was sent to a worker.
     pub attempts: u32,
-    /// Time in the queue.
+    /// Time that the job waited in the queue.
     pub queued: Duration,
-    /// Time with workers.
+    /// Time that workers had the job, summed over all attempts.
     pub ran: Duration,
-    /// Process id of the last worker.
+    /// Process id of the last worker that had the job.
     pub worker_pid: Option<u32>,
 }
 
@@ -83,7 +85,8 @@ impl From<&Outcome> for SpanOutcome {
     }
 }
 
-/// Returns true for errors of the server, which correspond to HTTP status 500 and above.
+/// Returns true if the verdict is an error of the server, which corresponds to an HTTP status of 500 or
+/// above.
 fn is_error(verdict: &Verdict) -> bool {
     match verdict {
         Verdict::Failed(failure) => failure.fault == Fault::Dependency,

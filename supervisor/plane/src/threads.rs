@@ -1,5 +1,6 @@
-//! Supervises the essential threads and tasks: if one exits early or panics, the whole supervisor shuts down
-//! with its workers and reports why. A supervisor that lacks a thread would look healthy without working.
+//! Monitors the essential threads and tasks. If one of them exits early or panics, the whole supervisor shuts
+//! down, together with its workers, and reports the reason. Otherwise a supervisor that no longer works could
+//! still look healthy.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,13 +9,13 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Maximum time for an orderly shutdown. After that the process exits, and the keeper ends the workers.
+/// Maximum time for an orderly shutdown. After this time the process exits, and the keeper kills the workers.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Exit code if the shutdown hangs: `EX_SOFTWARE` of sysexits.h.
+/// Exit code if the shutdown hangs. Equal to `EX_SOFTWARE` of sysexits.h.
 const HUNG_EXIT_CODE: i32 = 70;
 
-/// Monitor of the essential threads. Clones share one state.
+/// Monitor of the essential threads. All clones share the same state.
 #[derive(Clone, Default)]
 pub struct ThreadMonitor(Arc<Shared>);
 
@@ -22,44 +23,44 @@ pub struct ThreadMonitor(Arc<Shared>);
 struct Shared {
     /// True once all essential threads have started.
     has_started: AtomicBool,
-    /// True once threads may end.
+    /// True once essential threads are expected to end.
     is_shutting_down: AtomicBool,
     /// Name of the first thread that ended early.
     lost: OnceLock<&'static str>,
-    /// True if the process belongs to an application and must survive.
+    /// True if the process belongs to an application, so that it must not exit.
     is_embedded: bool,
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
 impl ThreadMonitor {
-    /// Creates the monitor of an embedded supervisor. The application's process survives a failure of the
-    /// supervisor.
+    /// Creates the monitor of an embedded supervisor. It never ends the application's process.
     pub fn embedded() -> Self {
         Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
     }
 
-    /// Sets the waker to call when a thread is lost.
+    /// Sets the waker that is called when an essential thread ends early.
     pub fn set_waker(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
 
-    /// Marks the start as complete. From now on a lost thread is reported at once. Before that, threads end
-    /// because the start has failed.
+    /// Records that the start is complete. After this call, an essential thread that ends is reported
+    /// immediately. Before, a thread only ends because the start has failed, which is reported elsewhere.
     pub fn mark_started(&self) {
         self.0.has_started.store(true, Ordering::SeqCst);
     }
 
-    /// Marks the shutdown, after which threads may end.
+    /// Records that the shutdown has begun, so that essential threads are expected to end.
     pub fn begin_shutdown(&self) {
         self.0.is_shutting_down.store(true, Ordering::SeqCst);
     }
 
-    /// Returns the name of the thread that ended early, if any.
+    /// Returns the name of the first essential thread that ended early, or `None` if there is none.
     pub fn lost(&self) -> Option<&'static str> {
         self.0.lost.get().copied()
     }
 
-    /// Returns a guard that reports the thread or task as lost if it is dropped before the shutdown.
+    /// Returns a guard for an essential thread or task. If the guard is dropped before the shutdown, the
+    /// thread counts as ended early.
     pub fn guard(&self, name: &'static str) -> ThreadGuard {
         ThreadGuard { name, threads: self.clone() }
     }
@@ -72,13 +73,14 @@ impl ThreadMonitor {
     ) -> io::Result<JoinHandle<()>> {
         let guard = self.guard(name);
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            // The panic hook has already printed the message. `join` then succeeds as usual.
+            // A panic needs no handling here, because the panic hook has printed the message and the guard
+            // reports the thread.
             let _ = catch_unwind(AssertUnwindSafe(run));
             drop(guard);
         })
     }
 
-    /// Wraps an essential task.
+    /// Wraps an essential task, so that an early end is detected.
     pub fn wrap_task<F: Future>(
         &self,
         name: &'static str,
@@ -115,12 +117,12 @@ impl ThreadMonitor {
             std::thread::sleep(SHUTDOWN_TIMEOUT);
             std::process::exit(HUNG_EXIT_CODE);
         };
-        // Best effort: without this thread, a hanging shutdown is not cut short.
+        // An error is ignored. Without this thread, only a shutdown that hangs is not ended.
         let _ = std::thread::Builder::new().name("end".into()).spawn(hangs);
     }
 }
 
-/// Guard that an essential thread or task holds until it ends.
+/// A guard that an essential thread or task holds until it ends.
 pub struct ThreadGuard {
     name: &'static str,
     threads: ThreadMonitor,
@@ -132,7 +134,8 @@ impl Drop for ThreadGuard {
     }
 }
 
-/// For tests in debug builds: panics once the file named by the variable `BULKHEAD_PANIC_<NAME>` exists.
+/// Panics in debug builds when the file exists whose path is in the environment variable
+/// `BULKHEAD_PANIC_<NAME>`. Used by tests.
 pub async fn panic_on_request(name: &'static str) {
     let file = if cfg!(debug_assertions) { std::env::var_os(format!("BULKHEAD_PANIC_{name}")) } else { None };
     let Some(file) = file else { return std::future::pending().await };
@@ -147,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_thread_that_returns_or_panics_early() {
+    fn early_end_of_essential_thread_is_reported() {
         let ends: [(&str, fn()); 2] = [("returns", || {}), ("panics", || panic!("as a test"))];
         for (name, end) in ends {
             let threads = ThreadMonitor::default();
@@ -163,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn allows_threads_to_end_during_shutdown() {
+    fn essential_threads_can_end_during_shutdown() {
         let threads = ThreadMonitor::default();
         threads.begin_shutdown();
         threads.spawn("returns", || {}).unwrap().join().unwrap();
@@ -175,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_task_that_panics() {
+    fn panic_of_essential_task_is_reported() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let threads = ThreadMonitor::default();
         let done = runtime.block_on(async {

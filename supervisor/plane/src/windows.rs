@@ -1,14 +1,14 @@
-//! Values over a sliding pair of time windows.
+//! Pairs of consecutive time windows.
 
 use std::time::Duration;
 
 use bulkhead_policy::Time;
 
-/// Seconds per hour.
+/// Number of seconds in an hour.
 pub const HOUR: u64 = 3600;
 
-/// The values of the current and the previous window of `SECONDS` each. Windows are aligned to
-/// [`Time::ZERO`], so that all pairs roll over together.
+/// Values of the current and the previous time window, each `SECONDS` long. Windows begin at multiples of
+/// their length after [`Time::ZERO`], so that all pairs of the same length change windows at the same time.
 #[derive(Clone, Debug, Default)]
 pub struct WindowPair<T, const SECONDS: u64 = HOUR> {
     pub current: T,
@@ -17,13 +17,14 @@ pub struct WindowPair<T, const SECONDS: u64 = HOUR> {
 }
 
 impl<T: Default, const SECONDS: u64> WindowPair<T, SECONDS> {
-    /// True if the current window has ended.
+    /// Returns true if the current window has ended.
     #[inline]
     pub fn is_over(&self, now: Time) -> bool {
         Self::index_of(now) != self.index
     }
 
-    /// Starts a new window if the current one has ended, and discards values older than the previous window.
+    /// Starts a new window if the current one has ended. Discards values that are older than the previous
+    /// window.
     #[inline]
     pub fn roll(&mut self, now: Time) {
         let index = Self::index_of(now);

@@ -1,8 +1,9 @@
-//! User ids for workers, which no other process on this host uses.
+//! Allocates user ids for workers. No other process on this host uses an allocated id.
 //!
-//! An id is skipped if a system database, systemd, a process or another supervisor uses it. While a worker or
-//! bulkhead has an id, the supervisor locks the byte at that offset in a common file. Two supervisors thus
-//! never use the same id, and neither blocks ids that it does not need.
+//! An id is skipped if a user database, systemd, a process or another supervisor uses it. While a worker or
+//! bulkhead has an id, the supervisor locks one byte, at the offset that equals the id, in a file that all
+//! supervisors share. Two supervisors therefore never use the same id, and a supervisor only blocks ids that
+//! it needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -22,69 +23,75 @@ use bulkhead_config::UidRange;
 use bulkhead_config::defaults::WORKER_UIDS;
 use bulkhead_keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 
-/// Lock file that all supervisors on the host share if they can use any id.
+/// Lock file that all privileged supervisors on the host share.
 const LOCK_FILE: &str = "/run/bulkhead-uids.lock";
 
-/// Lock file that all supervisors of an unprivileged user share, relative to the home folder in the user
-/// database. The path does not depend on the environment, and other users cannot create the file.
+/// Lock file that all supervisors of an unprivileged user share. The path is relative to the user's home
+/// folder according to the user database. It does not depend on environment variables, and other users cannot
+/// create the file.
 const OWN_LOCK_FILE: &str = ".local/state/bulkhead/worker-ids.lock";
 
-/// Folder where systemd records the ids of services with `DynamicUser=`, which come from the same range.
+/// Folder in which systemd records the user ids of services with `DynamicUser=`. systemd allocates these ids
+/// from the default range of `worker_uids`.
 const SYSTEMD_IDS: &str = "/run/systemd/dynamic-uid";
 
-/// Local user and group databases. Remote ones are not queried, because that could block on the network.
+/// Local user and group databases. Remote databases are not queried, because a query could block on the
+/// network.
 const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
 /// Id mappings of the current user namespace.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
-/// Maximum time to wait for the workers of a killed predecessor, so that bulkheads get the same ids again.
+/// Maximum time to wait until the workers of a killed supervisor have ended, so that each bulkhead gets the
+/// same permanent id again.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval between checks of an id that is in use.
+/// Interval between checks whether an id is still in use.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Maximum number of ids to check for one worker: the whole default range, in about 20 ms. In a larger range,
-/// the next attempt continues after them.
+/// Maximum number of ids to check for one worker. The default range is smaller than this number, and checking
+/// all of it takes about 20 ms. In a larger range, the next allocation continues with the following ids.
 const CANDIDATES_MAX: u64 = 8192;
 
 /// Allocator of user ids for the workers of one supervisor.
 #[derive(Debug)]
 pub struct IdAllocator {
     range: UidRange,
-    /// Id mappings. A usable id is in all of them.
+    /// User and group id mappings of the current user namespace. An id can only be used if all mappings
+    /// contain it.
     maps: Vec<Vec<IdRange>>,
     id_use: IdUse,
     lock_path: PathBuf,
     state: Mutex<State>,
 }
 
-/// Purpose of an allocation.
+/// Purpose for which ids are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdUse {
-    /// For a running supervisor.
+    /// The ids are for the workers of a running supervisor.
     Run,
-    /// For a check, which does not lock the ids of bulkheads, because a running supervisor may hold them.
+    /// The ids are for a check of the configuration. Permanent ids of bulkheads are not locked, because a
+    /// running supervisor may hold the locks.
     Check,
 }
 
-/// Inclusive range of ids.
+/// First and last id of a range.
 type IdRange = (u64, u64);
 
 #[derive(Debug, Default)]
 struct State {
     lock_file: Option<File>,
-    /// Ids of running workers.
+    /// Ids that running workers have.
     in_use: BTreeSet<u32>,
-    /// Next offset in the range to try. Allocation cycles through the range, so that an id is reused as late
-    /// as possible.
+    /// Offset, in the range, of the next id to try. Allocation cycles through the range, so that an id is
+    /// reused as late as possible.
     next: u64,
-    /// Permanent ids, by bulkhead.
+    /// Permanent ids, by name of the bulkhead.
     permanent: BTreeMap<String, u32>,
     database_ids: DatabaseIds,
 }
 
-/// Ids in the system databases, with the modification times of the files.
+/// Ids in the local databases, with the modification times of the files when they were read.
 #[derive(Debug, Default)]
 struct DatabaseIds {
     ids: BTreeSet<u32>,
@@ -92,8 +99,8 @@ struct DatabaseIds {
 }
 
 impl IdAllocator {
-    /// Uses the range `worker_uids`, or the default range. Fails if no id of the range is mapped in this user
-    /// namespace.
+    /// Creates an allocator for the range `worker_uids` or, if it is `None`, for the default range. Fails if
+    /// no id of the range is mapped in this user namespace.
     pub fn new(worker_uids: Option<UidRange>, id_use: IdUse) -> Result<Self, String> {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| parse_id_map(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
@@ -105,7 +112,8 @@ impl IdAllocator {
         Err(format!("none of the ids {range} is mapped in this user namespace (/proc/self/uid_map)"))
     }
 
-    /// Uses the range of an unprivileged user, or its part `worker_uids`.
+    /// Creates an allocator for the range that `/etc/subuid` gives an unprivileged user, or for the part of
+    /// that range in `worker_uids`.
     fn subordinate(
         found: &SubordinateIds,
         worker_uids: Option<UidRange>,
@@ -139,17 +147,17 @@ impl IdAllocator {
     pub fn free(&self, id: u32) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.in_use.remove(&id) {
-            // If unlocking fails, other supervisors keep skipping this id.
+            // If unlocking fails, other supervisors only keep skipping this id.
             let _ = self.set_lock(&mut state, id, libc::F_UNLCK);
         }
     }
 
-    /// Returns the permanent id of a bulkhead whose workers write files: the owner of a path in `write` if
-    /// its id is in the range. Otherwise derives the id from the paths of the configuration and the name of
-    /// the bulkhead.
+    /// Returns the permanent id of a bulkhead whose workers write files. If a path in `write` belongs to an
+    /// id in the range, this is the permanent id. Otherwise, the id is derived from the path of the
+    /// configuration file and the name of the bulkhead.
     pub fn permanent_id(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
-        // Look up files and wait for other supervisors before taking the lock, because the data plane takes
-        // it too.
+        // Accessing files and waiting for other supervisors can take long, so it happens before the mutex is
+        // locked. The data plane locks this mutex as well.
         let owner = write.iter().find_map(|path| {
             let owner = std::fs::metadata(path).ok()?.uid();
             (self.range.first..=self.range.last).contains(&owner).then_some((path, owner))
@@ -174,7 +182,8 @@ impl IdAllocator {
         })
     }
 
-    /// Keeps the id of a folder's owner. Bulkheads that write to the same folder share the id.
+    /// Reserves the id of a folder's owner as a permanent id. Bulkheads that write to the same folder share
+    /// this id.
     fn permanent_id_of_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
         if self.id_use == IdUse::Check || state.is_permanent(id) {
             return Ok(id);
@@ -185,7 +194,8 @@ impl IdAllocator {
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
-    /// Keeps an id from the upper half of the range. Ids for single workers are allocated from the lower end.
+    /// Reserves a permanent id from the upper half of the range. Ids for individual workers are allocated
+    /// from the lower end.
     fn derive_permanent_id(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
             let is_taken = state.in_use.contains(&id) || state.is_permanent(id);
@@ -193,7 +203,7 @@ impl IdAllocator {
                 return Ok(id);
             }
         }
-        Err(self.exhausted_error("a bulkhead with a fixed id", "name a `user`"))
+        Err(self.exhausted_error("a bulkhead with a fixed id", "set `user` in `sandbox`"))
     }
 
     fn exhausted_error(&self, wanted_by: &str, or: &str) -> io::Error {
@@ -205,7 +215,8 @@ impl IdAllocator {
         ))
     }
 
-    /// Returns candidates for the permanent id of a bulkhead. The first one depends only on the names.
+    /// Returns candidates for the permanent id of a bulkhead, in the order in which to try them. For a given
+    /// range, they only depend on the path of the configuration file and the name of the bulkhead.
     fn derived(&self, config: &Path, bulkhead: &str) -> impl Iterator<Item = u32> {
         let (first, count) = (self.range.first, self.count());
         let lower = count / 2;
@@ -214,8 +225,9 @@ impl IdAllocator {
         (0..upper).map(move |step| first + (lower + (offset + step) % upper) as u32)
     }
 
-    /// Waits up to 5 s while another supervisor or process uses the bulkhead's preferred id. That is normally
-    /// a killed predecessor whose workers are about to end. After that, another id is chosen.
+    /// Waits up to 5 s for the bulkhead's preferred permanent id, if another supervisor or process uses it.
+    /// The id is usually held by a killed supervisor whose workers are about to end. After this time, the
+    /// caller chooses another id.
     fn wait_for_predecessor(&self, config: &Path, bulkhead: &str) {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -226,7 +238,7 @@ impl IdAllocator {
             if is_ours || self.id_use == IdUse::Check || !self.is_assignable(&mut state, id) {
                 return false;
             }
-            // The following attempt reports errors of the lock.
+            // An error is ignored, because the caller tries to lock the id next and reports the error.
             self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
         };
         let start = Instant::now();
@@ -239,7 +251,7 @@ impl IdAllocator {
         u64::from(self.range.last - self.range.first) + 1
     }
 
-    /// Locks an id. Returns false if it is in use.
+    /// Locks an id for this supervisor. Returns false if the id is in use or cannot be assigned.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
         if !self.is_assignable(state, id) || !self.lock(state, id)? {
             return Ok(false);
@@ -251,14 +263,16 @@ impl IdAllocator {
         Ok(true)
     }
 
-    /// True if the id is mapped here and not assigned by the system.
+    /// Returns true if the id is mapped in this user namespace and the system has not assigned it to a user,
+    /// group or service.
     fn is_assignable(&self, state: &mut State, id: u32) -> bool {
         self.is_mapped(id)
             && !state.database_ids.contains(id)
             && !Path::new(SYSTEMD_IDS).join(id.to_string()).exists()
     }
 
-    /// Locks the id's byte in the common file. Returns false if another supervisor has locked it.
+    /// Locks the byte for this id in the shared lock file. Returns false if another supervisor has locked the
+    /// byte.
     fn lock(&self, state: &mut State, id: u32) -> io::Result<bool> {
         self.set_lock(state, id, libc::F_WRLCK)
     }
@@ -266,8 +280,8 @@ impl IdAllocator {
     fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
-                "the ids of workers cannot be locked in {}: {error}; make the file writable, or name a `user` in \
-                 `sandbox`",
+                "the ids of workers cannot be locked in the file {}: {error}; make the file writable, or set \
+                 `user` in `sandbox`",
                 self.lock_path.display()
             ))
         };
@@ -317,8 +331,8 @@ impl DatabaseIds {
     }
 }
 
-/// Returns the ids of this user in `/etc/subuid`, or the reason why workers cannot use them. `misses` returns
-/// the reason why an ability of the machine is missing, and `find` looks up the ids.
+/// Returns the ids that `/etc/subuid` gives this user, or the reason why workers cannot use such ids.
+/// `misses` returns the reason why the machine lacks an ability, and `find` looks up the ids.
 pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
@@ -335,7 +349,8 @@ pub fn find_subordinate(
     resolve().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
-/// Returns the path of this user's lock file. Creates the file and its folder, except for a trial.
+/// Returns the path of the current user's lock file. Creates the file and its folder, unless the ids are only
+/// for a check.
 fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let uid = rustix::process::geteuid();
     let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
@@ -343,7 +358,7 @@ fn own_lock_file(id_use: IdUse) -> Result<PathBuf, String> {
     let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
     let useless = |why: &str| {
         format!(
-            "ids are locked in the user's home, so that no two workers share an id, and {} {why}",
+            "a file in the user's home folder locks ids, so that no two workers share an id, but {} {why}",
             home.display()
         )
     };
@@ -366,7 +381,7 @@ fn open_lock_file(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// FNV-1a hash, which must stay the same in every version of this program.
+/// Computes the FNV-1a hash. The hash must not change between versions, because permanent ids depend on it.
 fn fnv1a(texts: &[&[u8]]) -> u64 {
     const START: u64 = 0xcbf2_9ce4_8422_2325;
     const FACTOR: u64 = 0x0000_0100_0000_01b3;
@@ -374,18 +389,18 @@ fn fnv1a(texts: &[&[u8]]) -> u64 {
     bytes.fold(START, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(FACTOR))
 }
 
-/// True if a process runs as this user id.
+/// Returns true if any process runs with this user id.
 fn is_used(id: u32) -> bool {
     getpriority_user(Uid::from_raw(id)) != Err(Errno::SRCH)
 }
 
-/// Returns the ids in a passwd or group file.
+/// Returns all user and group ids in the text of a passwd or group file.
 fn parse_ids(text: &str) -> BTreeSet<u32> {
     let fields = text.lines().map(|line| line.split(':').skip(2).take(2).filter_map(|id| id.parse().ok()));
     fields.flatten().collect()
 }
 
-/// Parses an id mapping of `/proc`.
+/// Parses the text of `/proc/self/uid_map` or `/proc/self/gid_map`.
 fn parse_id_map(text: &str) -> Vec<IdRange> {
     let span = |line: &str| {
         let mut numbers = line.split_whitespace().map(|number| number.parse::<u64>().ok());
@@ -420,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn reuses_ids_as_late_as_possible() {
+    fn worker_ids_are_reused_as_late_as_possible() {
         let folder = tempfile::tempdir().unwrap();
         let ids = ids(1_900_000_000, 1_900_000_002, folder.path());
         let taken: Vec<u32> = (0..3).map(|_| ids.allocate().unwrap()).collect();
@@ -429,12 +444,12 @@ mod tests {
         ids.free(1_900_000_001);
         assert_eq!(ids.allocate().unwrap(), 1_900_000_001);
         taken.into_iter().for_each(|id| ids.free(id));
-        // The last id given back was allocated last.
+        // The id that was freed last is allocated last.
         assert_eq!([ids.allocate().unwrap(), ids.allocate().unwrap()], [1_900_000_002, 1_900_000_000]);
     }
 
     #[test]
-    fn free_ids_are_available_to_other_supervisors() {
+    fn freed_worker_ids_are_available_to_other_supervisors() {
         let folder = tempfile::tempdir().unwrap();
         let [one, other] = [(); 2].map(|()| ids(1_900_000_000, 1_900_000_009, folder.path()));
         for _ in 0..30 {
@@ -444,13 +459,13 @@ mod tests {
         let others: BTreeSet<u32> = (0..9).map(|_| other.allocate().unwrap()).collect();
         assert!(others.len() == 9 && !others.contains(&id));
         assert!(one.allocate().is_err() && other.allocate().is_err());
-        // Giving back an id that is not allocated has no effect.
+        // Freeing an id that is not allocated has no effect.
         other.free(id);
         assert!(other.allocate().is_err());
     }
 
     #[test]
-    fn two_supervisors_never_share_an_id() {
+    fn two_supervisors_never_share_a_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let (one, other) = (
             ids(1_900_000_000, 1_900_000_003, folder.path()),
@@ -464,9 +479,10 @@ mod tests {
     }
 
     #[test]
-    fn skips_assigned_and_unmapped_ids() {
+    fn allocator_skips_assigned_and_unmapped_ids() {
         let folder = tempfile::tempdir().unwrap();
-        // Ids up to 40 include users of every system (root, daemon, bin), and no higher id is mapped.
+        // The range only contains ids that every system has assigned (root, daemon, bin), or that are not
+        // mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
         assert!(
@@ -481,14 +497,14 @@ mod tests {
     }
 
     #[test]
-    fn skips_ids_of_running_processes() {
+    fn ids_of_running_processes_count_as_used() {
         let own = rustix::process::getuid().as_raw();
         assert!(is_used(own) || own == 0);
         assert!(!is_used(1_900_000_000));
     }
 
     #[test]
-    fn bulkhead_with_write_paths_keeps_its_id() {
+    fn bulkhead_with_write_paths_keeps_its_worker_id() {
         let folder = tempfile::tempdir().unwrap();
         let keep = |ids: &IdAllocator, name: &str| ids.permanent_id(Path::new(CONFIG), name, &[]).unwrap();
         let first = {
@@ -502,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn bulkhead_waits_for_id_of_killed_predecessor() {
+    fn bulkhead_waits_for_worker_id_of_killed_supervisor() {
         let folder = tempfile::tempdir().unwrap();
         let (before, after) = (
             ids(1_900_000_000, 1_900_000_999, folder.path()),
@@ -514,7 +530,7 @@ mod tests {
             while after.state.lock().unwrap().lock_file.is_none() {
                 std::thread::yield_now();
             }
-            // At this point `after` has found the id taken.
+            // At this point, `after` has found that the id is taken and waits for it.
             drop(before);
             kept.join().unwrap()
         });
@@ -522,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn owner_of_write_path_is_the_bulkheads_id() {
+    fn bulkhead_uses_owner_of_write_path_as_id() {
         let folder = tempfile::tempdir().unwrap();
         let owner = std::fs::metadata(folder.path()).unwrap().uid();
         let write = [folder.path().to_owned()];

@@ -1,13 +1,13 @@
-//! An adaptive limit on the number of running jobs, based on measured run times. The limit falls in
-//! proportion when run times exceed `target`. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
-//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are
-//! in use, the limit grows by its square root, which is the headroom of both algorithms. After growth that
-//! proved too much, the next growth waits twice as long, so that the limit settles.
+//! An adaptive limit on the number of running jobs, based on measured run times. When run times exceed `target`, the
+//! limit is lowered in proportion to the excess. This is the gradient of Netflix's `Gradient2Limit` and Envoy's
+//! adaptive concurrency, but with a configured target instead of an estimated baseline. While all permits are in use,
+//! the limit grows by its square root, which is the headroom of both algorithms. If a growth step made jobs too slow,
+//! the next step waits twice as long, so that the limit settles.
 //!
-//! Each tenant has one vote, whatever the number of jobs. The latency of a window is the lower median of the
-//! tenants' 90th percentiles. The slow jobs of one tenant therefore do not lower the limit for the others.
+//! Each tenant has one vote, whatever its number of jobs. The latency of a window is the lower median of the tenants'
+//! 90th percentiles, so the slow jobs of a single tenant do not lower the limit for the others.
 //!
-//! The module reads no clock. The limit moves only when a job has ended.
+//! The module reads no clock. The limit changes only when a job ends.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -39,29 +39,29 @@ vocabulary! {
 
 /// Minimum length of a window. A window is also at least twice `target` long, up to [`WINDOW_MAX`].
 const WINDOW_MIN: Duration = Duration::from_millis(100);
-/// Upper bound for the length that `target` asks for. A window still lasts until [`RUNS_MIN`] jobs are
-/// counted.
+/// Upper bound for the minimum window length that is derived from `target`. A window can still last longer, because it
+/// must contain [`RUNS_MIN`] run times.
 const WINDOW_MAX: Duration = Duration::from_secs(10);
 
-/// Minimum number of run times in a window before the limit moves.
+/// Minimum number of run times in a window before the limit is adjusted.
 const RUNS_MIN: usize = 10;
 
-/// Maximum number of run times kept per vote. Newer times replace older ones.
+/// Maximum number of run times kept per vote. New run times replace the oldest ones.
 const RUNS_MAX: usize = 128;
 
-/// Maximum number of tenants with a separate vote in a window. Further tenants share one more vote.
+/// Maximum number of tenants with a vote of their own in a window. All further tenants share one additional vote.
 const TENANTS_MAX: usize = 64;
 
-/// Maximum number of windows that growth waits.
+/// Maximum number of windows to wait before the limit may grow again.
 const PAUSE_MAX: u32 = 32;
 
-/// Minimum time between two reports to operators.
+/// Minimum time between two reports of limit changes to operators.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of an adaptive limit, for snapshots.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdaptiveView {
-    /// Configuration in force.
+    /// Configuration of the adaptive limit.
     pub limits: AdaptiveLimits,
     /// Current limit. In monitor mode, the limit that would apply.
     pub limit: u32,
@@ -69,7 +69,7 @@ pub struct AdaptiveView {
     pub latency: Option<Duration>,
 }
 
-/// Change of the limit to report to operators.
+/// Change of the adaptive limit, to be reported to operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitReport {
     pub(crate) from: u32,
@@ -81,7 +81,7 @@ pub(crate) struct LimitReport {
 #[derive(Debug, Default)]
 struct Runs {
     times: Vec<u64>,
-    /// Index of the oldest time once there are [`RUNS_MAX`] times. Until then, index for the next time.
+    /// Index of the oldest run time once `times` is full. Before that, the index at which the next run time is added.
     oldest: usize,
 }
 
@@ -105,22 +105,23 @@ pub(crate) struct Adaptive {
     limits: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times of this window by vote. The key is a tenant's number. `None` is the vote shared by tenants
-    /// beyond [`TENANTS_MAX`].
+    /// Run times in the current window, grouped by vote. The key is the tenant's number, or `None` for the vote that
+    /// tenants beyond [`TENANTS_MAX`] share.
     runs: BTreeMap<Option<u32>, Runs>,
-    /// Maximum number of permits in use when a job of this window ended.
+    /// Maximum number of permits in use at the end of any job in the current window.
     in_use_max: u32,
-    /// True if all of the limit was in use, or reserved for critical jobs, when a job of this window ended.
+    /// True if a job in the current window ended while every permit of the limit was either in use or reserved for
+    /// critical jobs.
     was_full: bool,
-    /// True if a job was counted since the last call of [`Self::is_due`].
+    /// True if a job was counted since the last call to [`Self::is_due`].
     has_new_runs: bool,
-    /// Jobs that began before this time do not count, because the limit was higher when they began.
+    /// Jobs dispatched before this time are not counted, because the limit was higher when they started.
     counts_from: Time,
-    /// True if the last change was growth that the next window has not confirmed yet.
+    /// True if the last change was an increase whose effect has not been measured for a whole window yet.
     has_grown: bool,
-    /// Number of windows until the limit may grow.
+    /// Number of windows to wait before the limit may grow again.
     pause: u32,
-    /// Number of windows that growth waits after the next fall.
+    /// Value that `pause` is set to the next time the limit is lowered.
     next_pause: u32,
     latency: Option<Duration>,
     reported: u32,
@@ -128,7 +129,7 @@ pub(crate) struct Adaptive {
 }
 
 impl Adaptive {
-    /// Returns a limit that starts at the maximum, and has no effect as long as jobs are fast enough.
+    /// Returns a limit that starts at the configured maximum.
     pub(crate) fn new(limits: AdaptiveLimits, now: Time) -> Self {
         let limit = limits.max;
         Self {
@@ -149,7 +150,7 @@ impl Adaptive {
         }
     }
 
-    /// Replaces the configuration. The current limit is kept, clamped to the new bounds.
+    /// Replaces the configuration. Keeps the current limit, clamped to the new bounds.
     pub(crate) fn reconfigure(&mut self, limits: AdaptiveLimits, now: Time) {
         if self.limits == limits {
             return;
@@ -165,9 +166,9 @@ impl Adaptive {
         (self.limits.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
-    /// Counts a job that has ended or was abandoned by its client. `in_use` permits were in use before that,
-    /// and `reserved` more were reserved for critical jobs. A job that did not succeed counts only if it took
-    /// longer than `target`.
+    /// Counts a job that has ended or was abandoned by its client. `in_use` and `reserved` are the numbers of permits
+    /// in use and of permits reserved for critical jobs just before the job ended. Counts an unsuccessful job only if
+    /// it ran longer than `target`.
     pub(crate) fn count_ended(
         &mut self,
         now: Time,
@@ -188,8 +189,8 @@ impl Adaptive {
         }
     }
 
-    /// Returns true if the window can be closed. The caller must then call [`count_running`](Self::count_running) for
-    /// each running job, and [`close_window`](Self::close_window).
+    /// Returns true if the current window is complete. The caller must then call [`count_running`](Self::count_running)
+    /// for each running job, followed by [`close_window`](Self::close_window).
     pub(crate) fn is_due(&mut self, now: Time) -> bool {
         let length = (self.limits.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
         std::mem::take(&mut self.has_new_runs)
@@ -197,8 +198,8 @@ impl Adaptive {
             && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// Counts a running job that has already exceeded `target`. Without these jobs, only fast jobs would
-    /// count. A job counts only in the window in which it became late.
+    /// Counts a running job that has already exceeded `target`. If running jobs were ignored, only fast jobs would be
+    /// counted. Each job is counted only in the window in which it exceeded `target`.
     pub(crate) fn count_running(&mut self, now: Time, since: Time, tenant: u32) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.limits.target && self.is_late_since_this_window(since) {
@@ -216,8 +217,8 @@ impl Adaptive {
         self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
     }
 
-    /// Adjusts the limit by the run times of the window, and begins the next window. Returns the direction of
-    /// the change.
+    /// Adjusts the limit based on the run times in the current window, and starts the next window. Returns the
+    /// direction of the change.
     pub(crate) fn close_window(&mut self, now: Time) -> Ordering {
         let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
         let lower_median = votes.len().saturating_sub(1) / 2;
@@ -234,14 +235,14 @@ impl Adaptive {
         self.limit.cmp(&before)
     }
 
-    /// Returns the time at which the latest change must be reported, or `None` if there is no unreported
-    /// change.
+    /// Returns the time at which the latest change of the limit must be reported, or `None` if every change has been
+    /// reported.
     pub(crate) fn report_due_at(&self) -> Option<Time> {
         let at = self.reported_at.map_or(Time::ZERO, |at| at + REPORT_INTERVAL);
         (self.limit != self.reported && self.latency.is_some()).then_some(at)
     }
 
-    /// Returns a change that is due for a report, and marks it as reported.
+    /// Returns the change of the limit if a report is due, and marks it as reported.
     pub(crate) fn take_report(&mut self, now: Time) -> Option<LimitReport> {
         let latency = self.latency.filter(|_| self.report_due_at().is_some_and(|at| at <= now))?;
         self.reported_at = Some(now);
@@ -249,12 +250,12 @@ impl Adaptive {
         Some(LimitReport { from, to: self.limit, latency })
     }
 
-    /// Lowers the limit in proportion to the excess over `target`, at most to one half.
+    /// Lowers the limit in proportion to the excess over `target`, to no less than half of the current limit.
     fn decrease(&mut self, now: Time, latency: u64, target: u64) {
         let from = match self.limits.mode {
             AdaptiveMode::Enforce => self.limit,
-            // In monitor mode the limit holds nothing back, so the jobs that ran concurrently caused the
-            // latency.
+            // In monitor mode the limit is not enforced, so the measured latency belongs to the number of jobs that
+            // actually ran.
             AdaptiveMode::Monitor => self.in_use_max,
         };
         let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);
@@ -265,9 +266,9 @@ impl Adaptive {
         (self.pause, self.counts_from) = (self.next_pause, now);
     }
 
-    /// Raises the limit by its square root if all permits were in use. The maximum is the limit at which run
-    /// times would reach `target`, assuming that run times grow in proportion. Always allows a step of one,
-    /// because only a trial shows whether one more job fits.
+    /// Raises the limit by its square root if all permits were in use. The limit is not raised beyond the point at
+    /// which run times would reach `target`, assuming that run times grow in proportion to the limit. A step of one is
+    /// always allowed, because only a trial shows whether one more job is too many.
     fn increase(&mut self, latency: u64, target: u64) {
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause / 2).max(1);
@@ -317,7 +318,7 @@ mod tests {
         assert_eq!(adaptive.runs.len(), TENANTS_MAX + 1);
         assert!(adaptive.runs.values().all(|runs| runs.times.len() == RUNS_MAX));
         assert!(adaptive.is_due(now));
-        // 40 tenants are fast and 24 slow. The other 936 share one slow vote.
+        // 40 tenants are fast and 24 are slow. The other 936 tenants share one slow vote.
         assert_eq!((adaptive.close_window(now), adaptive.latency), (Ordering::Equal, Some(ms(5))));
     }
 }

@@ -1,6 +1,6 @@
-//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states are
-//! taken from resilience4j, the window of buckets from Hystrix. The breaker owns the evidence and counts the
-//! probes, and never sees a job.
+//! Circuit breaker for the dependency behind a bulkhead: closed → open → half-open → closed. The states are taken from
+//! resilience4j, the window of buckets from Hystrix. The breaker owns the results of calls and counts the probes. It
+//! has no access to jobs.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -9,8 +9,8 @@ use bulkhead_shared::vocabulary;
 
 use crate::time::Time;
 
-/// Number of buckets of a window. The window moves by one bucket at a time, and so covers between 9 and 10
-/// tenths of the span.
+/// Number of buckets in a window. The window advances by a whole bucket, so it covers between nine and ten tenths of
+/// the configured length.
 const BUCKETS: usize = 10;
 
 /// Maximum factor by which consecutive openings extend `open_for`.
@@ -19,24 +19,24 @@ const OPEN_FOR_FACTOR_MAX: u32 = 8;
 /// Configuration of a circuit breaker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BreakerLimits {
-    /// Length of the window in which calls count.
+    /// Length of the window over which calls are counted.
     pub window: Duration,
-    /// Minimum number of calls in the window for a decision.
+    /// Minimum number of calls in the window before the breaker can open.
     pub min_calls: u32,
-    /// Share of failed calls that opens the breaker.
+    /// Share of failed calls at which the breaker opens.
     pub failure_rate: f64,
     /// Run time above which a call is slow.
     pub slow_call: Option<Duration>,
-    /// Share of slow calls that opens the breaker.
+    /// Share of slow calls at which the breaker opens.
     pub slow_rate: f64,
-    /// Duration of the first opening.
+    /// Time that the breaker stays open the first time. Consecutive openings last longer.
     pub open_for: Duration,
-    /// Number of calls that decide if the breaker closes.
+    /// Number of probes whose results decide whether the breaker closes.
     pub probes: u32,
 }
 
 impl BreakerLimits {
-    /// Returns the number of probes, but at least one, because a half-open breaker without probes would never
+    /// Returns the number of probes, which is at least one because a half-open breaker without probes would never
     /// close.
     fn probes(&self) -> u32 {
         self.probes.max(1)
@@ -47,8 +47,8 @@ impl BreakerLimits {
         self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
     }
 
-    /// Returns true if the calls in `seen` reach one of the rates, relative to `calls`. Reaching a rate is
-    /// enough, as in resilience4j, because a rate of 1 cannot be exceeded. A rate of 0 still requires one
+    /// Returns true if the failed or slow calls in `seen` reach the configured share of `calls`. Reaching the share is
+    /// enough, as in resilience4j, because a share of 1 cannot be exceeded. Even a configured share of 0 requires one
     /// failed or slow call.
     fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
         let reaches = |count: u32, rate: f64| count > 0 && share(count, calls) >= rate;
@@ -60,14 +60,14 @@ vocabulary! {
     /// State of a circuit breaker.
     #[derive(Default)]
     BreakerState {
-        /// All calls pass and are judged.
+        /// All calls pass and their results are counted.
         #[default]
         Closed = "closed",
-        /// No call passes for some time.
+        /// No calls pass until the open time has expired.
         Open = "open",
         /// A few calls pass as probes.
         HalfOpen = "half_open",
-        /// No call passes until an operator releases the breaker.
+        /// No calls pass until an operator releases the breaker.
         ForcedOpen = "forced_open",
     }
 }
@@ -79,29 +79,30 @@ pub(crate) enum Admission {
     Closed,
     /// The job may pass as a probe.
     Probe,
-    /// Enough probes are in progress, and their end is unknown.
+    /// The job is rejected because all probes are in progress. It is unknown when they will end.
     Probing,
-    /// No job passes for at least `retry_after`. Zero if only a ready worker is missing.
+    /// The job is rejected, and so are all jobs within the next `retry_after`. Zero if the breaker is waiting only for
+    /// a ready worker.
     Open { retry_after: Duration },
-    /// No job passes until an operator releases the breaker.
+    /// The job is rejected until an operator releases the breaker.
     ForcedOpen,
 }
 
 impl Admission {
-    /// Returns true if the job may pass.
+    /// Returns true if the breaker lets the job pass.
     pub(crate) const fn is_admitted(self) -> bool {
         matches!(self, Self::Closed | Self::Probe)
     }
 }
 
-/// Permission for one call. Must be returned by [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`,
-/// so that no call counts twice.
+/// Permission for one call. Must be passed to [`Breaker::record`] or [`Breaker::return_claim`]. Not `Clone`, so that a
+/// call is not counted twice.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a dropped claim of a probe leaves the breaker half-open for ever"]
 pub(crate) enum Claim {
-    /// An ordinary call.
+    /// A call while the breaker is closed.
     Call { epoch: u64 },
-    /// A call that helps to decide if the breaker closes.
+    /// A probe, whose result helps to decide whether the breaker closes.
     Probe { epoch: u64 },
 }
 
@@ -113,42 +114,43 @@ impl Claim {
     }
 }
 
-/// Evidence of one call about the dependency.
+/// Result of one call, as evidence about the dependency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallResult {
-    /// The dependency works, possibly slowly.
+    /// The dependency worked, possibly slowly.
     Success,
-    /// The dependency failed: the handler blames it, the worker crashed, or the deadline passed during the
-    /// run.
+    /// The call counts as a failure of the dependency: the handler blamed the dependency, the worker crashed, or the
+    /// deadline passed while the job was running.
     Failure,
-    /// No evidence: the call was cancelled, never ran, was the caller's fault, or ended for another reason.
+    /// The call says nothing about the dependency: it was cancelled, never ran, was the caller's fault, or ended for
+    /// another reason.
     Ignored,
 }
 
-/// Change of the breaker's state, with the evidence.
+/// Change of the breaker's state, with the numbers that caused it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transition {
     /// Previous state.
     pub from: BreakerState,
     /// New state.
     pub to: BreakerState,
-    /// Share of failed calls among the calls judged in the previous state.
+    /// Share of failed calls among the calls counted in the previous state.
     pub failure_rate: f64,
-    /// Share of slow calls among the calls judged in the previous state.
+    /// Share of slow calls among the calls counted in the previous state.
     pub slow_rate: f64,
-    /// Number of calls judged in the previous state.
+    /// Number of calls counted in the previous state.
     pub calls: u32,
 }
 
 /// Circuit breaker of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Breaker {
-    /// Configuration in force. Without limits, the breaker opens only by force.
+    /// Configuration of the breaker. With `None`, only an operator can open the breaker.
     limits: Option<BreakerLimits>,
     state: State,
-    /// Number of transitions. A claim from an earlier epoch is no evidence in the current one.
+    /// Number of state changes so far. A result that belongs to an earlier epoch is ignored.
     epoch: u64,
-    /// Number of consecutive openings. Cleared when the breaker opens after being closed for a full window.
+    /// Number of consecutive openings. Reset when the breaker opens after it was closed for at least a full window.
     openings: u32,
 }
 
@@ -161,7 +163,7 @@ enum State {
 }
 
 impl Breaker {
-    /// Returns a closed breaker without evidence.
+    /// Returns a closed breaker that has not counted any calls.
     pub(crate) fn new(limits: Option<BreakerLimits>) -> Self {
         let state = State::closed(Time::ZERO, limits.as_ref());
         Self { limits, state, epoch: 0, openings: 0 }
@@ -176,8 +178,8 @@ impl Breaker {
         }
     }
 
-    /// Returns the time at which [`Self::advance`] is due. `None` without a ready worker, because the
-    /// transition then waits for a worker, and a deadline in the past would cause a busy loop.
+    /// Returns the time at which [`Self::advance`] is due. Returns `None` if no worker is ready, because the transition
+    /// then waits for a worker, and a deadline in the past would cause a busy loop.
     pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {
         match self.state {
             State::Open { until } if has_ready_worker => Some(until),
@@ -187,8 +189,8 @@ impl Breaker {
 
     // Admission.
 
-    /// Returns the decision about a job that arrives now. Changes no state, so that jobs rejected later for
-    /// other reasons use no probe (Semian's `request_allowed?`).
+    /// Returns the decision about a job that arrives now. Does not change the state, so that a job that is later
+    /// rejected for another reason does not use up a probe (as Semian's `request_allowed?`).
     pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
         match self.state {
             State::Closed { .. } => Admission::Closed,
@@ -201,8 +203,8 @@ impl Breaker {
         }
     }
 
-    /// Enters the half-open state if due. To be called at [`Self::next_deadline`] and when a worker becomes
-    /// ready.
+    /// Enters the half-open state if the open time has expired. Must be called at [`Self::next_deadline`] and when a
+    /// worker becomes ready.
     pub(crate) fn advance(&mut self, now: Time, has_ready_worker: bool) -> Option<Transition> {
         match self.state {
             State::Open { until } if until <= now && has_ready_worker => {
@@ -212,8 +214,8 @@ impl Breaker {
         }
     }
 
-    /// Claims a call for the next job, if the job may pass. The first probe may find the breaker still open,
-    /// and then also causes the transition.
+    /// Claims a call for the next job if the breaker lets the job pass. The first probe also causes the transition to
+    /// half-open if the breaker is still open.
     pub(crate) fn claim(&mut self, now: Time, has_ready_worker: bool) -> Option<(Claim, Option<Transition>)> {
         let admission = self.peek(now, has_ready_worker);
         if !admission.is_admitted() {
@@ -231,13 +233,13 @@ impl Breaker {
         Some((claim, transition))
     }
 
-    /// Returns true if the breaker admits every job and records no results.
+    /// Returns true if the breaker lets every job pass and records no results.
     pub(crate) const fn is_disabled(&self) -> bool {
         self.limits.is_none() && matches!(self.state, State::Closed { .. })
     }
 
-    /// Gives back the claim of a call without evidence, so that another call can be the probe. Otherwise the
-    /// breaker could stay half-open forever (resilience4j #544 and #935).
+    /// Returns the claim of a call whose result says nothing about the dependency, so that another call can be the
+    /// probe. Without this, the breaker could stay half-open forever (resilience4j #544 and #935).
     pub(crate) fn return_claim(&mut self, claim: Claim) {
         if claim.epoch() == self.epoch
             && let State::HalfOpen { outstanding, .. } = &mut self.state
@@ -251,10 +253,10 @@ impl Breaker {
         outstanding.saturating_add(seen.calls) < probes
     }
 
-    // Evidence.
+    // Results of calls.
 
-    /// Judges a call by its result and run time. Calls begun before the last transition are ignored, because
-    /// calls that were slow when the breaker opened must not open it again.
+    /// Counts a call by its result and run time. Ignores calls that were claimed before the last transition, because
+    /// the slow calls that opened the breaker must not open it again when they end.
     pub(crate) fn record(
         &mut self,
         now: Time,
@@ -289,8 +291,9 @@ impl Breaker {
         }
     }
 
-    /// Decides as soon as the remaining probes cannot change the result. The breaker opens once the rates are
-    /// reached even if all other probes succeed, and closes after the last probe.
+    /// Decides whether the breaker opens or closes, as soon as the remaining probes cannot change the
+    /// decision. Opens the breaker if the configured shares are reached even if all other probes succeed.
+    /// Closes the breaker after the last probe.
     fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
         let limits = self.limits.as_ref()?;
         if limits.are_reached_by(seen, limits.probes()) {
@@ -328,7 +331,7 @@ impl Breaker {
         }
     }
 
-    /// Returns the evidence collected in the current state.
+    /// Returns the results counted in the current state.
     fn seen(&self, now: Time) -> Tally {
         match &self.state {
             State::Closed { window, .. } => window.sum(now),
@@ -337,9 +340,9 @@ impl Breaker {
         }
     }
 
-    /// Replaces the configuration and drops the evidence, which was judged by the previous limits. An open
-    /// breaker stays open until the time already set. A half-open breaker starts a new set of probes. A
-    /// forced-open breaker stays open.
+    /// Replaces the configuration and drops all counted results, because they were counted under the previous limits.
+    /// An open breaker stays open until its current open time expires. A half-open breaker starts a new set of probes.
+    /// A breaker that was forced open stays open.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
         self.limits = limits;
         let transition = match self.state {
@@ -363,12 +366,12 @@ impl Breaker {
         (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
     }
 
-    /// Ends [`Self::force_open`]. The breaker closes, because earlier evidence is outdated.
+    /// Ends [`Self::force_open`]. Closes the breaker, because earlier results are outdated.
     pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
         (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
     }
 
-    /// Closes the breaker and drops all evidence, even if the breaker was forced open.
+    /// Closes the breaker and drops all counted results, even if the breaker was forced open.
     pub(crate) fn reset(&mut self, now: Time) -> Option<Transition> {
         self.openings = 0;
         let seen = self.seen(now);
@@ -388,7 +391,7 @@ impl State {
     }
 }
 
-/// Number of judged calls.
+/// Numbers of counted calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct Tally {
     calls: u32,
@@ -419,24 +422,24 @@ pub(crate) fn share(count: u32, of: u32) -> f64 {
     if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
 }
 
-/// Counts over the recent past in fixed memory. Old counts expire bucket by bucket.
+/// Counts over a sliding window, in fixed memory. Old counts expire bucket by bucket.
 #[derive(Debug)]
 pub(crate) struct Window<T> {
     /// Length of a bucket, in nanoseconds.
     width_ns: u64,
-    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry stores its bucket number, because
-    /// entries are reused.
+    /// Buckets, indexed by bucket number modulo [`BUCKETS`]. Each entry stores its bucket number, so that an outdated
+    /// bucket can be detected when its entry is reused.
     buckets: [(u64, T); BUCKETS],
 }
 
 impl<T: Copy + Default + Add<Output = T>> Window<T> {
-    /// Returns an empty window.
+    /// Returns an empty window of length `span`.
     pub(crate) fn new(span: Duration) -> Self {
         let span_ns = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
         Self { width_ns: (span_ns / BUCKETS as u64).max(1), buckets: [(0, T::default()); BUCKETS] }
     }
 
-    /// Returns the bucket for this time.
+    /// Returns the bucket that contains `now`.
     pub(crate) fn bucket(&mut self, now: Time) -> &mut T {
         let number = now.0 / self.width_ns;
         let bucket = &mut self.buckets[(number % BUCKETS as u64) as usize];
@@ -463,7 +466,7 @@ mod tests {
     const SLOW: Duration = Duration::from_secs(5);
     const FAST: Duration = Duration::ZERO;
 
-    /// Settings of resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
+    /// Settings from resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
     fn limits() -> BreakerLimits {
         BreakerLimits {
             window: 10 * SECOND,
@@ -484,7 +487,7 @@ mod tests {
         Breaker::new(Some(limits()))
     }
 
-    /// Returns a breaker that opened at this time.
+    /// Returns a breaker that opened at `now`.
     fn opened(now: Time) -> Breaker {
         let mut breaker = breaker();
         trip(&mut breaker, now);
@@ -500,14 +503,16 @@ mod tests {
         assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
     }
 
-    /// Returns a claim that must be granted.
+    /// Claims a call and panics if the breaker refuses.
     #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
     fn claim(breaker: &mut Breaker, now: Time) -> Claim {
-        let Some((claim, _)) = breaker.claim(now, true) else { panic!("no claim: {breaker:?}") };
+        let Some((claim, _)) = breaker.claim(now, true) else {
+            panic!("the breaker refused a claim: {breaker:?}")
+        };
         claim
     }
 
-    /// Makes one call, from claim to result.
+    /// Claims a call and records its result.
     fn call(breaker: &mut Breaker, now: Time, result: CallResult, took: Duration) -> Option<Transition> {
         let claim = claim(breaker, now);
         breaker.record(now, claim, result, took)
@@ -520,10 +525,10 @@ mod tests {
         }
     }
 
-    /// resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`: the decision is made at the fifth call,
-    /// even if it succeeds.
+    /// Taken from resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`. The fifth call triggers the
+    /// decision even if it succeeds.
     #[test]
-    fn opens_when_the_failure_rate_is_reached() {
+    fn breaker_opens_at_the_failure_rate() {
         let mut breaker = breaker();
         for result in [Failure, Failure, Failure, Success] {
             assert_eq!(call(&mut breaker, at(0), result, FAST), None);
@@ -541,9 +546,9 @@ mod tests {
         assert_eq!(breaker.claim(at(4), true), None);
     }
 
-    /// resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
+    /// Taken from resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
     #[test]
-    fn opens_when_the_slow_call_rate_is_reached() {
+    fn breaker_opens_at_the_slow_call_rate() {
         let mut breaker = breaker();
         for (result, took) in [(Failure, SLOW), (Success, SLOW), (Success, FAST), (Success, 4 * SECOND)] {
             assert_eq!(call(&mut breaker, at(0), result, took), None);
@@ -552,12 +557,12 @@ mod tests {
         assert!(transition.is_some_and(|t| (t.failure_rate, t.slow_rate) == (0.2, 0.6)), "{transition:?}");
     }
 
-    /// Hystrix, `testLowVolumeDoesNotTripCircuit`.
+    /// Taken from Hystrix, `testLowVolumeDoesNotTripCircuit`.
     #[test]
     fn low_volume_does_not_open_the_breaker() {
         let mut breaker = breaker();
         for second in 0..300 {
-            // Never five calls in one window.
+            // No window ever contains five calls.
             if second % 3 == 0 {
                 assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
             }
@@ -565,7 +570,7 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// Hystrix, `HealthCountsStream`: calls that have left the window no longer count.
+    /// Taken from Hystrix, `HealthCountsStream`. Calls that have left the window no longer count.
     #[test]
     fn old_failures_leave_the_window() {
         let mut breaker = breaker();
@@ -579,10 +584,10 @@ mod tests {
         assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
     }
 
-    /// Semian, `request_allowed?`: returns true for an open circuit whose time is up, without changing the
-    /// state.
+    /// Taken from Semian, `request_allowed?`. Returns true for an open circuit whose open time has expired,
+    /// without changing the state.
     #[test]
-    fn peek_changes_nothing() {
+    fn peek_does_not_change_the_state() {
         let mut breaker = opened(at(0));
         for now in [at(0), at(4), at(5), at(60)] {
             let before = format!("{breaker:?}");
@@ -606,9 +611,10 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(105)), None);
     }
 
-    /// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission`.
+    /// Taken from resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and
+    /// `shouldIncreaseCounterOnReleasePermission`.
     #[test]
-    fn limits_probes_and_replaces_a_returned_probe() {
+    fn half_open_breaker_limits_the_number_of_probes() {
         let mut breaker = opened(at(0));
         let mut claims: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
         for _ in 0..2 {
@@ -634,9 +640,10 @@ mod tests {
         assert_eq!(breaker.seen(at(6)), Tally::default());
     }
 
-    /// resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935: the last probe is ignored.
+    /// Taken from resilience4j, #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935. The last probe
+    /// is ignored.
     #[test]
-    fn ignored_probe_can_be_repeated() {
+    fn ignored_probe_is_repeated() {
         let mut breaker = opened(at(0));
         for _ in 0..3 {
             assert_eq!(call(&mut breaker, at(5), Success, FAST), None);
@@ -649,8 +656,8 @@ mod tests {
         assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
     }
 
-    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): not needed here, because a hanging probe ends
-    /// at its deadline as a failure.
+    /// Taken from resilience4j, `maxWaitDurationInHalfOpenState` (#2028). This setting is not needed here,
+    /// because a probe that hangs ends as a failure at its deadline.
     #[test]
     fn probe_that_exceeds_its_deadline_reopens_the_breaker() {
         let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
@@ -662,11 +669,11 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
     }
 
-    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the counterpart for
-    /// slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike resilience4j,
-    /// this breaker opens as soon as the remaining probes cannot prevent that.
+    /// Taken from resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, its
+    /// counterpart for slow calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike
+    /// resilience4j, this breaker opens as soon as the remaining probes cannot prevent the opening.
     #[test]
-    fn failure_and_slow_rates_decide_about_probes() {
+    fn probe_results_open_or_close_the_breaker() {
         for bad in [(Failure, FAST), (Success, SLOW)] {
             let mut breaker = opened(at(0));
             assert_eq!(call(&mut breaker, at(5), bad.0, bad.1), None);
@@ -682,10 +689,10 @@ mod tests {
         }
     }
 
-    /// Calls that began before the breaker opened and end while it is half-open are no evidence, and return
-    /// no claims of the current epoch.
+    /// Calls that were claimed before the breaker opened and end while it is half-open are not counted, and do not
+    /// return claims to the current epoch.
     #[test]
-    fn calls_of_an_earlier_epoch_are_ignored() {
+    fn calls_claimed_before_the_opening_are_ignored() {
         let mut breaker = breaker();
         let old: Vec<_> = (0..50).map(|_| claim(&mut breaker, at(0))).collect();
         trip(&mut breaker, at(0));
@@ -702,11 +709,11 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::Closed);
     }
 
-    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval. resilience4j
-    /// resets the interval at each closing, which would never slow down flapping.
-    /// Here the interval is reset only after the breaker was closed for a whole window.
+    /// Taken from resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval.
+    /// resilience4j resets the interval at each closing, so that it never slows down a flapping breaker. Here
+    /// the interval is reset only after the breaker was closed for a whole window.
     #[test]
-    fn open_for_doubles_up_to_eightfold() {
+    fn open_time_doubles_up_to_eight_times_open_for() {
         let mut breaker = opened(at(0));
         let mut now = at(0);
         for expected in [5, 10, 20, 40, 40, 40] {
@@ -725,7 +732,11 @@ mod tests {
         close(&mut breaker, now);
         now = now + 9 * SECOND;
         trip(&mut breaker, now);
-        assert_eq!(retry_after(&breaker, now), Some(40 * SECOND), "it was closed for too short a time");
+        assert_eq!(
+            retry_after(&breaker, now),
+            Some(40 * SECOND),
+            "the breaker was not closed for a whole window"
+        );
         now = now + 40 * SECOND;
         close(&mut breaker, now);
         now = now + 10 * SECOND;
@@ -734,7 +745,7 @@ mod tests {
     }
 
     #[test]
-    fn half_open_needs_a_ready_worker() {
+    fn breaker_stays_open_without_a_ready_worker() {
         let mut breaker = opened(at(0));
         let not_ready = Admission::Open { retry_after: Duration::ZERO };
         assert_eq!(breaker.next_deadline(true), Some(at(5)));
@@ -750,9 +761,9 @@ mod tests {
         assert!(matches!(breaker.claim(at(9), true), Some((Claim::Probe { .. }, None))));
     }
 
-    /// resilience4j, `shouldForceOpenCircuitBreaker`.
+    /// Taken from resilience4j, `shouldForceOpenCircuitBreaker`.
     #[test]
-    fn forced_open_stays_until_released_or_reset() {
+    fn forced_open_breaker_closes_only_on_release_or_reset() {
         for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
             let before = breaker.state();
             assert!(breaker.force_open(at(1)).is_some_and(|t| t.from == before));
@@ -769,9 +780,9 @@ mod tests {
         }
     }
 
-    /// resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
+    /// Taken from resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
     #[test]
-    fn reset_closes_and_drops_evidence() {
+    fn reset_closes_the_breaker_and_drops_all_counts() {
         let mut breaker = opened(at(0));
         trip(&mut breaker, at(5));
         assert!(breaker.reset(at(6)).is_some_and(|t| t.from == BreakerState::Open));
@@ -786,7 +797,7 @@ mod tests {
         assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
     }
 
-    /// The window also drops old successes. Neither that alone nor an ignored call may open the breaker.
+    /// Neither an old success that leaves the window nor an ignored call may open the breaker.
     #[test]
     fn only_failed_or_slow_calls_open_the_breaker() {
         let mut breaker = breaker();
@@ -818,7 +829,7 @@ mod tests {
         }
     }
 
-    /// A breaker, calls in progress, and a simple list of the calls judged in the current epoch.
+    /// A breaker, the calls in progress, and a plain list of the calls counted in the current epoch.
     struct World {
         random: Random,
         limits: BreakerLimits,
@@ -895,7 +906,7 @@ mod tests {
             assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
         }
 
-        /// Returns the transition that the last result must cause, computed from the list.
+        /// Returns the transition that the last result must cause, computed from the plain list.
         fn expected(&self) -> Option<(BreakerState, u32)> {
             let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
             let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
@@ -912,7 +923,7 @@ mod tests {
             }
         }
 
-        /// Returns the calls that are no older than nine full tenths of a window before the current tenth.
+        /// Returns the calls made in the current tenth of a window or in the nine tenths before it.
         fn in_window(&self) -> Vec<(Time, Tally)> {
             let tenth = (self.limits.window.as_nanos() / 10) as u64;
             let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
@@ -922,7 +933,7 @@ mod tests {
         fn advance(&mut self) {
             self.breaker.advance(self.now, self.is_ready);
             let next = self.breaker.next_deadline(self.is_ready);
-            assert!(next.is_none_or(|at| at > self.now), "due for ever");
+            assert!(next.is_none_or(|at| at > self.now), "a deadline in the past must not remain");
         }
 
         fn by_hand(&mut self) {
@@ -935,7 +946,8 @@ mod tests {
             }
         }
 
-        /// Checks that calls pass once all claims are returned, enough time has passed and a worker is ready.
+        /// Checks that the breaker lets calls pass once all claims are returned, enough time has passed and a worker is
+        /// ready.
         fn never_stuck(&mut self) {
             for claim in std::mem::take(&mut self.under_way) {
                 self.breaker.return_claim(claim);
@@ -972,7 +984,7 @@ mod tests {
     }
 
     #[test]
-    fn random_histories_match_a_naive_model() {
+    fn random_call_histories_match_a_simple_model() {
         let mut entered = [0; 4];
         for seed in 0..200 {
             let mut world = World::new(seed);
@@ -984,6 +996,6 @@ mod tests {
                 *sum += count;
             }
         }
-        assert!(entered.iter().all(|&count| count > 100), "too little happened: {entered:?}");
+        assert!(entered.iter().all(|&count| count > 100), "a state was entered too few times: {entered:?}");
     }
 }

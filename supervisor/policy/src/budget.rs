@@ -1,6 +1,6 @@
-//! Retry budget of a bulkhead. Retries are limited to a share of the recent calls, so that a failing
-//! dependency does not cause twice the load. The share within a window is taken from Finagle's `RetryBudget`,
-//! the minimum number of retries from failsafe-go.
+//! Retry budget of a bulkhead. Retries are limited to a share of the recent calls, so that a failing dependency does
+//! not get twice the load. The share within a window is taken from Finagle's `RetryBudget`, the minimum number of
+//! retries from failsafe-go.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -8,12 +8,12 @@ use std::time::Duration;
 use crate::breaker::{Window, share};
 use crate::time::Time;
 
-/// Length of the window in which calls and retries count (Finagle's `ttl`).
+/// Length of the window over which calls and retries are counted (Finagle's `ttl`).
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Number of retries that are always allowed in a window. A share of few calls would be less than one retry,
-/// but all jobs that were in a crashed worker must be able to try again. A retry may cost a worker, so this
-/// is a tenth of Finagle's value.
+/// Number of retries that are always allowed in a window. After only a few calls, the configured share would be less
+/// than one retry, but every job that was in a crashed worker must get a retry. The value is a tenth of Finagle's,
+/// because each retry can kill another worker.
 const RETRIES_FLOOR: u32 = 10;
 
 /// Limits for retries.
@@ -25,10 +25,10 @@ pub struct RetryLimits {
     pub budget: f64,
 }
 
-/// Calls and retries of one bulkhead.
+/// Counter of the calls and retries of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct RetryBudget {
-    /// Configuration in force. Without limits there are no retries.
+    /// Configuration of the budget. With `None`, no retries are allowed.
     limits: Option<RetryLimits>,
     window: Window<Spent>,
 }
@@ -56,13 +56,13 @@ impl RetryBudget {
         Self { limits, window: Window::new(WINDOW) }
     }
 
-    /// Replaces the limits. Counted calls and retries remain.
+    /// Replaces the limits. Calls and retries that were already counted remain.
     pub(crate) fn reconfigure(&mut self, limits: Option<RetryLimits>) {
         self.limits = limits;
     }
 
-    /// Counts the first attempt of a job. Retries do not count as calls, because they would then allow
-    /// further retries.
+    /// Counts the first attempt of a job. A retry is not counted as a call, because it would then allow further
+    /// retries.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {
             return;
@@ -71,8 +71,7 @@ impl RetryBudget {
         bucket.calls = bucket.calls.saturating_add(1);
     }
 
-    /// Returns true if a job with this number of attempts may be retried. If so, charges the retry to the
-    /// budget.
+    /// Returns true if a job may be retried after `attempts` attempts. If so, charges the retry to the budget.
     pub(crate) fn try_retry(&mut self, now: Time, attempts: u32) -> bool {
         let is_allowed = self.allows(now, attempts);
         if is_allowed {
@@ -82,8 +81,8 @@ impl RetryBudget {
         is_allowed
     }
 
-    /// Returns true if one more retry is within the budget. A `budget` of 0 allows no retries, not even
-    /// [`RETRIES_FLOOR`].
+    /// Returns true if the budget allows one more retry of a job that has had `attempts` attempts. A `budget` of 0
+    /// allows no retries, not even [`RETRIES_FLOOR`].
     fn allows(&self, now: Time, attempts: u32) -> bool {
         let Some(limits) = &self.limits else { return false };
         if attempts >= limits.attempts || limits.budget <= 0.0 {
@@ -105,35 +104,44 @@ mod tests {
         RetryBudget::new(Some(RetryLimits { attempts, budget }))
     }
 
-    /// Returns the number of retries allowed at this time.
+    /// Uses up the budget and returns the number of retries that it allowed.
     fn spend(budget: &mut RetryBudget, now: Time) -> u32 {
         (0..10_000).take_while(|_| budget.try_retry(now, 1)).count() as u32
     }
 
-    /// failsafe-go, `WithMinConcurrency`: the minimum is allowed even without any call.
+    /// Taken from failsafe-go, `WithMinConcurrency`. The minimum number of retries is allowed even without
+    /// any call.
     #[test]
-    fn allows_minimum_retries_at_low_volume() {
+    fn low_volume_allows_the_minimum_number_of_retries() {
         let mut budget = budget(2, 0.2);
         assert_eq!(spend(&mut budget, Time::ZERO), RETRIES_FLOOR);
         for _ in 0..5 * RETRIES_FLOOR {
             budget.call(Time::ZERO);
         }
-        assert_eq!(spend(&mut budget, Time::ZERO), 0, "the share is no more than the floor");
+        assert_eq!(
+            spend(&mut budget, Time::ZERO),
+            0,
+            "the share must not exceed the minimum number of retries"
+        );
     }
 
-    /// Finagle, `RetryBudget`: about `percentCanRetry` of the requests.
+    /// Taken from Finagle, `RetryBudget`. Allows retries for about `percentCanRetry` of the requests.
     #[test]
-    fn allows_budget_share_at_high_volume() {
+    fn high_volume_allows_the_configured_share_of_retries() {
         for (share, expected) in [(0.2, 200), (0.29, 290), (0.001, RETRIES_FLOOR), (1.0, 1000)] {
             let mut budget = budget(2, share);
             for _ in 0..1000 {
                 budget.call(Time::ZERO);
             }
-            assert_eq!(spend(&mut budget, Time::ZERO), expected, "a share of {share}");
+            assert_eq!(
+                spend(&mut budget, Time::ZERO),
+                expected,
+                "wrong number of retries for a share of {share}"
+            );
         }
     }
 
-    /// Finagle: deposits expire after `ttl`. Here, withdrawals expire as well.
+    /// Taken from Finagle, where deposits expire after `ttl`. Here, withdrawals expire as well.
     #[test]
     fn old_calls_and_retries_expire() {
         let mut budget = budget(2, 0.2);
@@ -147,16 +155,16 @@ mod tests {
     }
 
     #[test]
-    fn attempts_include_the_first() {
+    fn number_of_attempts_includes_the_first_one() {
         let mut budget = budget(3, 1.0);
         assert!(budget.try_retry(Time::ZERO, 1));
         assert!(budget.try_retry(Time::ZERO, 2));
         assert!(!budget.try_retry(Time::ZERO, 3));
     }
 
-    /// Finagle, `RetryBudget.Empty`.
+    /// Taken from Finagle, `RetryBudget.Empty`.
     #[test]
-    fn no_retries_without_limits_or_with_empty_budget() {
+    fn missing_limits_or_zero_budget_forbid_retries() {
         assert_eq!(spend(&mut RetryBudget::new(None), Time::ZERO), 0);
         assert_eq!(spend(&mut budget(5, 0.0), Time::ZERO), 0);
     }

@@ -1,7 +1,7 @@
-//! State machine of one bulkhead: dispatch, deadlines and cancellation. The other parts are in submodules.
-//! [`admission`] has admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and
-//! [`recycle`] the lifecycle of workers. [`permits`] and [`adapt`] bound the number of running jobs.
-//! [`spares`] has the spares, and [`size`] the number of workers.
+//! State machine of one bulkhead. This file contains dispatch, deadlines and cancellation. The submodule [`admission`]
+//! contains admission and queueing, [`recovery`] the jobs of dead workers, and [`life`] and [`recycle`] the lifecycle
+//! of workers. [`permits`] and [`adapt`] limit the number of running jobs. [`spares`] contains the spares, and [`size`]
+//! the number of workers.
 
 mod adapt;
 mod admission;
@@ -24,102 +24,79 @@ use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict
 use crate::adaptive::Adaptive;
 use crate::breaker::{Breaker, CallResult, Transition};
 use crate::budget::RetryBudget;
+use crate::ending::{Ending, RecycleReason};
 use crate::jobs::{JobState, Jobs};
 use crate::limits::Limits;
-use crate::load::WorkersByLoad;
-use crate::messages::{Action, Event, JobOutcome, OperatorEvent, RecycleReason, Reply, WorkerId, rejection};
+use crate::messages::{Action, Event, JobOutcome, OperatorEvent, Reply, WorkerId, rejection};
 use crate::poison::Poison;
 use crate::queue::Queue;
 use crate::restart::RestartSpacing;
 use crate::retry_after::RetryAfter;
 use crate::tenants::Tenants;
-use crate::time::Time;
+use crate::time::{Time, earlier};
 use crate::timers::Timers;
-use crate::workers::{Exclusivity, Phase, Slot, Worker};
+use crate::worker::{Phase, Worker};
+use crate::workers::Workers;
 
 use admission::Evictions;
+use prefetch::time_to_begin;
+use recovery::Suspicion;
 use withheld::Withheld;
 
-pub use life::describe as describe_end;
 pub use size::Activity;
 pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView};
 
-/// One bulkhead. `T` is the caller's record of a job.
+/// A bulkhead. `T` is the caller's record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
     activity: Activity,
-    /// Time at which the bulkhead became idle. Tracked only if `idle` is configured.
+    /// Time at which the bulkhead became idle. Only tracked if `idle` is configured.
     idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
-    workers: Vec<Option<Worker>>,
-    free_places: Vec<u32>,
-    worker_timers: Timers,
-    slots: Vec<Slot>,
-    slot_timers: Timers,
+    workers: Workers,
     queue: Queue,
-    /// Suspects, which wait for an idle worker; oldest first.
+    /// Suspects that are waiting for an idle worker, oldest first.
     suspects: VecDeque<u32>,
-    /// Worker that takes no new jobs, in order to become idle for the first suspect.
-    reserved: Option<u32>,
     tenants: Tenants,
     withheld: Vec<Withheld>,
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
-    /// The adaptive limit, if configured.
+    /// The adaptive limit, or `None` if not configured.
     adaptive: Option<Box<Adaptive>>,
-    load: WorkersByLoad,
-    /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
-    prefetch_candidates: WorkersByLoad,
-    /// Number of prefetched jobs that a client waits for.
+    /// Number of prefetched jobs whose clients are still waiting.
     prefetched: usize,
-    /// Workers that may have prefetched jobs to recall, because they take no more jobs.
-    to_recall: Vec<u32>,
     /// True if all prefetched jobs must be recalled.
     must_recall_all: bool,
     /// Workers that are late to begin a job.
     late_workers: Vec<u32>,
-    /// Recalled jobs that must be sent to the same worker again.
+    /// Recalled jobs that must be sent back to the worker from which they were recalled.
     to_resend: Vec<u32>,
-    /// Replaced workers that have answered all their jobs since the last event.
-    finished_replaced: Vec<u32>,
-    /// Replaced workers that have left their slots but have not exited, oldest first.
+    /// Replaced workers that have left their slots but have not exited yet, oldest first.
     exiting: VecDeque<u32>,
-    /// Number of workers that count towards the limit.
-    ready: u32,
-    /// Number of ready workers that are late to begin a job and get no other until they show that they are alive.
-    stalled: u32,
-    /// Number of permits of all workers that count towards the limit.
-    permits: u64,
-    /// Number of permits in use.
-    in_use: u32,
-    /// Permits in use before the current event.
+    /// Number of permits in use before the current event.
     in_use_before_event: u32,
-    /// Permits reserved for critical jobs before the current event (adaptive limit only).
+    /// Number of permits reserved for critical jobs before the current event. Only set if there is an
+    /// adaptive limit.
     reserved_before_event: u32,
-    /// Number of permits held, including those of workers that no longer count towards the limit.
-    permits_held: u32,
-    /// Number of slots that have or will have a worker.
-    live_slots: u32,
-    last_generation: u32,
     spacing: RestartSpacing,
-    /// True if a worker or slot has changed so that a spare may have to take over.
+    /// True if a worker or slot has changed, so that [`Self::fill_from_spares`] must check for slots that need a spare.
     spares_changed: bool,
-    /// Slots that a rolling restart has not reached yet.
+    /// Slots that the rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
-    /// Smoothed time that a worker has a job, in nanoseconds.
-    service_ns: u64,
     counters: Counters,
     /// Adaptive `Retry-After` by priority code, created at the first rejection.
     retry_after_values: [Option<Box<RetryAfter>>; 3],
-    /// True if queue pressure has been reported.
+    /// True if queue pressure was reported and has not subsided since.
     is_pressure_reported: bool,
     evictions: Evictions,
     last_failure: String,
-    /// Reports to send after the answers that they refer to.
+    /// Actions caused by the current event. The memory is the caller's buffer.
+    actions: Vec<Action<T>>,
+    /// Events to report after the outcomes that they refer to.
     deferred_events: Vec<OperatorEvent>,
 }
 
@@ -131,53 +108,40 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
-    /// Memory per waiting job in the tables of policy, which may be half empty, in bytes.
+    /// Size of the table entries of a waiting job, in bytes. Twice the size of an entry, because up to half of a table
+    /// can be unused.
     pub const JOB_BYTES: usize =
         2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
 
-    /// Returns a bulkhead that has not started. Equal seeds and equal histories give equal decisions.
+    /// Returns a bulkhead that has not started. Two bulkheads with the same seed and the same history make the same
+    /// decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
         let retries = RetryBudget::new(limits.retry.clone());
         let poison = Poison::new(limits.poison.clone());
         let tenants = Tenants::new(&limits.tenants);
         let adaptive = limits.adaptive.clone().map(|limits| Box::new(Adaptive::new(limits, Time::ZERO)));
-        let mut bulkhead = Self {
+        let workers = Workers::new(limits.slot_count(), limits.spare_count());
+        Self {
             limits,
             mode: Mode::Open,
             activity: Activity::ScaledToZero,
             idle_since: None,
             jobs: Jobs::default(),
             job_timers: Timers::default(),
-            workers: Vec::new(),
-            free_places: Vec::new(),
-            worker_timers: Timers::default(),
-            slots: Vec::new(),
-            slot_timers: Timers::default(),
+            workers,
             queue: Queue::default(),
             suspects: VecDeque::new(),
-            reserved: None,
             tenants,
             withheld: Vec::new(),
             adaptive,
-            load: WorkersByLoad::default(),
-            prefetch_candidates: WorkersByLoad::default(),
             prefetched: 0,
-            to_recall: Vec::new(),
             must_recall_all: false,
             late_workers: Vec::new(),
             to_resend: Vec::new(),
-            finished_replaced: Vec::new(),
             exiting: VecDeque::new(),
-            ready: 0,
-            stalled: 0,
-            permits: 0,
-            in_use: 0,
             in_use_before_event: 0,
             reserved_before_event: 0,
-            permits_held: 0,
-            live_slots: 0,
-            last_generation: 0,
             spacing: RestartSpacing::default(),
             spares_changed: false,
             rolling: VecDeque::new(),
@@ -185,100 +149,111 @@ impl<T> Bulkhead<T> {
             breaker,
             retries,
             poison,
-            service_ns: 0,
             counters: Counters::default(),
             retry_after_values: Default::default(),
             is_pressure_reported: false,
             evictions: Evictions::default(),
             last_failure: String::new(),
+            actions: Vec::new(),
             deferred_events: Vec::new(),
-        };
-        let slots = bulkhead.slot_count();
-        let spares = (0..bulkhead.spare_count()).map(|_| Slot { is_spare_slot: true, ..Slot::default() });
-        bulkhead.slots.reserve_exact(slots + spares.len());
-        bulkhead.slots.resize_with(slots, Slot::default);
-        bulkhead.slots.extend(spares);
-        bulkhead
+        }
     }
 
-    /// Applies an event that occurred at `now`, and appends the resulting actions to `out`. Returns the id of
-    /// a job that was accepted by [`Event::Submit`].
+    /// Applies an event that occurred at `now` and appends the resulting actions to `out`. If a job was accepted by
+    /// [`Event::Submit`], returns its id.
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
-        self.in_use_before_event = self.in_use;
+        self.actions = std::mem::take(out);
+        let job = self.handle(now, event);
+        self.workers.set_timers(&self.limits, self.is_stopping());
+        *out = std::mem::take(&mut self.actions);
+        #[cfg(debug_assertions)]
+        self.workers.check(&self.limits, self.is_stopping());
+        job
+    }
+
+    #[inline]
+    fn handle(&mut self, now: Time, event: Event<T>) -> Option<JobId> {
+        self.in_use_before_event = self.workers.totals().in_use;
         if self.adaptive.is_some() {
             self.reserved_before_event = u32::try_from(self.reserved_permits()).unwrap_or(u32::MAX);
         }
         match event {
-            Event::Submit(submission) => return self.submit(now, submission, out),
-            Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
+            Event::Submit(submission) => return self.submit(now, submission),
+            Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply),
             Event::JobReturned { worker, job, send_number } => {
-                self.job_returned(now, worker, (job, send_number), out)
+                self.job_returned(now, worker, (job, send_number))
             }
             Event::ResultTooLarge { worker, job, failure } => {
-                self.result_too_large(now, worker, job, failure, out)
+                self.result_too_large(now, worker, job, failure)
             }
-            Event::Tick => self.tick(now, out),
-            Event::Cancel { job, unless_begun } => self.cancel(now, job, unless_begun, out),
-            Event::MemoryExhausted { job } => self.memory_exhausted(now, job, out),
-            Event::Start => self.start(now, out),
-            Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
-            Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
+            Event::Tick => self.tick(now),
+            Event::Cancel { job, unless_begun } => self.cancel(now, job, unless_begun),
+            Event::MemoryExhausted { job } => self.memory_exhausted(now, job),
+            Event::Start => self.start(now),
+            Event::Spawned { worker, pid } => self.spawned(now, worker, pid),
+            Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message),
             Event::Hello { worker, capabilities, journal } => self.hello(now, worker, capabilities, journal),
             Event::StartStatus { worker, text } => self.start_status(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
-            Event::Ready { worker } => self.worker_ready(now, worker, out),
+            Event::Ready { worker } => self.worker_ready(now, worker),
             Event::FrameReceived { worker } => {
                 self.record_sign_of_life(now, worker);
                 self.extend_kill_time(now, worker);
             }
             Event::AliveAt { worker, at } => self.alive_at(now, worker, at),
-            Event::ProtocolViolated { worker, message } => self.protocol_violated(now, worker, message, out),
-            Event::Stopping { worker } => self.worker_stopping(now, worker, out),
-            Event::CpuTimeChecked { worker, is_starved } => {
-                self.cpu_time_checked(now, worker, is_starved, out)
-            }
+            Event::ProtocolViolated { worker, message } => self.protocol_violated(now, worker, message),
+            Event::Stopping { worker } => self.worker_stopping(now, worker),
+            Event::CpuTimeChecked { worker, is_starved } => self.cpu_time_checked(now, worker, is_starved),
             Event::JobUnread { worker, job } => self.job_unread(worker, job),
             Event::JobNotBegun { worker, job } => self.job_not_begun(worker, job),
-            Event::Exited { worker, death } => self.exited(now, worker, death, out),
-            Event::Reaped { worker } => self.reaped(now, worker, out),
-            Event::LostWithKeeper { worker } => self.lost_with_keeper(now, worker, out),
-            Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
+            Event::Exited { worker, death } => self.exited(now, worker, death),
+            Event::Reaped { worker } => self.reaped(now, worker),
+            Event::LostWithKeeper { worker } => self.lost_with_keeper(now, worker),
+            Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes),
             Event::SupervisorPaused => self.supervisor_paused(now),
-            Event::Restart => self.rolling_restart(now, out),
-            Event::Drain => self.drain(now, out),
-            Event::Resume => self.resume(out),
-            Event::Reset => self.reset(now, out),
-            Event::ChangeLimits(change) => self.change(now, change, out),
-            Event::Reconfigure(limits) => self.reconfigure(now, *limits, out),
-            Event::ReplaceWorkers => self.replace(now, out),
+            Event::Restart => self.rolling_restart(now),
+            Event::Drain => self.drain(now),
+            Event::Resume => self.resume(),
+            Event::Reset => self.reset(now),
+            Event::ChangeLimits(change) => self.change(now, change),
+            Event::Reconfigure(limits) => self.reconfigure(now, *limits),
+            Event::ReplaceWorkers => self.replace(now),
             Event::ChangeTenantLimits { tenant, overrides } => {
-                self.change_tenant_limits(now, &tenant, overrides, out)
+                self.change_tenant_limits(now, &tenant, overrides)
             }
-            Event::ScaleToZero => self.scale_to_zero(now, out),
+            Event::ScaleToZero => self.scale_to_zero(now),
             Event::AnnounceStart => self.announce_start(now),
-            Event::ForceBreaker { open } => self.force_breaker(now, open, out),
-            Event::Stop { by } => self.stop(now, by, out),
+            Event::ForceBreaker { open } => self.force_breaker(now, open),
+            Event::Stop { by } => self.stop(now, by),
         }
-        self.fill_from_spares(now, out);
-        while self.release_slots(now, out) {
-            self.fill_from_spares(now, out);
+        self.fill_from_spares(now);
+        while self.release_slots(now) {
+            self.fill_from_spares(now);
         }
         self.release_withheld(now);
-        self.adapt(now, out);
-        out.extend(self.deferred_events.drain(..).map(Action::Report));
-        let transition = self.breaker.advance(now, self.ready > 0);
-        self.report_transition(transition, out);
-        // Any event may have freed a permit, or reduced the number of reserved permits.
-        self.pump(now, out);
-        // A recalled job can have been the last job of a replaced worker.
-        while self.release_slots(now, out) {
-            self.fill_from_spares(now, out);
+        self.adapt(now);
+        self.report_deferred_events();
+        let transition = self.breaker.advance(now, self.has_ready_worker());
+        self.report_transition(transition);
+        // Any event can free a permit or reduce the number of reserved permits.
+        self.pump(now);
+        // A recalled job may have been the last job of a replaced worker.
+        while self.release_slots(now) {
+            self.fill_from_spares(now);
             self.release_withheld(now);
-            self.pump(now, out);
+            self.pump(now);
         }
-        out.extend(self.deferred_events.drain(..).map(Action::Report));
+        self.report_deferred_events();
         self.update_idle_since(now);
         None
+    }
+
+    #[inline]
+    fn report_deferred_events(&mut self) {
+        // Most events defer nothing, and a drain of an empty vector is not free.
+        if !self.deferred_events.is_empty() {
+            self.actions.extend(self.deferred_events.drain(..).map(Action::Report));
+        }
     }
 
     /// Returns the time at which [`Event::Tick`] is due.
@@ -287,53 +262,49 @@ impl<T> Bulkhead<T> {
             Mode::Stopping { by } if !self.is_stopped() => Some(by),
             _ => None,
         };
-        let breaker = self.breaker.next_deadline(self.ready > 0);
+        let breaker = self.breaker.next_deadline(self.has_ready_worker());
         let scale_to_zero = self.scale_to_zero_at();
-        let jobs_or_workers = earlier(self.job_timers.next(), self.worker_timers.next());
-        let slots_or_breaker = earlier(self.slot_timers.next(), breaker);
+        let jobs_or_workers = earlier(self.job_timers.next(), self.workers.next_deadline());
         let report =
             self.adaptive.as_deref().and_then(Adaptive::report_due_at).filter(|_| !self.is_stopped());
         let report_or_release = earlier(report, self.next_withheld_release());
-        earlier(
-            earlier(jobs_or_workers, slots_or_breaker),
-            earlier(earlier(scale_to_zero, stop), report_or_release),
-        )
+        earlier(earlier(jobs_or_workers, breaker), earlier(earlier(scale_to_zero, stop), report_or_release))
     }
 
-    /// Returns the caller's record of a job while its client waits.
+    /// Returns the caller's record of a job, or `None` if the client already has the outcome.
     pub fn record_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).record.as_mut()
     }
 
-    /// Returns true if the job is in the queue, so that [`Event::MemoryExhausted`] can reject it.
+    /// Returns true if the job is in the queue and can therefore be rejected by [`Event::MemoryExhausted`].
     pub fn is_waiting(&self, job: JobId) -> bool {
         let place = self.jobs.find(job).and_then(|index| self.jobs.state(index));
         matches!(place, Some(JobState::Queued | JobState::WaitingSuspect))
     }
 
-    /// Returns true if this worker has this job with a permit.
+    /// Returns true if the job is in flight in this worker. A prefetched job is not in flight.
     pub fn holds(&self, worker: WorkerId, job: JobId) -> bool {
         matches!(self.find_at(worker, job), Some((_, JobState::InFlight { .. })))
     }
 
-    /// Returns index and place of a job that this worker has, with a permit or prefetched.
+    /// Returns the index and the state of a job that is in flight or prefetched in this worker.
     fn find_at(&self, worker: WorkerId, job: JobId) -> Option<(u32, JobState)> {
         let index = self.jobs.find(job)?;
         let place = self.jobs.state(index)?;
         let (JobState::InFlight { worker: at, .. } | JobState::Prefetched { worker: at }) = place else {
             return None;
         };
-        (at == worker.place && self.worker(worker).is_some()).then_some((index, place))
+        (at == worker.place && self.workers.by_id(worker).is_some()).then_some((index, place))
     }
 
-    /// Returns the limits in force.
+    /// Returns the current limits.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Counts a job that was rejected before it reached the state machine, because it was malformed or too
-    /// large, or because memory was short.
+    /// Counts a job that was rejected before it reached the state machine because it was malformed or too large, or
+    /// because memory was exhausted.
     pub fn count_rejected(&mut self, reason: RejectReason) {
         self.counters.count_rejected(reason);
     }
@@ -349,86 +320,86 @@ impl<T> Bulkhead<T> {
 
     // Dispatch.
 
-    /// Dispatches a job to a worker if the payload is not quarantined and the breaker lets the job pass.
-    /// Rejects the job otherwise.
-    fn try_dispatch(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
+    /// Dispatches a job to a worker. Rejects the job instead if the payload is quarantined or the breaker does not let
+    /// the job pass.
+    fn try_dispatch(&mut self, now: Time, index: u32, worker: u32) {
         if self.is_quarantined(now, self.jobs.digest(index)) {
-            self.send_outcome(now, index, rejection(RejectReason::Quarantined), out);
+            self.send_outcome(now, index, rejection(RejectReason::Quarantined));
             return self.forget(index);
         }
         if self.breaker.is_disabled() {
-            return self.dispatch(now, index, worker, out);
+            return self.dispatch(now, index, worker);
         }
-        match self.breaker.claim(now, self.ready > 0) {
+        match self.breaker.claim(now, self.has_ready_worker()) {
             Some((claim, transition)) => {
                 self.jobs.get(index).claim = Some(claim);
-                self.report_transition(transition, out);
-                self.dispatch(now, index, worker, out);
+                self.report_transition(transition);
+                self.dispatch(now, index, worker);
             }
             None => {
-                self.send_outcome(now, index, rejection(RejectReason::CircuitOpen), out);
+                self.send_outcome(now, index, rejection(RejectReason::CircuitOpen));
                 self.forget(index);
             }
         }
     }
 
-    fn force_breaker(&mut self, now: Time, open: bool, out: &mut Vec<Action<T>>) {
+    fn force_breaker(&mut self, now: Time, open: bool) {
         let transition = if open { self.breaker.force_open(now) } else { self.breaker.release(now) };
-        self.report_transition(transition, out);
+        self.report_transition(transition);
     }
 
-    fn report_transition(&mut self, transition: Option<Transition>, out: &mut Vec<Action<T>>) {
+    fn report_transition(&mut self, transition: Option<Transition>) {
         if let Some(transition) = transition {
-            out.push(Action::Report(OperatorEvent::Breaker(transition)));
+            self.actions.push(Action::Report(OperatorEvent::Breaker(transition)));
         }
     }
 
-    fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
-        self.assign(now, index, place);
+    fn dispatch(&mut self, now: Time, index: u32, place: u32) {
+        let check_at = self.begin_check_at(now);
+        let sent = self.assign(now, index, place, |worker| worker.send(check_at));
         let remaining = self.jobs.get(index).answer_by(now).since(now);
-        self.send(now, index, place, (remaining, false), out);
+        self.sent(index, sent, (remaining, false));
         if self.limits.recycle.jobs.is_some() {
-            self.check_job_limit(now, place, out);
+            self.check_job_limit(now, place);
         }
     }
 
-    /// Assigns a job to a worker.
-    fn assign(&mut self, now: Time, index: u32, place: u32) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+    /// Assigns a job to a worker and applies `change` to the worker at the same time.
+    fn assign<R>(
+        &mut self,
+        now: Time,
+        index: u32,
+        place: u32,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
         let job = self.jobs.get(index);
+        let (tenant, is_suspect) = (job.tenant, job.is_suspect);
+        let (at, result) = self.workers.edit_jobs(&self.limits, place, |worker| {
+            let at = worker.add_job(now, index, tenant, is_suspect);
+            (at, change(worker))
+        })?;
         job.attempts += 1;
         if !std::mem::replace(&mut job.is_counted, true) {
             self.retries.call(now);
         }
         job.state = JobState::InFlight {
             worker: place,
-            index: worker.jobs.len() as u32,
+            index: at,
             since: now,
             is_overdue: false,
             is_unread: false,
             is_oversized: false,
         };
-        let is_of_same = worker.jobs.is_empty() || worker.tenant == Some(job.tenant);
-        worker.tenant = is_of_same.then_some(job.tenant);
-        worker.last_progress_at = now;
-        worker.late_checks = if worker.jobs.is_empty() { 0 } else { worker.late_checks };
-        worker.jobs.push(index);
-        worker.awaited_jobs += 1;
-        worker.jobs_given += 1;
-        if job.is_suspect {
-            worker.exclusivity = Exclusivity::Exclusive;
-        }
         let due = if job.record.is_some() { job.answer_by(now) } else { job.kill_by(now) };
-        let tenant = job.tenant;
         self.count_in_flight(tenant, true);
         self.job_timers.set(index, due);
-        self.refresh(place);
+        Some(result)
     }
 
-    // Answers.
+    // Outcomes.
 
-    /// Sends the client its answer. The job stays where it is.
-    fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+    /// Sends the outcome to the client. A job that is in a worker remains there.
+    fn send_outcome(&mut self, now: Time, index: u32, verdict: Verdict) {
         let job = self.jobs.get(index);
         let Some(record) = job.record.take() else { return };
         let (priority, is_fallback, has_claim) = (job.priority, job.is_fallback, job.claim.is_some());
@@ -438,7 +409,7 @@ impl<T> Bulkhead<T> {
             self.counters.count(&verdict);
         }
         if has_claim {
-            self.record_call(now, index, &verdict, out);
+            self.record_call(now, index, &verdict);
         }
         let job = self.jobs.get(index);
         if let JobState::InFlight { since, .. } = job.state {
@@ -454,11 +425,11 @@ impl<T> Bulkhead<T> {
             .as_ref()
             .map_or((Duration::ZERO, None), |before| (before.ran, before.worker_pid));
         if let JobState::InFlight { worker, .. } | JobState::Prefetched { worker, .. } = job.state {
-            worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
+            worker_pid = self.workers.get(worker).and_then(|worker| worker.pid);
         }
         match job.state {
             JobState::InFlight { since, .. } => ran += now.since(since),
-            // The verdict says that the job has begun.
+            // The job has begun according to the verdict, so this attempt counts.
             JobState::Prefetched { .. } => attempts += 1,
             _ => {}
         }
@@ -476,149 +447,145 @@ impl<T> Bulkhead<T> {
             deadline: job.limit(),
             run_limit: (job.run_limit < Duration::MAX).then_some(job.run_limit),
         };
-        out.push(Action::SendOutcome(answer));
+        self.actions.push(Action::SendOutcome(answer));
     }
 
-    /// Reports a call to the breaker. A job that is answered from the queue has no claim.
-    fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict, out: &mut Vec<Action<T>>) {
+    /// Records the result of a call in the breaker. A job that never left the queue has no claim, so nothing is
+    /// recorded for it.
+    fn record_call(&mut self, now: Time, index: u32, verdict: &Verdict) {
         let job = self.jobs.get(index);
         let Some(claim) = job.claim.take() else { return };
         let JobState::InFlight { since, .. } = job.state else { return self.breaker.return_claim(claim) };
         let transition = self.breaker.record(now, claim, call_result(verdict), now.since(since));
-        self.report_transition(transition, out);
+        self.report_transition(transition);
     }
 
-    fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply, out: &mut Vec<Action<T>>) {
+    fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply) {
         self.record_sign_of_life(now, worker);
         let found = self.find_at(worker, job);
         let Some((index, JobState::InFlight { since, is_oversized: is_answered, .. })) = found else {
             if found.is_some() || self.was_recalled_from(worker, job) {
-                self.kill_for_invalid_reply(now, worker, job, out);
+                self.kill_for_invalid_reply(now, worker, job);
             }
             self.counters.late_replies += 1;
             return;
         };
-        let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
-        self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
+        self.workers.record_service_time(now.since(since));
         let job = self.jobs.get(index);
         let (send_number, is_wanted) = (job.send_number, job.record.is_some());
         if !is_wanted && !is_answered {
-            // The client was answered earlier, for example at the deadline, and the worker has now finished.
+            // The client got its outcome earlier, for example at the deadline, and only now has the worker finished.
             self.counters.late_replies += 1;
         }
         let verdict = match reply {
             Reply::Ok => Verdict::Ok,
             Reply::Failed(failure) => Verdict::Failed(failure),
-            Reply::ProgramCrashed { death, message } => life::crash(death, None, message),
+            Reply::ProgramCrashed { death, message } => Ending::from(death).verdict(message),
         };
-        if !self.retry_after_program_crash(now, index, worker, &verdict, out) {
-            self.send_outcome(now, index, verdict, out);
-            self.release(index);
+        let is_crash = matches!(verdict, Verdict::Crashed { .. });
+        let is_retried = is_crash && self.decide_retry(now, index, &verdict, Suspicion::Program);
+        if !is_retried {
+            self.send_outcome(now, index, verdict);
         }
-        if let Some(worker) = self.worker_mut(worker) {
+        let check_at = now + time_to_begin(self.limits.lookahead, 0);
+        self.withdraw(index, |worker| {
             worker.served += 1;
             worker.last_begun = worker.last_begun.max(send_number);
             worker.awaited_jobs -= u32::from(is_wanted);
+            worker.record_progress(now, check_at);
+        });
+        if is_retried {
+            self.requeue(index);
+        } else {
+            self.forget(index);
         }
-        self.begin_prefetched(now, worker.place, out);
+        self.begin_prefetched(now, worker.place);
         self.update_kill_time(now, worker.place);
         self.limit_exit_time(now, worker.place);
     }
 
-    /// Removes a job in flight from its worker and from the table.
-    fn release(&mut self, index: u32) {
-        debug_assert!(self.jobs.get(index).record.is_none(), "released without an answer");
-        self.withdraw(index);
-        self.forget(index);
-    }
-
-    /// Removes a job in flight from its worker.
-    fn withdraw(&mut self, index: u32) {
+    /// Removes a job in flight from its worker and applies `change` to the worker at the same time.
+    fn withdraw(&mut self, index: u32, change: impl FnOnce(&mut Worker)) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
-        let (held, tenant, is_suspect) = (job.state, job.tenant, job.is_suspect);
-        if let JobState::InFlight { worker: place, index: at, is_overdue, .. } = held
-            && let Some(worker) = self.workers[place as usize].as_mut()
-        {
-            worker.jobs.swap_remove(at as usize);
-            worker.overdue_jobs -= u32::from(is_overdue);
-            if is_suspect {
-                worker.exclusivity = Exclusivity::Shared;
-            }
-            if let Some(&moved) = worker.jobs.get(at as usize)
+        let (state, tenant, is_suspect) = (job.state, job.tenant, job.is_suspect);
+        job.state = JobState::Unplaced;
+        if let JobState::InFlight { worker, index: at, is_overdue, .. } = state {
+            let moved = self.edit(worker, |worker| {
+                let moved = worker.remove_job(at, is_overdue, is_suspect);
+                change(worker);
+                moved
+            });
+            if let Some(Some(moved)) = moved
                 && let JobState::InFlight { index, .. } = &mut self.jobs.get(moved).state
             {
                 *index = at;
             }
         }
         self.count_in_flight(tenant, false);
-        self.jobs.get(index).state = JobState::Unplaced;
     }
 
     // Deadlines and cancellation.
 
-    fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool, out: &mut Vec<Action<T>>) {
+    fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool) {
         let Some(index) = self.jobs.find(id) else { return };
         let unbegun = Verdict::Cancelled { executed: Executed::No };
-        if self.recall_job(now, index, Some(unbegun), out) {
+        if self.recall_job(now, index, Some(unbegun)) {
             return;
         }
         let place = self.jobs.get(index).state;
         match place {
             JobState::Queued | JobState::WaitingSuspect => {
-                self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out);
+                self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No });
             }
             _ if unless_begun => {}
             JobState::InFlight { since, .. } if self.jobs.get(index).record.is_some() => {
                 let kill_by = self.jobs.get(index).kill_by(since);
-                self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
+                self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes });
                 self.job_timers.set(index, kill_by);
             }
             JobState::Prefetched { .. } if self.jobs.get(index).record.is_some() => {
-                self.abandon_prefetched(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
+                self.abandon_prefetched(now, index, Verdict::Cancelled { executed: Executed::Yes });
             }
             JobState::InFlight { .. } | JobState::Prefetched { .. } | JobState::Unplaced => {}
         }
     }
 
-    fn memory_exhausted(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
+    fn memory_exhausted(&mut self, now: Time, id: JobId) {
         if self.is_waiting(id)
             && let Some(index) = self.jobs.find(id)
         {
             let message =
-                "the memory for waiting jobs is used up, and the client of the job holds most of the memory"
+                "the memory for waiting jobs is used up, and the client of this job uses most of that memory"
                     .to_owned();
-            self.leave_queue(
-                now,
-                index,
-                Verdict::Rejected { reason: RejectReason::Overloaded, message },
-                out,
-            );
+            self.leave_queue(now, index, Verdict::Rejected { reason: RejectReason::Overloaded, message });
         }
     }
 
-    /// Answers a job in flight and asks its worker to cancel it. The permit stays in use.
-    fn abandon(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
-        self.send_outcome(now, index, verdict, out);
+    /// Sends the outcome of a job in flight to the client and asks the worker to cancel the job. The permit stays in
+    /// use.
+    fn abandon(&mut self, now: Time, index: u32, verdict: Verdict) {
+        self.send_outcome(now, index, verdict);
         let JobState::InFlight { worker: place, .. } = self.jobs.get(index).state else { return };
         let job = self.jobs.id(index);
-        if let Some(worker) = self.workers[place as usize].as_mut() {
+        let worker = self.edit(place, |worker| {
             worker.awaited_jobs -= 1;
-            out.push(Action::Cancel { worker: worker.id, job });
-        }
+            worker.id
+        });
+        self.actions.extend(worker.map(|worker| Action::Cancel { worker, job }));
         self.update_kill_time(now, place);
     }
 
-    fn job_timer_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
+    fn job_timer_due(&mut self, now: Time, index: u32) {
         let job = self.jobs.get(index);
         let deadline_at = job.deadline_at;
         let unbegun = match job.state {
             JobState::Prefetched { .. } if deadline_at > now => Some(rejection(RejectReason::QueueTimeout)),
-            // The run limit has expired before the job began, and starts again with the next dispatch.
+            // The run limit has expired before the job began. The run limit starts again with the next dispatch.
             _ if deadline_at > now && job.is_resendable => None,
             _ => Some(Verdict::DeadlineQueued),
         };
-        if self.recall_job(now, index, unbegun, out) {
+        if self.recall_job(now, index, unbegun) {
             return;
         }
         let job = self.jobs.get(index);
@@ -629,12 +596,12 @@ impl<T> Bulkhead<T> {
                 } else {
                     rejection(RejectReason::QueueTimeout)
                 };
-                self.leave_queue(now, index, verdict, out);
+                self.leave_queue(now, index, verdict);
             }
             JobState::InFlight { worker, since, .. } => {
                 let kill_by = job.kill_by(since);
                 if job.record.is_some() {
-                    self.abandon(now, index, Verdict::DeadlineRunning, out);
+                    self.abandon(now, index, Verdict::DeadlineRunning);
                 }
                 if kill_by > now {
                     self.job_timers.set(index, kill_by);
@@ -644,7 +611,7 @@ impl<T> Bulkhead<T> {
                 }
             }
             JobState::Prefetched { .. } if deadline_at <= now => {
-                self.abandon_prefetched(now, index, Verdict::DeadlineRunning, out);
+                self.abandon_prefetched(now, index, Verdict::DeadlineRunning);
             }
             JobState::Prefetched { .. } => self.job_timers.set(index, deadline_at),
             JobState::Unplaced => {}
@@ -655,94 +622,94 @@ impl<T> Bulkhead<T> {
         let kill_at = now + self.limits.grace;
         if let JobState::InFlight { is_overdue, .. } = &mut self.jobs.get(index).state
             && !std::mem::replace(is_overdue, true)
-            && let Some(worker) = self.workers[place as usize].as_mut()
         {
-            if worker.overdue_jobs == 0 {
-                worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
-            }
-            worker.overdue_jobs += 1;
+            self.edit(place, |worker| {
+                if worker.overdue_jobs == 0 {
+                    worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
+                }
+                worker.overdue_jobs += 1;
+            });
         }
     }
 
-    /// Decides if a worker must be killed because of its jobs. The worker is killed after `grace` if no
-    /// client waits for any of the worker's jobs. It is also killed if a job has passed the bulkhead's own
-    /// deadline or run limit. So a client can end its own job early, but not the jobs of others. A worker
-    /// that [ends each job itself](Self::kill_delay) has more time while clients wait for other jobs. Until the
-    /// kill, the worker takes no new jobs. While the worker sends a result that is too large, `grace` starts
-    /// again [with each data received](Self::extend_kill_time).
+    /// Updates the time at which a worker is killed because of its jobs. The worker is killed after `grace` if no
+    /// client waits for any of its jobs, or if a job has passed the bulkhead's own deadline or run limit. So a client
+    /// can end its own job early, but not the jobs of others. A worker that [ends each job itself](Self::kill_delay)
+    /// has more time while clients wait for other jobs. Until it is killed, the worker gets no new jobs. While the
+    /// worker sends a result that is too large, `grace` starts again [whenever data arrives](Self::extend_kill_time).
     pub(super) fn update_kill_time(&mut self, now: Time, place: u32) {
-        let Some(worker) = self.workers[place as usize].as_ref() else { return };
-        match worker.phase {
-            Phase::Ready | Phase::Draining => {}
-            _ => return self.refresh(place),
+        let Some(worker) = self.workers.get(place) else { return };
+        if !matches!(worker.phase, Phase::Ready | Phase::Draining) {
+            return;
         }
-        let is_stuck = !worker.jobs.is_empty() && (worker.awaited_jobs == 0 || worker.overdue_jobs > 0);
-        let kill_at = now + if is_stuck { self.kill_delay(place) } else { Duration::ZERO };
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if is_stuck && worker.kill_at.is_none() {
-            worker.kill_at = Some(kill_at);
-        } else if is_stuck && self.limits.worker_ends_jobs {
-            // The patience may have become shorter, because no client waits any more.
-            worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
-        } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
-            worker.kill_at = None;
+        let kill_at = if !worker.is_stuck() {
+            // An idle worker that is draining keeps its time limit for the exit.
+            worker.kill_at.filter(|_| !worker.is_ready() && worker.jobs.is_empty())
+        } else if worker.kill_at.is_none() || self.limits.worker_ends_jobs {
+            // The delay may be shorter now, because no client waits for the worker's jobs any more.
+            earlier(worker.kill_at, Some(now + self.kill_delay(place)))
+        } else {
+            worker.kill_at
+        };
+        if kill_at != worker.kill_at {
+            self.edit(place, |worker| worker.kill_at = kill_at);
         }
-        self.refresh(place);
-        self.arm(place);
     }
 
-    fn tick(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    fn tick(&mut self, now: Time) {
         if self.scale_to_zero_at().is_some_and(|at| at <= now) {
-            self.scale_to_zero(now, out);
+            self.scale_to_zero(now);
         }
         while let Some(index) = self.job_timers.pop_due(now) {
-            self.job_timer_due(now, index, out);
+            self.job_timer_due(now, index);
         }
-        while let Some(place) = self.worker_timers.pop_due(now) {
-            self.worker_timer_due(now, place, out);
+        while let Some(place) = self.workers.pop_due(&self.limits, self.is_stopping(), now) {
+            self.worker_timer_due(now, place);
         }
-        while let Some(slot) = self.slot_timers.pop_due(now) {
-            self.spawn(now, slot, crate::workers::Role::Current, out);
+        while let Some(slot) = self.workers.pop_due_slot(now) {
+            self.spawn(now, slot, None);
         }
         if let Mode::Stopping { by } = self.mode
             && by <= now
         {
-            self.kill_all(out);
+            self.kill_all();
         }
     }
 
-    // Tables.
+    // Workers.
 
-    /// Returns a worker that has not exited. No further frames of an exited worker are valid.
-    fn worker(&self, id: WorkerId) -> Option<&Worker> {
-        self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id && !w.is_dead())
+    /// Changes a worker and updates all values derived from it.
+    fn edit<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        self.workers.edit(&self.limits, place, change)
     }
 
-    /// Returns the worker that fills a slot, even if the worker has exited.
-    fn worker_of(&self, slot: u32) -> Option<&Worker> {
-        self.workers[self.slots[slot as usize].state.worker()? as usize].as_ref()
+    /// Changes a worker and its assignment, and updates all values derived from them.
+    fn reassign<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        self.workers.reassign(&self.limits, place, change)
     }
 
-    fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id && !w.is_dead())
+    /// Changes a worker that has not exited.
+    fn edit_by_id<R>(&mut self, id: WorkerId, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        self.workers.edit_by_id(&self.limits, id, change)
+    }
+
+    /// Changes only those fields of a worker that affect nothing but the worker's timer.
+    fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        self.workers.edit_timing(place, change)
+    }
+
+    fn has_ready_worker(&self) -> bool {
+        self.workers.totals().ready > 0
     }
 }
 
-/// Returns the earlier of two values, or the only one.
-fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
-    match (a, b) {
-        (Some(a), Some(b)) => Some(a.min(b)),
-        (a, b) => a.or(b),
-    }
-}
-
-/// Classifies a verdict as evidence about the dependency of the workers.
+/// Classifies a verdict as evidence about the dependency that the workers use.
 fn call_result(verdict: &Verdict) -> CallResult {
     match verdict {
         Verdict::Ok => CallResult::Success,
         Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,
         Verdict::DeadlineRunning => CallResult::Failure,
-        // Another job crashed the worker, or the supervisor stopped it.
+        // Another job crashed the worker, or the supervisor stopped the worker.
         Verdict::Crashed { reason: CrashReason::Collateral | CrashReason::Stopped, .. } => {
             CallResult::Ignored
         }

@@ -1,8 +1,8 @@
-//! Growth of tables that exist once per bulkhead. Most tables have one entry, and there may be thousands of
-//! bulkheads.
+//! Growth of tables of which each bulkhead has several. Most tables have one entry, and there may be
+//! thousands of bulkheads.
 
-/// Makes room for one more entry. Doubles the capacity, starting at one. The standard library would start at
-/// four.
+/// Reserves memory for one more entry. The capacity starts at one and doubles, whereas the standard library
+/// would start at four.
 pub(crate) fn reserve_one<T>(table: &mut Vec<T>) {
     if table.len() == table.capacity() {
         table.reserve_exact(table.len().max(1));

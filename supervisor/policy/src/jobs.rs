@@ -1,4 +1,5 @@
-//! The jobs of a bulkhead, by small numbers. The order of waiting jobs belongs to the queue.
+//! Table of the jobs of a bulkhead. A job is identified by its index, which is reused. The queue owns the
+//! order of waiting jobs.
 
 use std::time::Duration;
 
@@ -11,30 +12,32 @@ use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Number of bits of a [`JobId`] that hold the index in the table. Limits the number of jobs.
+/// Number of bits of a [`JobId`] that hold the index in the table. Limits the number of jobs in a bulkhead.
 const INDEX_BITS: u32 = 24;
 
 /// Maximum number of jobs in a bulkhead.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
-/// Table size, in entries, up to which memory is never released.
+/// Maximum size, in entries, of a table whose memory is always kept.
 const RETAINED_LEN_MAX: usize = 1024;
 
 pub(crate) struct Job<T> {
     id: JobId,
-    /// Caller's record. Taken when the client is answered, even if a worker still has the job.
+    /// The caller's record. `None` after the outcome was sent to the client, even if a worker still has the
+    /// job.
     pub(crate) record: Option<T>,
     pub(crate) received: Time,
-    /// End of the queue timeout. Cleared by a recall with a permit, and ignored after an attempt that
-    /// crashed.
+    /// End of the queue timeout. Cleared when the job is recalled while it holds a permit, and ignored after
+    /// an attempt that crashed.
     pub(crate) queue_timeout_at: Option<Time>,
-    /// Time at which the client is answered at the latest.
+    /// Latest time at which the client gets the outcome.
     pub(crate) deadline_at: Time,
-    /// Time at which the worker is killed for this job, whatever other jobs run there.
+    /// Time at which the worker is killed because of this job, even if it runs other jobs.
     pub(crate) hard_deadline_at: Time,
-    /// Maximum time from a dispatch until the client is answered.
+    /// Maximum time between a dispatch and the outcome.
     pub(crate) run_limit: Duration,
-    /// Maximum time from a dispatch until the worker is killed for this job, whatever other jobs run there.
+    /// Maximum time between a dispatch and the moment at which the worker is killed because of this job, even
+    /// if it runs other jobs.
     pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_resendable: bool,
@@ -43,29 +46,29 @@ pub(crate) struct Job<T> {
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
-    /// Number of bytes that the job takes on a worker's link.
+    /// Number of bytes that are sent to the worker for this job.
     pub(crate) bytes: u32,
-    /// The job's number in the order in which the jobs of its worker were sent.
+    /// Position of the job in the order in which jobs were sent to its worker, counted from 1.
     pub(crate) send_number: u64,
-    /// Number of recalls from workers that had not begun the job.
+    /// Number of times that the job was recalled from a worker before it had begun.
     pub(crate) recalls: u8,
     /// Worker from which the job was last recalled.
     pub(crate) recalled_from: Option<WorkerId>,
     pub(crate) attempts: u32,
-    /// Number of times that a worker died without having read the job. Not counted in `attempts`.
+    /// Number of workers that died before reading this job. Not included in `attempts`.
     pub(crate) unread_returns: u32,
     /// True if the job was counted as a call in the retry budget.
     pub(crate) is_counted: bool,
-    /// True if the job may have crashed a worker and must therefore run alone in a worker.
+    /// True if the job may have crashed a worker. The job must then run in a worker without other jobs.
     pub(crate) is_suspect: bool,
-    /// Result of earlier attempts.
+    /// Result of the earlier attempts, or `None` during the first attempt.
     pub(crate) earlier_attempts: Option<Box<EarlierAttempts>>,
-    /// Claim of the circuit breaker, while a worker has the job and the client waits.
+    /// Claim from the circuit breaker. Only present while a worker has the job and the client is waiting.
     pub(crate) claim: Option<Claim>,
     pub(crate) state: JobState,
 }
 
-/// Result of the attempts so far.
+/// Combined result of the attempts so far.
 #[derive(Debug)]
 pub(crate) struct EarlierAttempts {
     /// Outcome of the last attempt.
@@ -77,17 +80,18 @@ pub(crate) struct EarlierAttempts {
 }
 
 impl<T> Job<T> {
-    /// Returns the deadline, counted from the submission.
+    /// Returns the length of the deadline, counted from the submission.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
     }
 
-    /// Returns the time at which the client must be answered if the job was dispatched at `since`.
+    /// Returns the time by which the client must get the outcome if the job was dispatched at `since`.
     pub(crate) fn answer_by(&self, since: Time) -> Time {
         self.deadline_at.min(since + self.run_limit)
     }
 
-    /// Returns the time at which the worker is killed for the job if the job was dispatched at `since`.
+    /// Returns the time at which the worker is killed because of this job if the job was dispatched at
+    /// `since`.
     pub(crate) fn kill_by(&self, since: Time) -> Time {
         self.hard_deadline_at.min(since + self.hard_run_limit)
     }
@@ -98,10 +102,10 @@ impl<T> Job<T> {
 pub(crate) enum JobState {
     Unplaced,
     Queued,
-    /// The job is a suspect that waits for an idle worker.
+    /// The job is a suspect and waits for an idle worker.
     WaitingSuspect,
-    /// The job is prefetched: it was sent to a worker that begins the job after all earlier jobs are
-    /// answered.
+    /// The job is prefetched: it was sent to a worker, which will begin it after the replies to all earlier
+    /// jobs.
     Prefetched {
         worker: u32,
     },
@@ -114,7 +118,8 @@ pub(crate) enum JobState {
         is_overdue: bool,
         /// True if the worker is dead and cannot have begun the job.
         is_unread: bool,
-        /// True if the client was told that the result is too large while the worker still sends it.
+        /// True if the client has the outcome that the result is too large, while the worker is still sending
+        /// the result.
         is_oversized: bool,
     },
 }
@@ -123,7 +128,7 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    /// Number of jobs at or below which the next removal tries to shrink the table. Halved with each attempt.
+    /// Number of jobs at which the next removal tries to shrink the table. Halved after each attempt.
     shrink_below: usize,
 }
 
@@ -139,12 +144,12 @@ impl<T> Jobs<T> {
         self.free.len() == self.table.len()
     }
 
-    /// Returns true if no further job can be added.
+    /// Returns true if the table is full.
     pub(crate) fn is_full(&self) -> bool {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
     }
 
-    /// Adds a job with the deadline `limit` and returns its index. The table must not be full.
+    /// Adds a job whose deadline is `limit` from now, and returns its index. The table must not be full.
     pub(crate) fn insert(
         &mut self,
         now: Time,
@@ -155,7 +160,7 @@ impl<T> Jobs<T> {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             if self.table.is_empty() {
-                // Most bulkheads have one job at a time.
+                // Most bulkheads have no more than one job at a time.
                 self.table.reserve_exact(1);
             }
             self.table.push(None);
@@ -211,7 +216,7 @@ impl<T> Jobs<T> {
         self.table.get(index as usize)?.as_ref().map(|job| job.state)
     }
 
-    /// Returns true if a worker still sends a result of this job that is too large.
+    /// Returns true if a worker is still sending an oversized result of this job.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
         matches!(self.state(index), Some(JobState::InFlight { is_oversized: true, .. }))
     }
@@ -228,13 +233,13 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_ref().map_or(JobId(0), |job| job.id)
     }
 
-    /// Removes a job that is in no queue and no worker.
+    /// Removes a job that is neither in a queue nor in a worker.
     pub(crate) fn remove(&mut self, index: u32) {
         debug_assert!(matches!(self.get(index).state, JobState::Unplaced));
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > RETAINED_LEN_MAX {
-            // All jobs of a burst are gone, so the memory can be released.
+            // No jobs are left after a burst, so the memory can be released.
             *self = Self { sequence: self.sequence, ..Self::default() };
             return;
         }
@@ -247,7 +252,7 @@ impl<T> Jobs<T> {
         }
     }
 
-    /// Shrinks the table to the last job. New jobs go to free places at the front.
+    /// Shrinks the table to the last entry in use. New jobs use the free entries nearest to the start.
     fn shrink(&mut self) {
         let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
         self.table.truncate(len);
@@ -295,7 +300,7 @@ mod tests {
         staying.into_iter().for_each(|index| jobs.remove(index));
         assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
         let next = insert(&mut jobs, 7);
-        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "no number is used twice");
+        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "a job id must not be used twice");
     }
 
     #[test]
@@ -308,6 +313,6 @@ mod tests {
         assert!(jobs.table.capacity() < 2 * RETAINED_LEN_MAX, "{}", jobs.table.capacity());
         assert_eq!(jobs.find(number), Some(stays));
         let next: Vec<u32> = (0..2000).map(|n| insert(&mut jobs, n)).collect();
-        assert!(!next.contains(&stays) && jobs.table.len() == 2001, "each place is used once");
+        assert!(!next.contains(&stays) && jobs.table.len() == 2001, "a table entry must not be used twice");
     }
 }

@@ -25,6 +25,7 @@ mod adaptive;
 mod breaker;
 mod budget;
 mod bulkhead;
+mod ending;
 mod growth;
 mod jobs;
 mod limits;
@@ -38,6 +39,7 @@ mod retry_after;
 mod tenants;
 mod time;
 mod timers;
+mod worker;
 mod workers;
 
 pub use adaptive::{AdaptiveLimits, AdaptiveMode, AdaptiveView};
@@ -45,19 +47,19 @@ pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{
     Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerSummary, WorkerView,
-    describe_end,
 };
+pub use ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 pub use limits::{
     Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode, TenantLimits,
     TenantOverrides,
 };
 pub use messages::{
-    Action, Capabilities, Death, Event, JobJournal, JobOutcome, KillReason, LimitChange, OperatorEvent,
-    RecycleReason, Reply, RestartCause, StopReason, Submission, WorkerId,
+    Action, Capabilities, Event, JobJournal, JobOutcome, LimitChange, OperatorEvent, Reply, StopReason,
+    Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};
 pub use tenants::TenantId;
 pub use time::Time;
 pub use timers::Timers;
-pub use workers::WORKER_STATES;
+pub use worker::WORKER_STATES;

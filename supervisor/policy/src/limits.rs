@@ -1,4 +1,4 @@
-//! Limits and settings of a bulkhead, as plain validated values.
+//! Limits and settings of a bulkhead, as plain values that were already validated.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,14 +24,14 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
-    /// True if a worker kills all processes of a job itself, as a worker for `exec` does.
+    /// True if a worker kills all processes of a job itself when the job ends, as workers with `exec` do.
     pub worker_ends_jobs: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
-    /// Share of the permits that is reserved for critical jobs; below 1.
+    /// Share of the permits that is reserved for critical jobs. Less than 1.
     pub critical_reserve: f64,
     pub pressure: Pressure,
     pub overflow: Overflow,
@@ -41,12 +41,28 @@ pub struct Limits {
     pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
     pub adaptive: Option<AdaptiveLimits>,
-    /// Time without a job after which the workers are stopped; see [`crate::Event::ScaleToZero`].
+    /// Time without jobs after which the workers are stopped by [`crate::Event::ScaleToZero`].
     pub idle: Option<Duration>,
 }
 
-/// Thresholds for queue pressure, as shares of the queue's capacity. Above `reject`, only critical jobs are
-/// accepted.
+impl Limits {
+    /// Returns the number of slots for jobs.
+    pub(crate) fn slot_count(&self) -> usize {
+        if self.max_in_flight == 0 { 0 } else { self.processes as usize }
+    }
+
+    /// Returns the number of spare slots.
+    pub(crate) fn spare_count(&self) -> usize {
+        if self.max_in_flight == 0 { 0 } else { self.start.spares as usize }
+    }
+
+    pub(crate) fn has_spares(&self) -> bool {
+        self.spare_count() > 0
+    }
+}
+
+/// Thresholds for queue pressure, as shares of the queue's capacity. When the queue is filled beyond
+/// `reject`, only critical jobs are accepted.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Pressure {
@@ -57,30 +73,30 @@ pub struct Pressure {
 vocabulary! {
     /// Handling of a job that arrives at a full queue.
     Overflow {
-        /// Rejects the job, unless a job of a lower class waits. The newest such job is then rejected
-        /// instead.
+        /// Rejects the new job, unless a job of a lower class is waiting. In that case, the newest waiting
+        /// job of the lowest class is rejected instead.
         Reject = "reject",
-        /// Like `Reject`, but if no job of a lower class waits, the oldest job of the tenant with the most
-        /// queued jobs is evicted.
+        /// Behaves like `Reject`, but if no job of a lower class is waiting, evicts the oldest job of the
+        /// tenant with the most queued jobs.
         EvictOldest = "evict-oldest",
     }
 }
 
-/// Limits of each tenant that shares the bulkhead's workers.
+/// Limits of each tenant of a bulkhead in which all tenants share the workers.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct TenantLimits {
-    /// Maximum number of jobs in flight. Further jobs wait.
+    /// Maximum number of jobs of a tenant in flight. Further jobs wait in the queue.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs. Further jobs are rejected.
+    /// Maximum number of queued jobs of a tenant. Further jobs are rejected.
     pub max_queue: Option<u32>,
-    /// Overrides for single tenants, by name.
+    /// Overrides for individual tenants, by name.
     pub overrides: BTreeMap<String, TenantOverrides>,
-    /// Sorted names of the tenants with separate metrics; see [`crate::Bulkhead::label`]. Must not change
-    /// while the bulkhead exists.
+    /// Sorted names of the tenants with metrics of their own, as indexed by [`crate::Bulkhead::label`]. Must
+    /// not change while the bulkhead exists.
     pub labelled: Arc<[String]>,
 }
 
-/// Overrides for one tenant. `None` leaves the general limit in force.
+/// Overrides for one tenant. If an override is `None`, the general limit applies.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct TenantOverrides {
     /// Override for [`TenantLimits::max_in_flight`].
@@ -91,7 +107,7 @@ pub struct TenantOverrides {
     pub rate_limit: Option<RateLimit>,
 }
 
-/// Restart policy for workers that have ended.
+/// Policy for restarting workers that have ended.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each field is the configuration key of the same name")]
 pub struct Restart {
@@ -103,14 +119,14 @@ pub struct Restart {
 }
 
 vocabulary! {
-    /// Ends after which a worker is restarted. Whatever the policy, a worker that was given all jobs that
-    /// `recycle.jobs` allows and then exits cleanly is followed by another.
+    /// Selects which workers are restarted after they have ended. A worker that was given all jobs that
+    /// `recycle.jobs` allows and then exits cleanly always gets a successor.
     RestartPolicy {
-        /// Every end.
+        /// Restarts every worker.
         Always = "always",
-        /// Every end except an exit with status 0 while idle.
+        /// Restarts every worker, except one that exited with status 0 while idle.
         OnFailure = "on-failure",
-        /// No end.
+        /// Restarts no worker.
         Never = "never",
     }
 }
@@ -125,41 +141,41 @@ vocabulary! {
     }
 }
 
-/// Limits for the start of a worker, and the number of spares.
+/// Time limits for the start of a worker, and the number of spares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
-    /// Maximum time from the start of the process to the hello.
+    /// Maximum time between the start of the process and its hello.
     pub handshake: Duration,
-    /// Maximum time from the hello until the worker is ready.
+    /// Maximum time between the hello and the ready message.
     pub ready: Duration,
-    /// Method of starting a worker. Policy only uses this to allow more time for forks.
+    /// Method of starting a worker. Policy uses the method only to allow more time for forked workers.
     pub mode: StartMode,
     /// Number of spares, in addition to the workers that run jobs.
     pub spares: u32,
 }
 
-/// Limits for heartbeats.
+/// Settings of heartbeats.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Health {
-    /// Heartbeat interval.
+    /// Interval between heartbeats.
     pub heartbeat: Duration,
     /// Number of consecutive missed heartbeats after which a worker counts as hung.
     pub missed: u32,
 }
 
-/// Limits after which a healthy worker is replaced.
+/// Limits at which a healthy worker is replaced.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Recycle {
-    /// Number of jobs.
+    /// Maximum number of jobs that a worker is given.
     pub jobs: Option<u64>,
-    /// Resident set size, in bytes.
+    /// Maximum resident set size of a worker, in bytes.
     pub rss: Option<u64>,
-    /// Time since the spawn.
+    /// Maximum age of a worker, counted from its spawn.
     pub age: Option<Duration>,
 }
 
 impl Default for Limits {
-    /// Returns the defaults of the configuration.
+    /// Returns the default values of the configuration keys.
     fn default() -> Self {
         let seconds = Duration::from_secs;
         Self {

@@ -1,19 +1,19 @@
-//! Choice of the worker for the next job: the worker with the fewest jobs, and the lowest number among
-//! equals, because its caches are the warmest. Every operation is O(1) for up to 64 workers, plus one word
-//! for each further 64 workers.
+//! Choice of the worker for the next job. The worker with the fewest jobs is chosen. Among equals, this is
+//! the worker with the lowest number, because its caches are the warmest. Every operation is O(1) for up to
+//! 64 workers, plus one machine word for each further 64 workers.
 
-/// Workers by number of jobs. The level of a worker changes by at most one at a time, so the lowest occupied
-/// level is cheap to maintain.
+/// Workers, grouped by their number of jobs. The level of a worker changes by at most one at a time, so the
+/// lowest occupied level is cheap to maintain.
 #[derive(Default)]
 pub(crate) struct WorkersByLoad {
-    /// For each level, a bitmap of the workers at that level.
+    /// Bitmaps of the workers, one for each level.
     levels: Vec<Vec<u64>>,
     lowest: usize,
     count: usize,
 }
 
 impl WorkersByLoad {
-    /// Moves a worker from level `was` to level `is` and stores the new level in `was`. `None` means that the
+    /// Moves a worker from level `was` to level `is`, and sets `was` to `is`. The level `None` means that the
     /// worker is not in the table.
     pub(crate) fn set_level(&mut self, worker: u32, was: &mut Option<u32>, is: Option<u32>) {
         if *was != is {
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prefers_least_load_then_lowest_number() {
+    fn least_loaded_worker_with_lowest_number_is_chosen() {
         let mut load = WorkersByLoad::default();
         assert_eq!(load.least_loaded(), None);
         load.insert(70, 0);

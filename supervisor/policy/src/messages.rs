@@ -1,60 +1,61 @@
 //! Events that a bulkhead handles and actions that it returns. `T` is the caller's record of a job. Policy
-//! stores the record and returns it with the job's answer.
+//! stores the record and returns it with the outcome of the job.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vocabulary};
+use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::adaptive::AdaptiveLimits;
 use crate::breaker::Transition;
+use crate::ending::{Death, Ending, KillReason, RecycleReason, RestartCause};
 use crate::limits::{Limits, TenantOverrides};
 use crate::poison::Digest;
 use crate::rate::RateLimit;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
-/// Identity of one worker process. The generation keeps a late message from an earlier worker in the same
-/// place from matching.
+/// Identity of a worker process. The generation distinguishes the worker from earlier workers in the same
+/// place, so that a late message is not attributed to the wrong worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId {
     /// Index in the bulkhead's table of workers.
     pub place: u32,
-    /// Sequence number of the start, counted over all workers of the bulkhead.
+    /// Running number of the start, counted over all workers of the bulkhead.
     pub generation: u32,
 }
 
-/// Request to accept a job.
+/// A job that a client submits.
 #[derive(Clone, Debug)]
 pub struct Submission<T> {
     /// Caller's record of the job.
     pub record: T,
     /// Lower bound for the job's sequence number, which becomes part of the [`JobId`]. A caller with several
-    /// bulkheads counts over all bulkheads, so that job ids are unique.
+    /// bulkheads uses one sequence for all of them, so that job ids are unique.
     pub sequence: u64,
-    /// Requested deadline, clamped to `deadline_max`. `None` selects the bulkhead's default.
+    /// Requested deadline, which is clamped to `deadline_max`. With `None`, the bulkhead's default applies.
     pub deadline: Option<Duration>,
-    /// Maximum run time of each attempt, from the dispatch. The bulkhead's own `run_limit` applies in
+    /// Maximum run time of each attempt, counted from the dispatch. The bulkhead's own `run_limit` applies in
     /// addition.
     pub run_limit: Option<Duration>,
-    /// Priority class.
+    /// Priority class of the job.
     pub priority: Priority,
     /// True if the job may safely run twice.
     pub idempotent: bool,
-    /// True if the caller keeps the payload, so that the job can be dispatched again.
+    /// True if the caller keeps the payload and can therefore dispatch the job again.
     pub is_resendable: bool,
-    /// Digest of operation and payload, if the bulkhead detects poison payloads.
+    /// Digest of operation and payload, or `None` if the bulkhead does not detect poison payloads.
     pub digest: Option<Digest>,
-    /// True if another bulkhead passed the job on. The other bulkhead has already counted and charged the
-    /// job, and `deadline_max` does not apply.
+    /// True if the job was passed on by another bulkhead. That bulkhead has already counted and charged the
+    /// job. `deadline_max` does not apply to the job.
     pub is_fallback: bool,
-    /// Tenant of the job, from a [`crate::Bulkhead::tenant`] call just before this submission.
+    /// Tenant of the job, as returned by [`crate::Bulkhead::tenant`] immediately before this submission.
     pub tenant: TenantId,
-    /// Cost of the job for the rate limit and for the tenant's share of turns in the queue.
+    /// Cost that the job is charged by the rate limit and in the fair order of the queue.
     pub cost: u32,
-    /// Number of bytes that the job takes on a worker's link.
+    /// Number of bytes that are sent to the worker for this job.
     pub bytes: u32,
-    /// Preferred worker, used if it has a free permit at submission.
+    /// Preferred worker. Used only if the worker has a free permit when the job is submitted.
     pub preferred_worker: Option<WorkerId>,
 }
 
@@ -86,28 +87,13 @@ pub enum Reply {
     Ok,
     /// The handler failed.
     Failed(HandlerFailure),
-    /// The program that ran the job was killed by a signal. The worker itself is healthy.
+    /// The program that ran the job was killed by a signal. The worker itself continues.
     ProgramCrashed {
-        /// Signal that the worker saw, or a more precise cause that the supervisor knows.
+        /// Signal as reported by the worker, or a more precise cause if the supervisor knows one.
         death: Death,
         /// Human-readable message.
         message: String,
     },
-}
-
-/// Cause of a process's end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Death {
-    /// Exited with this status.
-    Exit(i32),
-    /// Killed by the signal with this number.
-    Signal(i32),
-    /// Killed for this system call, which the sandbox forbids. Empty if the call has no known name.
-    Violation(&'static str),
-    /// Killed by the kernel for exceeding the memory limit.
-    Oom,
-    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
-    TmpFull,
 }
 
 /// Optional capabilities of a worker.
@@ -115,19 +101,20 @@ pub enum Death {
 pub struct Capabilities {
     /// True if the worker sends heartbeats while jobs run.
     pub has_dispatch_thread: bool,
-    /// True if `max_in_flight` can be changed after the welcome.
+    /// True if the worker accepts a new `max_in_flight` after the welcome.
     pub can_resize: bool,
 }
 
-/// Shared record of the jobs that a worker has begun. The worker begins jobs in the order in which they were
-/// sent, and writes the number of each job before beginning the job.
+/// Record, in memory shared with a worker, of the jobs that the worker has begun. The worker begins jobs in
+/// the order in which they were sent, and writes the number of each job before beginning it.
 pub trait JobJournal: std::fmt::Debug + Send {
-    /// Returns the number of the last job begun, counted from 1 in the order of sending.
+    /// Returns the number of the last job that the worker has begun. Jobs are counted from 1 in the order in
+    /// which they were sent.
     fn begun(&self) -> u64;
 
-    /// Recalls all jobs up to number `up_to`, the last job sent, except jobs already begun. Returns the
-    /// number of the last job begun. If the worker was just about to begin that job, the worker returns the
-    /// job with [`Event::JobReturned`].
+    /// Recalls all jobs that the worker has not begun. `up_to` is the number of the last job sent. Returns
+    /// the number of the last job that the worker has begun. If the worker was about to begin that job at
+    /// this moment, it returns the job with [`Event::JobReturned`].
     fn recall(&self, up_to: u64) -> u64;
 }
 
@@ -136,7 +123,7 @@ pub trait JobJournal: std::fmt::Debug + Send {
 pub enum Event<T> {
     /// The bulkhead must start its workers.
     Start,
-    /// Time has passed. Due at [`crate::Bulkhead::next_deadline`].
+    /// A timer is due. Must be sent at [`crate::Bulkhead::next_deadline`].
     Tick,
     /// A client submits a job.
     Submit(Submission<T>),
@@ -144,52 +131,54 @@ pub enum Event<T> {
     Cancel {
         /// Job to cancel.
         job: JobId,
-        /// True if the job must continue once it has begun.
+        /// True if a job that has already begun must continue.
         unless_begun: bool,
     },
-    /// The memory for waiting jobs is exhausted. Rejects a waiting job. Does nothing if a worker has the job.
+    /// The memory for waiting jobs is exhausted. Rejects the job if it is waiting. Does nothing if a worker
+    /// has the job.
     MemoryExhausted {
         /// Job to reject.
         job: JobId,
     },
-    /// A worker's process runs.
+    /// The process of a worker is running.
     Spawned {
         /// Worker that was spawned.
         worker: WorkerId,
         /// Process id.
         pid: u32,
     },
-    /// A worker's process could not be started. No further event follows for this worker.
+    /// The process of a worker could not be started. No further event follows for this worker.
     SpawnFailed {
         /// Worker that could not be started.
         worker: WorkerId,
         /// Human-readable cause.
         message: String,
     },
-    /// A worker sent its hello and was welcomed.
+    /// A worker sent its hello and got its welcome.
     Hello {
         /// Worker that sent the hello.
         worker: WorkerId,
         /// Capabilities announced by the worker.
         capabilities: Capabilities,
-        /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
+        /// The worker's journal. Without a journal, the worker's jobs are neither prefetched nor recalled.
         journal: Option<Box<dyn JobJournal>>,
     },
     /// A worker asks for more time to initialise.
     ExtendStart {
-        /// Worker that asks.
+        /// Worker that requests more time.
         worker: WorkerId,
-        /// Requested time, counted from now.
+        /// Requested time, counted from this event.
         more: Duration,
     },
-    /// A worker reports its status. If the start fails, the last status becomes part of the failure message.
+    /// A worker reports the status of its initialisation. If the start fails, the last status is part of the
+    /// failure message.
     StartStatus {
-        /// Worker that reports.
+        /// Worker that reports its status.
         worker: WorkerId,
         /// Status text.
         text: String,
     },
-    /// A worker is ready for jobs.
+    /// A worker is ready to accept jobs.
     Ready {
         /// Worker that is ready.
         worker: WorkerId,
@@ -199,64 +188,64 @@ pub enum Event<T> {
         /// Worker that sent the frame.
         worker: WorkerId,
     },
-    /// A worker was alive at an earlier time, according to a timestamp that the worker wrote. The caller
-    /// reads the timestamp only of silent workers.
+    /// A worker was alive at an earlier time, according to a timestamp that it wrote to shared memory. The
+    /// caller reads the timestamp only for workers that are silent.
     AliveAt {
-        /// Worker that was alive.
+        /// Worker that wrote the timestamp.
         worker: WorkerId,
-        /// Time of the timestamp, not later than now.
+        /// Time in the timestamp. Not later than the time of this event.
         at: Time,
     },
-    /// Answer to [`Action::CheckCpuTime`].
+    /// Result of [`Action::CheckCpuTime`].
     CpuTimeChecked {
         /// Worker that was examined.
         worker: WorkerId,
-        /// True if the worker wanted to run since [`Action::RecordCpuTime`] and got hardly any processor time. The
-        /// silence is then the machine's fault.
+        /// True if the worker was waiting for a processor since [`Action::RecordCpuTime`] and got hardly any
+        /// processor time. The machine is then to blame for the silence.
         is_starved: bool,
     },
-    /// A worker reports the result of a job.
+    /// A worker sent the result of a job.
     Replied {
-        /// Worker that reports.
+        /// Worker that sent the result.
         worker: WorkerId,
-        /// Job, according to the worker.
+        /// Id of the job, according to the worker.
         job: JobId,
         /// Result of the job.
         reply: Reply,
     },
-    /// A worker returns a job that was recalled just when the worker was about to begin the job.
+    /// A worker returns a job that was recalled at the moment at which the worker was about to begin it.
     JobReturned {
         /// Worker that returns the job.
         worker: WorkerId,
-        /// Job, according to the worker.
+        /// Id of the job, according to the worker.
         job: JobId,
-        /// The job's number in the order of sending, according to the worker.
+        /// Number of the job in the order in which jobs were sent, according to the worker.
         send_number: u64,
     },
     /// A worker has begun to send a result that exceeds the size limit. Until [`Event::Replied`], all data
-    /// from the worker belongs to this result.
+    /// from this worker belongs to the result.
     ResultTooLarge {
         /// Worker that sends the result.
         worker: WorkerId,
-        /// Job, according to the worker.
+        /// Id of the job, according to the worker.
         job: JobId,
-        /// Failure to report to the client.
+        /// Failure that the client gets as the outcome.
         failure: HandlerFailure,
     },
-    /// A worker violated the protocol, or closed its link while the process lives on. Nothing that the worker
-    /// sent can be trusted any more.
+    /// A worker violated the protocol, or closed its link although its process is still running. Nothing that
+    /// the worker has sent can be trusted any more.
     ProtocolViolated {
         /// Worker that violated the protocol.
         worker: WorkerId,
         /// Human-readable description of the violation.
         message: String,
     },
-    /// A worker announces that it takes no more jobs and will exit.
+    /// A worker announces that it accepts no more jobs and will exit.
     Stopping {
         /// Worker that will exit.
         worker: WorkerId,
     },
-    /// A dead worker had read no byte of this job, so it cannot have begun the job. Comes before
+    /// A dead worker had not read any byte of this job, so the job cannot have begun. Comes before
     /// [`Event::Exited`].
     JobUnread {
         /// Worker that died.
@@ -272,12 +261,12 @@ pub enum Event<T> {
         /// Job that was not begun.
         job: JobId,
     },
-    /// A worker's process has exited. Descendants may still live. The slot stays occupied until
+    /// A worker's process has exited. Its descendants may still be running. The slot stays occupied until
     /// [`Event::Reaped`].
     Exited {
         /// Worker that exited.
         worker: WorkerId,
-        /// Cause of the exit.
+        /// Cause of death.
         death: Death,
     },
     /// All descendants of an exited worker are gone.
@@ -291,49 +280,49 @@ pub enum Event<T> {
         /// Worker that is gone.
         worker: WorkerId,
     },
-    /// A worker's memory usage was measured.
+    /// The memory usage of a worker was measured.
     Memory {
-        /// Worker that was measured.
+        /// Worker whose memory was measured.
         worker: WorkerId,
         /// Resident set size, in bytes.
         rss_bytes: u64,
     },
-    /// The supervisor itself was paused. Silence until now says nothing about the workers.
+    /// The supervisor itself was paused, so workers that were silent until now need not be hung.
     SupervisorPaused,
     /// Replaces all workers, one after the other.
     Restart,
-    /// Rejects queued jobs and accepts no new ones. Jobs in flight continue.
+    /// Rejects queued jobs and stops accepting new ones. Jobs in flight continue.
     Drain,
     /// Accepts jobs again after [`Event::Drain`].
     Resume,
     /// Clears the restart history, starts failed slots at once, closes the breaker, and releases quarantined
     /// payloads.
     Reset,
-    /// Changes single limits at once, without dropping a job.
+    /// Changes individual limits at once, without dropping a job.
     ChangeLimits(LimitChange),
-    /// Replaces all limits at once, without dropping a job. Deadlines and queue timeouts of existing jobs do
-    /// not change.
+    /// Replaces all limits at once, without dropping a job. The deadlines and queue timeouts of existing jobs
+    /// do not change.
     Reconfigure(Box<Limits>),
-    /// New workers run another program or configuration from now on. Replaces all workers, one after the
-    /// other. Each old worker continues until its replacement is ready.
+    /// Replaces all workers, one after the other, because new workers get another program or configuration
+    /// from now on. Each old worker continues until its replacement is ready.
     ReplaceWorkers,
     /// Sets the limits of one tenant.
     ChangeTenantLimits {
         /// Name of the tenant.
         tenant: String,
-        /// Complete set of the tenant's own limits.
+        /// All overrides for the tenant. They replace the tenant's previous overrides.
         overrides: TenantOverrides,
     },
     /// Stops all workers until the next [`Event::Start`], because no jobs are expected.
     ScaleToZero,
-    /// Announces an [`Event::Start`], so that jobs may wait for workers.
+    /// Announces that [`Event::Start`] will follow, so that jobs can already wait for workers.
     AnnounceStart,
     /// Forces the breaker open, or releases a forced-open breaker.
     ForceBreaker {
-        /// True to force the breaker open, false to release it.
+        /// True to force the breaker open, false to release the breaker.
         open: bool,
     },
-    /// Stops the bulkhead. Queued jobs are rejected at once, jobs in flight may continue until `by`.
+    /// Stops the bulkhead. Queued jobs are rejected at once. Jobs in flight can continue until `by`.
     Stop {
         /// Time at which the remaining workers are killed.
         by: Time,
@@ -349,16 +338,17 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Slot that the worker is started for.
         slot: u32,
-        /// Cause of the restart. `None` for the first worker of the slot.
+        /// Cause of the restart, or `None` for the first worker of the slot.
         restart_cause: Option<RestartCause>,
     },
-    /// Send a job to a worker. [`crate::Bulkhead::record_mut`] returns the caller's record of the job.
+    /// Send a job to a worker. The caller's record of the job is available from
+    /// [`crate::Bulkhead::record_mut`].
     Dispatch {
         /// Worker to send the job to.
         worker: WorkerId,
         /// Job to send.
         job: JobId,
-        /// Time left for the job.
+        /// Time until the deadline or the end of the run limit.
         remaining: Duration,
         /// True if the job is prefetched. A prefetched job counts as queued until the worker begins it.
         is_prefetched: bool,
@@ -377,21 +367,21 @@ pub enum Action<T> {
         /// Job to stop.
         job: JobId,
     },
-    /// A worker is silent. Record how much processor time it has had and how long it has waited for a
-    /// processor.
+    /// A worker is silent. Record how much processor time the worker has used, and how long it has waited for
+    /// a processor.
     RecordCpuTime {
-        /// Worker to examine.
+        /// Worker that is silent.
         worker: WorkerId,
     },
-    /// The worker is still silent. Compare with the values recorded at [`Action::RecordCpuTime`], and always answer
-    /// with [`Event::CpuTimeChecked`].
+    /// The worker is still silent. Compare its processor time with the values recorded at
+    /// [`Action::RecordCpuTime`], and always send the result as [`Event::CpuTimeChecked`].
     CheckCpuTime {
-        /// Worker to examine.
+        /// Worker that is silent.
         worker: WorkerId,
     },
     /// Send a worker its new `max_in_flight`.
     SetMaxInFlight {
-        /// Worker to inform.
+        /// Worker that must get the new limit.
         worker: WorkerId,
         /// New maximum number of jobs in flight.
         max_in_flight: u32,
@@ -408,22 +398,22 @@ pub enum Action<T> {
         /// Reason for the kill.
         reason: KillReason,
     },
-    /// Send the client the outcome of its job.
+    /// Send the outcome of a job to its client.
     SendOutcome(JobOutcome<T>),
     /// Report an occurrence to operators.
     Report(OperatorEvent),
 }
 
-/// Changed limits. `None` leaves a limit unchanged.
+/// Changes to individual limits. `None` leaves a limit unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LimitChange {
-    /// Number of worker processes. Surplus workers finish their jobs first.
+    /// Number of worker processes. If it is lowered, surplus workers finish their jobs first.
     pub processes: Option<u32>,
-    /// Maximum number of jobs in flight per worker. Running jobs above a lower maximum continue.
+    /// Maximum number of jobs in flight per worker. If it is lowered, all running jobs continue.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs. A lower maximum removes no job from the queue.
+    /// Maximum number of queued jobs. If it is lowered, no job is removed from the queue.
     pub max_queue: Option<u32>,
-    /// New rate limit, or `Some(None)` for no limit. Earlier charges remain.
+    /// New rate limit, or `Some(None)` to remove the limit. Earlier charges remain.
     pub rate_limit: Option<Option<RateLimit>>,
 }
 
@@ -440,17 +430,17 @@ impl LimitChange {
 /// Final outcome of a job.
 #[derive(Debug)]
 pub struct JobOutcome<T> {
-    /// Job id. `None` if the job was rejected at submission.
+    /// Job id, or `None` if the job was rejected at submission.
     pub job: Option<JobId>,
     /// Caller's record of the job.
     pub record: T,
-    /// Outcome.
+    /// Outcome of the job, without payload and times.
     pub verdict: Verdict,
-    /// Number of attempts. A dispatch that the worker had not begun does not count.
+    /// Number of attempts. Does not include dispatches to workers that had not begun the job.
     pub attempts: u32,
-    /// Total time in the queue.
+    /// Total time that the job spent in the queue.
     pub queued: Duration,
-    /// Total time in workers.
+    /// Total time that the job spent in workers.
     pub ran: Duration,
     /// Process id of the last worker that had the job.
     pub worker_pid: Option<u32>,
@@ -460,138 +450,14 @@ pub struct JobOutcome<T> {
     pub retry_after: Option<Duration>,
     /// Deadline that applied, counted from the submission.
     pub deadline: Duration,
-    /// Run limit that applied to each attempt, if any.
+    /// Run limit that applied to each attempt, or `None` if there was no limit.
     pub run_limit: Option<Duration>,
 }
 
-/// Reason for killing a worker.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KillReason {
-    /// A job in the worker did not end in time.
-    Deadline,
-    /// The worker sent no heartbeats.
-    Hung,
-    /// The worker violated the protocol as described.
-    Protocol(String),
-    /// The worker sent no hello within `start.handshake`.
-    NoHello,
-    /// The worker was not ready within `start.ready`.
-    NotReady,
-    /// The worker was asked to exit and did not.
-    ExitTimeout,
-    /// The worker has run no job and is no longer needed.
-    NotNeeded,
-    /// The keeper died.
-    KeeperDied,
-}
-
-impl KillReason {
-    /// Returns a description for operators and clients.
-    pub fn describe(&self) -> String {
-        match self {
-            Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
-                               or after a result that was too large"
-                .into(),
-            Self::Hung => "the worker no longer sent heartbeats".into(),
-            Self::Protocol(how) => format!("protocol violation: {how}"),
-            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
-                              built with the worker SDK needs `exec` instead of `command`"
-                .into(),
-            Self::NotReady => "the worker was not ready within start.ready".into(),
-            Self::ExitTimeout => "the worker was asked to stop and did not".into(),
-            Self::NotNeeded => "the worker had not begun a job and is no longer needed".into(),
-            Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
-        }
-    }
-}
-
-vocabulary! {
-    /// Reason for replacing a healthy worker.
-    RecycleReason {
-        /// `recycle.jobs` was reached.
-        Jobs = "jobs",
-        /// `recycle.rss` was exceeded.
-        Memory = "rss",
-        /// `recycle.age` was reached.
-        Age = "age",
-        /// An operator requested a restart.
-        Restart = "restart",
-        /// `max_in_flight` grew, and the worker cannot change its maximum.
-        Resize = "resize",
-        /// The worker runs an outdated program or configuration.
-        Reload = "reload",
-    }
-}
-
-vocabulary! {
-    /// Cause of a worker restart, as used in metrics.
-    #[repr(u8)]
-    #[expect(missing_docs, reason = "the names are self-explanatory")]
-    RestartCause {
-        // The previous worker ended by itself.
-        Exit = "exit",
-        Signal = "signal",
-        Oom = "oom",
-        Violation = "violation",
-        // The supervisor killed the previous worker.
-        Protocol = "protocol",
-        Hung = "hung",
-        Deadline = "deadline",
-        NotReady = "not_ready",
-        Stopped = "stopped",
-        KeeperDied = "keeper_died",
-        /// The previous worker could not be started.
-        NotStarted = "not_started",
-        // The previous worker was replaced.
-        Jobs = RecycleReason::Jobs.name(),
-        Memory = RecycleReason::Memory.name(),
-        Age = RecycleReason::Age.name(),
-        Restart = RecycleReason::Restart.name(),
-        Resize = RecycleReason::Resize.name(),
-        Reload = RecycleReason::Reload.name(),
-    }
-}
-
-impl RestartCause {
-    /// Returns true if the previous worker was replaced because of a `recycle` limit.
-    pub(crate) const fn is_recycling(self) -> bool {
-        matches!(self, Self::Jobs | Self::Memory | Self::Age)
-    }
-
-    /// Returns the cause for a worker that has ended.
-    pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
-        match (killed, death) {
-            (Some(KillReason::Deadline), _) => Self::Deadline,
-            (Some(KillReason::Hung), _) => Self::Hung,
-            (Some(KillReason::Protocol(_)), _) => Self::Protocol,
-            (Some(KillReason::NoHello | KillReason::NotReady), _) => Self::NotReady,
-            (Some(KillReason::ExitTimeout | KillReason::NotNeeded), _) => Self::Stopped,
-            (Some(KillReason::KeeperDied), _) => Self::KeeperDied,
-            (None, Death::Exit(_)) => Self::Exit,
-            (None, Death::Signal(_)) => Self::Signal,
-            (None, Death::Violation(_) | Death::TmpFull) => Self::Violation,
-            (None, Death::Oom) => Self::Oom,
-        }
-    }
-}
-
-impl From<RecycleReason> for RestartCause {
-    fn from(reason: RecycleReason) -> Self {
-        match reason {
-            RecycleReason::Jobs => Self::Jobs,
-            RecycleReason::Memory => Self::Memory,
-            RecycleReason::Age => Self::Age,
-            RecycleReason::Restart => Self::Restart,
-            RecycleReason::Resize => Self::Resize,
-            RecycleReason::Reload => Self::Reload,
-        }
-    }
-}
-
-/// Reason for a slot to stay without a worker.
+/// Reason why a slot has no worker and will not get one soon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// Workers of the slot failed too often.
+    /// The workers of the slot failed too often.
     Failed,
     /// `restart.policy` forbids a restart.
     Policy,
@@ -625,7 +491,7 @@ pub enum OperatorEvent {
         /// Human-readable cause.
         message: String,
     },
-    /// A worker exited.
+    /// A worker's process exited.
     WorkerExited {
         /// Worker that exited.
         worker: WorkerId,
@@ -633,18 +499,16 @@ pub enum OperatorEvent {
         slot: u32,
         /// Process id.
         pid: u32,
-        /// Cause of the exit.
-        death: Death,
-        /// Reason, if the supervisor killed the worker.
-        killed: Option<KillReason>,
+        /// Death of the worker, together with the reason if the supervisor killed it.
+        ending: Ending,
         /// Time since the spawn.
         uptime: Duration,
-        /// Number of jobs that the worker answered.
+        /// Number of jobs whose results the worker has sent.
         served: u64,
-        /// Number of jobs that the worker held at its exit.
+        /// Number of jobs in flight when the worker exited.
         in_flight: u32,
     },
-    /// The supervisor kills a worker.
+    /// The supervisor is killing a worker.
     WorkerKilled {
         /// Process id.
         pid: u32,
@@ -667,25 +531,25 @@ pub enum OperatorEvent {
         /// Reason for the replacement.
         reason: RecycleReason,
     },
-    /// A replacement with the new program or configuration failed to start. The old worker continues.
+    /// The replacement of an outdated worker failed to start. The old worker continues.
     ReplacementFailed {
         /// Slot of the worker.
         slot: u32,
         /// Human-readable cause.
         message: String,
-        /// Time until the next attempt.
+        /// Time until the next attempt to replace the worker.
         retry_in: Duration,
     },
-    /// The next worker of a slot starts after a delay.
+    /// The next worker of a slot will start after a delay.
     RestartBackoff {
         /// Slot that waits.
         slot: u32,
         /// Length of the delay.
         delay: Duration,
     },
-    /// No slot has a worker or will get one soon.
+    /// No slot of the bulkhead has a worker or will get one soon.
     BulkheadFailed {
-        /// Reason for the stop of the last slot.
+        /// Reason why the last slot stopped.
         reason: StopReason,
         /// Human-readable description of the last failure.
         message: String,
@@ -698,19 +562,19 @@ pub enum OperatorEvent {
         attempts: u32,
         /// Outcome of the last attempt.
         crash: Verdict,
-        /// Process id of the worker that had the job.
+        /// Process id of the worker in which the last attempt ran.
         worker_pid: Option<u32>,
     },
-    /// A payload has caused too many crashes and is quarantined.
+    /// A payload was quarantined because it has caused too many crashes.
     JobQuarantined {
-        /// Job that caused the last of these crashes.
+        /// Job that caused the last of the crashes.
         job: JobId,
         /// Digest of the payload.
         digest: Digest,
     },
-    /// The breaker changed its state.
+    /// The state of the breaker has changed.
     Breaker(Transition),
-    /// The queue has reached the share `pressure.warn` of its capacity.
+    /// The number of queued jobs has reached the share `pressure.warn` of the queue's capacity.
     QueuePressure {
         /// Number of queued jobs.
         queued: usize,
@@ -719,28 +583,28 @@ pub enum OperatorEvent {
     },
     /// The adaptive limit has changed since the last report.
     LimitAdapted {
-        /// Limit at the last report.
+        /// Adaptive limit at the last report.
         from: u32,
-        /// Current limit.
+        /// Current adaptive limit.
         to: u32,
-        /// Lower median of the tenants' 90th percentiles of run times.
+        /// Lower median of the tenants' 90th percentile run times.
         latency: Duration,
         /// Configuration of the adaptive limit.
         limits: AdaptiveLimits,
     },
-    /// Jobs are rejected because of a rate limit.
+    /// Jobs are being rejected because of a rate limit.
     TenantThrottled {
-        /// Tenant that exceeds its own limit, empty for jobs without a tenant. `None` means the limit of the
-        /// bulkhead.
+        /// Tenant that exceeds its own rate limit. The name is empty for jobs without a tenant. `None` means
+        /// that the rate limit of the whole bulkhead is exceeded.
         tenant: Option<Arc<str>>,
-        /// Time until the next job would pass.
+        /// Time until a job can pass the rate limit again.
         retry_after: Duration,
     },
-    /// A tenant has more than half of the recent evictions.
+    /// A tenant accounts for more than half of the recent evictions.
     TenantEvictions {
         /// Name of the tenant.
         tenant: Arc<str>,
-        /// Share of the evictions, from 0 to 1.
+        /// Tenant's share of the recent evictions, from 0 to 1.
         share: f64,
     },
     /// The bulkhead no longer accepts jobs.

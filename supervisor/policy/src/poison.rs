@@ -1,6 +1,7 @@
-//! Quarantine for payloads that kill workers. A payload that was the only job of a dying worker is recorded
-//! by its digest, which the caller computes. After several such crashes the payload is quarantined while
-//! other jobs run, like dead letters in a message queue (SQS, `maxReceiveCount`).
+//! Quarantine for payloads that kill workers. If a worker dies while it has only one job, the crash is
+//! recorded under the digest of the job's payload, which the caller computes. After several such crashes,
+//! jobs with this payload are rejected, as a message queue moves messages that fail repeatedly to a
+//! dead-letter queue (SQS, `maxReceiveCount`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -8,11 +9,12 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// Maximum number of recorded crashes, and of quarantined digests. The oldest are dropped first.
+/// Maximum number of recorded crashes, and maximum number of quarantined digests. The oldest entries are
+/// dropped first.
 const REMEMBERED_MAX: usize = 4096;
 
-/// Digest of a payload together with its operation. The caller must use a collision-resistant function, so
-/// that no client can make a second payload with the same digest.
+/// Digest of an operation and its payload. The caller must use a collision-resistant function, so that no
+/// client can create another payload with the same digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Digest(u64, u64);
 
@@ -23,41 +25,42 @@ impl From<u128> for Digest {
 }
 
 impl fmt::Display for Digest {
-    /// Writes 32 hexadecimal digits.
+    /// Writes the digest as 32 hexadecimal digits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}{:016x}", self.0, self.1)
     }
 }
 
-/// Conditions and duration of a quarantine.
+/// Settings of the quarantine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoisonLimits {
-    /// Number of crashes that cause a quarantine.
+    /// Number of crashes after which a payload is quarantined.
     pub crashes: u32,
-    /// Time in which the crashes must occur, and duration of the quarantine after the last crash.
+    /// Period within which the crashes must occur, and duration of the quarantine after the last crash.
     pub within: Duration,
 }
 
-/// Crashes and quarantined payloads of one bulkhead.
+/// Recorded crashes and quarantined payloads of one bulkhead.
 #[derive(Debug)]
 pub(crate) struct Poison {
-    /// Configuration in force. Without limits no crash is recorded.
+    /// Settings of the quarantine. With `None`, no crashes are recorded.
     limits: Option<PoisonLimits>,
-    /// All recorded crashes, oldest first. Crashes are rare and cost a process, so a linear search is
-    /// acceptable. A flood of new payloads can displace crashes, but no quarantined payload.
+    /// All recorded crashes, oldest first. A linear search is acceptable, because crashes are rare and each
+    /// one costs a process. A flood of new payloads can displace recorded crashes, but no quarantined
+    /// payload.
     crashes: VecDeque<(Time, Digest)>,
-    /// Quarantined digests and the time of their last crash. Looked up for every job. A `BTreeMap`, because a
-    /// `HashMap` would draw a random key.
+    /// Quarantined digests, each with the time of its last crash. Looked up for every job. A `BTreeMap`,
+    /// because a `HashMap` would use a random key.
     quarantined: BTreeMap<Digest, Time>,
 }
 
 impl Poison {
-    /// Returns a record without crashes.
+    /// Returns a quarantine without recorded crashes.
     pub(crate) fn new(limits: Option<PoisonLimits>) -> Self {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
 
-    /// Replaces the limits. Crashes that are still recorded count under the new limits.
+    /// Replaces the settings. Crashes that are still recorded count under the new settings.
     pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<PoisonLimits>) {
         match (std::mem::replace(&mut self.limits, limits), &self.limits) {
             (_, None) => self.reset(),
@@ -66,8 +69,8 @@ impl Poison {
         }
     }
 
-    /// Records that a worker died while this payload was its only job. Returns true if the payload is now
-    /// quarantined.
+    /// Records that a worker died while a job with this payload was its only job. Returns true if the payload
+    /// is now quarantined.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {
         let Some(limits) = &self.limits else { return false };
         let (crashes_min, within) = (limits.crashes.max(1) as usize, limits.within);
@@ -94,7 +97,7 @@ impl Poison {
         self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
     }
 
-    /// Releases all payloads and forgets their crashes.
+    /// Releases all quarantined payloads and forgets their crashes.
     pub(crate) fn reset(&mut self) {
         self.crashes.clear();
         self.quarantined.clear();
@@ -135,7 +138,7 @@ mod tests {
         Time::ZERO + Duration::from_secs(60 * minutes)
     }
 
-    /// SQS, `maxReceiveCount`: the third failure quarantines this payload and no other.
+    /// As in SQS, `maxReceiveCount`. The third failure quarantines this payload and no other.
     #[test]
     fn third_crash_quarantines_only_that_payload() {
         let mut poison = poison();
@@ -149,12 +152,12 @@ mod tests {
         assert_eq!(poison.len(at(3)), 1);
     }
 
-    /// Erlang's `supervisor`, restart intensity: only crashes within the period count.
+    /// As with the restart intensity of Erlang's `supervisor`, only crashes within the period count.
     #[test]
     fn old_crashes_do_not_count() {
         let mut poison = poison();
         for i in 0..50 {
-            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i}");
+            assert!(!poison.record_crash(at(30 * i), d(7)), "crash {i} caused a quarantine");
         }
     }
 
@@ -167,12 +170,12 @@ mod tests {
         assert!(poison.is_quarantined(at(99), d(7)));
         assert!(!poison.is_quarantined(at(100), d(7)));
         assert_eq!(poison.len(at(100)), 0);
-        assert!(!poison.record_crash(at(100), d(7)), "its earlier crashes are forgotten");
+        assert!(!poison.record_crash(at(100), d(7)), "earlier crashes must be forgotten");
     }
 
-    /// The job was dispatched before another copy caused the quarantine.
+    /// The job was dispatched before another job with the same payload caused the quarantine.
     #[test]
-    fn crash_during_quarantine_extends_it() {
+    fn crash_during_quarantine_extends_the_quarantine() {
         let mut poison = poison();
         for minute in [0, 1, 2, 50] {
             poison.record_crash(at(minute), d(7));
@@ -182,9 +185,9 @@ mod tests {
         assert!(!poison.is_quarantined(at(110), d(7)));
     }
 
-    /// The number of remembered payloads stays bounded.
+    /// The number of recorded payloads stays bounded.
     #[test]
-    fn flood_of_new_payloads_evicts_no_quarantined_payload() {
+    fn flood_of_payloads_leaves_the_quarantine_unchanged() {
         let mut poison = poison();
         for _ in 0..3 {
             poison.record_crash(at(0), d(7));
@@ -197,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn evicts_oldest_quarantined_payload() {
+    fn full_quarantine_releases_the_oldest_payload() {
         let mut poison = Poison::new(Some(PoisonLimits { crashes: 1, within: HOUR }));
         for i in 0..=REMEMBERED_MAX as u64 {
             assert!(poison.record_crash(Time(i), d(u128::from(u64::MAX - i))));

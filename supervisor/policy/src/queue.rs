@@ -1,53 +1,54 @@
 //! The waiting jobs of one bulkhead, and the choice of the next job. Classes are served strictly by priority.
-//! Within a class, tenants take turns with equal shares by cost. Within a tenant, the oldest job is first.
-//! The queue knows a job's number, class, tenant and cost, and never decides to reject a job.
+//! Within a class, tenants take turns and get equal shares by cost. Within a tenant, the oldest job is first.
+//! The queue knows the number, class, tenant and cost of a job, and never decides to reject a job.
 //!
 //! Within a class, the order is deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
 //! Deficit Round Robin", 1995). In each round every tenant earns a quantum, and the tenant's oldest job is
 //! served once its cost is earned. The quantum of the paper is as large as the largest job, so that no round
-//! is visited in vain, but a tenant's small jobs then run many in a row. Here the quantum is 1, so that small
-//! jobs of different tenants alternate, and rounds are computed instead of visited. A tenant whose oldest job
-//! costs `c` has its turn `c` rounds later and stands in the slot of that round. A bitmap gives the next
-//! occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up unused turns
-//! ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
+//! is visited in vain, but many small jobs of a tenant then run one after the other. Here the quantum is 1,
+//! so that small jobs of different tenants alternate, and rounds are computed instead of visited. A tenant
+//! whose oldest job costs `c` has its turn `c` rounds later and is stored in the slot of that round. A bitmap
+//! gives the next occupied slot. Fair queuing within a class, and the rule that a tenant cannot save up
+//! unused turns ("windup"), are taken from Kubernetes' API Priority and Fairness (KEP-1040).
 //!
-//! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list
-//! through a vector by job or tenant, so that a job can be removed from the middle without a search.
+//! Every operation is O(1), amortised over the growth and release of memory. Each order is a linked list in a
+//! vector that is indexed by job or tenant, so that a job can be removed from the middle without a search.
 
 use bulkhead_shared::Priority;
 
 #[cfg(test)]
 mod tests;
 
-/// Maximum cost that is charged for a job. Bounds the number of rounds ahead, and so the slots and the
-/// bitmap.
+/// Maximum cost that is charged for a job. Limits how many rounds ahead a turn can be, and so the number of
+/// slots and the size of the bitmap.
 const COST_MAX: u32 = 4095;
 
-/// Initial number of slots of a class: one word of the bitmap.
+/// Initial number of slots of a class, which is one word of the bitmap.
 const SLOTS_MIN: usize = 64;
 
-/// Table size, in entries, up to which memory is never released.
+/// Maximum size, in entries, of a table whose memory is always kept.
 const RETAINED_LEN_MAX: usize = 1024;
 
 const NONE: u32 = u32::MAX;
 
-/// The waiting jobs of one bulkhead. Numbers of jobs and tenants should be small, because the tables have an
-/// entry for each number up to the highest.
+/// The waiting jobs of one bulkhead. The numbers of jobs and tenants should be small, because each table has
+/// an entry for every number up to the highest.
 #[derive(Default)]
 pub(crate) struct Queue {
     jobs: Jobs,
     /// Indexed by the code of the priority.
     classes: [Class; Priority::ALL.len()],
     ranking: Ranking,
-    /// Indexed by tenant. Also remembered for tenants without waiting jobs.
+    /// True for blocked tenants. Indexed by tenant, including tenants without waiting jobs.
     is_blocked: Vec<bool>,
     len: usize,
-    /// Number of jobs added since memory was last released. Amortises the next release.
+    /// Number of jobs added since memory was last released. The cost of the next release is amortised over
+    /// these jobs.
     added: usize,
 }
 
 impl Queue {
-    /// Memory per job in these tables, in bytes.
+    /// Size of the table entries of a job, in bytes.
     pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
 
     /// Adds a job behind all others of its tenant and class. O(1).
@@ -61,8 +62,8 @@ impl Queue {
         }
     }
 
-    /// Adds a job before all others of its class, except that a blocked tenant stays blocked. The job was
-    /// already charged at its first turn. O(1).
+    /// Adds a job before all other jobs of its class. If the tenant is blocked, it stays blocked. The tenant
+    /// is not charged, because it was charged when the job was served the first time. O(1).
     pub(crate) fn push_first(&mut self, job: u32, class: Priority, tenant: u32) {
         if self.jobs.enter(job, Entry { class, tenant, cost: 0, age: self.jobs.oldest - 1 }) {
             self.jobs.oldest -= 1;
@@ -72,12 +73,12 @@ impl Queue {
         }
     }
 
-    /// Removes a job without charging its tenant. Does nothing if the job does not wait. O(1).
+    /// Removes a waiting job without charging its tenant. Does nothing if the job is not waiting. O(1).
     pub(crate) fn remove(&mut self, job: u32) {
         self.take(job, Removal::Cancelled);
     }
 
-    /// Returns the next job among the classes from `lowest` up. O(1).
+    /// Returns the next job among the classes from `lowest` upwards. O(1).
     pub(crate) fn peek(&self, lowest: Priority) -> Option<u32> {
         let allowed = Priority::ALL.iter().rev().take_while(|&&class| class >= lowest);
         allowed.map(|&class| &self.classes[class as usize]).find_map(Class::next)
@@ -90,7 +91,7 @@ impl Queue {
         Some(job)
     }
 
-    /// Excludes a tenant from the rounds. The tenant keeps its jobs and its position, and neither earns nor
+    /// Excludes a tenant from the rounds. The tenant keeps its jobs and its position, and neither gains nor
     /// loses turns. O(1).
     pub(crate) fn block(&mut self, tenant: u32) {
         let index = tenant as usize;
@@ -102,7 +103,8 @@ impl Queue {
         }
     }
 
-    /// Readmits a tenant, in front of the others in the round of its turn. O(1).
+    /// Readmits a blocked tenant. Within the round of its turn, the tenant is placed before all other
+    /// tenants. O(1).
     pub(crate) fn unblock(&mut self, tenant: u32) {
         let Some(is_blocked) = self.is_blocked.get_mut(tenant as usize) else { return };
         if std::mem::replace(is_blocked, false) {
@@ -110,7 +112,7 @@ impl Queue {
         }
     }
 
-    /// Returns the number of waiting jobs, including jobs of blocked tenants. O(1).
+    /// Returns the number of waiting jobs, including the jobs of blocked tenants. O(1).
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -126,18 +128,18 @@ impl Queue {
         self.ranking.len_of(tenant)
     }
 
-    /// Returns the newest job of a class, which is the first to be shed. O(1).
+    /// Returns the newest job of a class, which is the first one to be rejected when room is needed. O(1).
     pub(crate) fn newest(&self, class: Priority) -> Option<u32> {
         some(self.classes[class as usize].by_age.last)
     }
 
-    /// Returns the tenant with the most waiting jobs. Among equals, the tenant that reached this number
-    /// first. O(1).
+    /// Returns the tenant with the most waiting jobs. Among equals, returns the tenant that reached the
+    /// number first. O(1).
     pub(crate) fn fullest(&self) -> Option<u32> {
         self.ranking.fullest()
     }
 
-    /// Returns the oldest job of a tenant in any class, which is the job to evict. O(1).
+    /// Returns the oldest job of a tenant in any class, which is the first one to be evicted. O(1).
     pub(crate) fn oldest(&self, tenant: u32) -> Option<u32> {
         let of_each_class = self.classes.iter().filter_map(|class| class.oldest(tenant));
         of_each_class.min_by_key(|&job| self.jobs.get(job).map(|entry| entry.age))
@@ -164,8 +166,9 @@ impl Queue {
         }
     }
 
-    /// Releases memory after a burst. Requires that as many jobs were added as the tables have places.
-    /// Otherwise a single high number that comes and goes would grow and shrink a table each time.
+    /// Releases memory after a burst. Does so only after as many jobs were added as the tables have entries.
+    /// Otherwise, a single high number that is added and removed repeatedly would grow and shrink a table
+    /// each time.
     fn release_memory(&mut self) {
         let slots = self.classes.iter().map(|class| class.rounds.slots.len()).max();
         let places = self.jobs.table.len().max(self.ranking.lens.len()).max(slots.unwrap_or(0));
@@ -179,7 +182,7 @@ impl Queue {
     }
 }
 
-/// Reason for removing a job.
+/// Reason for removing a job from the queue.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Removal {
     /// The job was served, so its tenant is charged.
@@ -193,10 +196,11 @@ enum Removal {
 struct Entry {
     class: Priority,
     tenant: u32,
-    /// Cost that the tenant must earn first. Zero for a job that was put back.
+    /// Cost that the tenant must earn before the job is served. Zero for a job that was returned to the
+    /// queue.
     cost: u32,
-    /// Position in the order of arrival. New jobs count up. Jobs that are put back count down, because they
-    /// are older.
+    /// Position in the order of arrival. The value increases with each new job, and decreases with each job
+    /// that is returned to the queue, because such a job is older.
     age: i64,
 }
 
@@ -214,7 +218,10 @@ struct Jobs {
 impl Jobs {
     /// Returns true if the job was added. A job must not be added twice.
     fn enter(&mut self, job: u32, entry: Entry) -> bool {
-        debug_assert!(job != NONE && entry.tenant != NONE, "{NONE} stands for none");
+        debug_assert!(
+            job != NONE && entry.tenant != NONE,
+            "the number {NONE} is reserved for the end of a list"
+        );
         let index = job as usize;
         if self.table.len() <= index {
             self.table.resize(index + 1, None);
@@ -236,21 +243,21 @@ impl Jobs {
     }
 }
 
-/// The waiting jobs of one class.
+/// Waiting jobs of one class.
 #[derive(Default)]
 struct Class {
     len: usize,
     by_age: List,
-    /// Indexed by tenant.
+    /// Flows, indexed by tenant.
     flows: Vec<Flow>,
-    /// Tenants that wait for a turn.
+    /// Tenants that are waiting for their turn.
     rounds: Rounds,
-    /// Tenants with jobs that were put back, latest first. These jobs need no turn.
+    /// Tenants with jobs that were returned to the queue, latest first. Such jobs need no turn.
     returned: List,
     returned_links: Links,
 }
 
-/// The waiting jobs of one tenant and class.
+/// Waiting jobs of one tenant in one class.
 #[derive(Clone, Default)]
 struct Flow {
     waiting: List,
@@ -258,15 +265,15 @@ struct Flow {
     turn: Turn,
 }
 
-/// Turn of the oldest waiting job of a flow.
+/// Turn of a flow, at which its oldest job is served.
 #[derive(Clone, Copy, Default)]
 enum Turn {
-    /// No job waits.
+    /// The flow has no jobs.
     #[default]
     None,
     /// The turn is in this round.
     At(u64),
-    /// The tenant is blocked. The turn is this number of rounds after the unblocking.
+    /// The tenant is blocked. Its turn is this number of rounds after the round in which it is unblocked.
     In(u64),
 }
 
@@ -320,8 +327,8 @@ impl Class {
         }
     }
 
-    /// Sets the turn of a flow after its oldest job was removed. Earnings for a cancelled job count for the
-    /// next job, up to the cost of that job, so that a tenant cannot save up turns.
+    /// Sets the turn of a flow after its oldest job was removed. What was earned for a cancelled job counts
+    /// for the next job, up to the cost of that job, so that a tenant cannot save up turns.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, removal: Removal) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {
@@ -393,18 +400,18 @@ impl Class {
     }
 }
 
-/// Tenants by the round of their turn. No turn is further ahead than the maximum cost, so a ring with one
-/// slot per round holds all turns.
+/// Tenants, by the round in which they have their turn. No turn is more rounds ahead than the maximum cost,
+/// so a ring with one slot per round can hold all turns.
 #[derive(Default)]
 struct Rounds {
     /// Round of the last turn.
     now: u64,
-    /// Tenants of each round, in order. The number of slots is a power of two.
+    /// Tenants of each round, in the order of their turns. The number of slots is a power of two.
     slots: Vec<List>,
     links: Links,
-    /// A bit for each occupied slot.
+    /// Bitmap with one bit for each slot, set if the slot is occupied.
     words: Vec<u64>,
-    /// A bit for each word that is not zero.
+    /// Bitmap with one bit for each entry of `words`, set if the entry is not zero.
     summary: u64,
 }
 
@@ -430,7 +437,7 @@ impl Rounds {
         }
     }
 
-    /// Moves a tenant to the end of another round, or removes it.
+    /// Moves a tenant to the end of another round, or removes the tenant if `to` is `None`.
     fn shift(&mut self, tenant: u32, from: u64, to: Option<u64>) {
         self.remove(tenant, from);
         if let Some(turn) = to {
@@ -448,7 +455,8 @@ impl Rounds {
         if ahead != 0 {
             return some(self.slots[word * 64 + ahead.trailing_zeros() as usize].first);
         }
-        // Search the following words and finally, after wrapping around, the rest of the current word.
+        // Searches the words after the current one. After wrapping around, searches the rest of the current
+        // word last.
         let turned = self.summary.rotate_right(word as u32 + 1);
         let word = (word + 1 + turned.trailing_zeros() as usize) % 64;
         some(self.slots[word * 64 + self.words[word].trailing_zeros() as usize].first)
@@ -465,10 +473,10 @@ impl Rounds {
         slot
     }
 
-    /// Ensures that the ring has a slot for a turn. Grows only a few times; see [`COST_MAX`].
+    /// Ensures that the ring is large enough for a turn. The ring grows only a few times; see [`COST_MAX`].
     fn reach(&mut self, turn: u64) {
         let ahead = turn.saturating_sub(self.now) as usize;
-        debug_assert!(ahead <= COST_MAX as usize, "no turn is {ahead} rounds ahead");
+        debug_assert!(ahead <= COST_MAX as usize, "a turn must not be {ahead} rounds ahead");
         if ahead < self.slots.len() {
             return;
         }
@@ -487,14 +495,14 @@ impl Rounds {
     }
 }
 
-/// Tenants by number of waiting jobs. A number changes by one at a time, so the highest one is cheap to
-/// maintain.
+/// Tenants, ranked by number of waiting jobs. The number of a tenant changes by one at a time, so the highest
+/// number is cheap to maintain.
 #[derive(Default)]
 struct Ranking {
-    /// Indexed by tenant.
+    /// Number of waiting jobs, indexed by tenant.
     lens: Vec<usize>,
     links: Links,
-    /// Tenants with one job, two jobs and so on, up to the highest number.
+    /// Lists of the tenants with one job, with two jobs, and so on up to the highest number.
     ranks: Vec<List>,
 }
 
@@ -515,7 +523,7 @@ impl Ranking {
         self.lens[index] += 1;
     }
 
-    /// Decrements the number of jobs of a tenant that has at least one.
+    /// Decrements a tenant's number of jobs. The number must be at least one.
     fn subtract(&mut self, tenant: u32) {
         let index = tenant as usize;
         self.lens[index] -= 1;
@@ -555,7 +563,7 @@ impl List {
     }
 }
 
-/// Links of several lists over the same set of numbers. A number is in at most one list.
+/// Links of several lists whose items are numbers from the same range. Each number is in at most one list.
 #[derive(Default)]
 struct Links(Vec<Link>);
 
@@ -591,25 +599,27 @@ impl Links {
         *self.before(list, link.after) = link.before;
     }
 
-    /// Returns the cell that names the successor of `item`, or the list's first item if `item` is [`NONE`].
+    /// Returns the link to the successor of `item`, or the list's link to its first item if `item` is
+    /// [`NONE`].
     fn after<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.first } else { &mut self.0[item as usize].after }
     }
 
-    /// Returns the cell that names the predecessor of `item`, or the list's last item if `item` is [`NONE`].
+    /// Returns the link to the predecessor of `item`, or the list's link to its last item if `item` is
+    /// [`NONE`].
     fn before<'a>(&'a mut self, list: &'a mut List, item: u32) -> &'a mut u32 {
         step();
         if item == NONE { &mut list.last } else { &mut self.0[item as usize].before }
     }
 }
 
-/// Returns `None` for [`NONE`].
+/// Returns `number`, or `None` if `number` is [`NONE`].
 fn some(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// Counts one step of work, for tests that check that operations are O(1).
+/// Counts one step of work. Tests use the count to check that operations are O(1).
 fn step() {
     #[cfg(test)]
     tests::count_step();

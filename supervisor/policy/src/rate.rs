@@ -1,6 +1,6 @@
 //! Rate limit by the generic cell rate algorithm (ITU-T I.371; as a limiter of requests: Brandur Leach, "Rate
-//! limiting, cells, and GCRA"). The only state is the time at which the bucket will have drained. Over any
-//! window `t`, at most `per_second × t + burst` pass, whatever the arrival pattern.
+//! limiting, cells, and GCRA"). The only state is the time at which the bucket will be empty. Within any time
+//! `t`, jobs with a total cost of at most `per_second × t + burst` pass, whatever the arrival pattern.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use crate::time::Time;
 /// Rate limit of a bulkhead or tenant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateLimit {
-    /// Long-term rate; above 0.
+    /// Cost that passes per second in the long term. Greater than 0.
     pub per_second: f64,
-    /// Maximum cost that can pass at once after a pause; at least 1.
+    /// Maximum cost that can pass at once after a pause. At least 1.
     pub burst: u32,
     /// Scope of the limit.
     pub per: RatePer,
@@ -29,23 +29,23 @@ vocabulary! {
     }
 }
 
-/// Reason for a rejection by the rate limit.
+/// Reason why a job exceeds the rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// The job would pass after this time if no other job passed before.
+    /// The job would pass after this time, provided that no other job passes before.
     RetryIn(Duration),
     /// The job costs more than the burst and will never pass.
     Never,
 }
 
-/// Time at which the bucket will have drained, in nanoseconds of [`Time`] but in 128 bits, so that it never
-/// overflows. Zero is an empty bucket.
+/// Time at which the bucket will be empty, in nanoseconds of [`Time`]. The value has 128 bits, so that it
+/// never overflows. Zero means an empty bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Bucket(u128);
 
 impl Bucket {
-    /// Charges a job of this cost. Returns the required wait if the job exceeds the limit, and charges
-    /// nothing then.
+    /// Charges a job with the given cost. If the job exceeds the limit, charges nothing and returns the time
+    /// to wait.
     pub(crate) fn take(&mut self, now: Time, limit: &RateLimit, cost: u32) -> Result<(), Excess> {
         if cost > limit.burst {
             return Err(Excess::Never);
@@ -61,8 +61,8 @@ impl Bucket {
         }
     }
 
-    /// Adjusts the bucket to another limit. Earlier charges keep their cost, not the time that they took to
-    /// drain under the previous limit, and never exceed the new burst.
+    /// Converts the bucket to another limit. Earlier charges keep their cost, so that they drain at the new
+    /// rate. Together, they never exceed the new burst.
     pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
         let now = u128::from(now.0);
         let owed = self.0.saturating_sub(now);
@@ -73,8 +73,9 @@ impl Bucket {
 }
 
 impl RateLimit {
-    /// Returns the time that this cost takes at the long-term rate. A cost of one takes a whole number of
-    /// nanoseconds, rounded up, so that the rate is never exceeded. The maximum is about six centuries.
+    /// Returns the time that a job of this cost takes at the long-term rate. The time for a cost of one is
+    /// rounded up to a whole number of nanoseconds, so that the rate is never exceeded. The maximum is about
+    /// six centuries.
     fn nanos_for(&self, cost: u32) -> u128 {
         u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
     }
@@ -91,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn allows_a_burst_and_then_the_rate() {
+    fn burst_passes_before_the_rate_applies() {
         let mut bucket = Bucket::default();
         let passed = (0..1000).filter(|_| bucket.take(ms(5), &LIMIT, 1).is_ok()).count();
         assert_eq!(passed, 200);
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn reported_wait_is_exact() {
+    fn job_passes_exactly_after_the_reported_wait() {
         let mut bucket = Bucket::default();
         let mut now = ms(0);
         let mut state = 1_u64;
@@ -110,10 +111,10 @@ mod tests {
             let before = bucket;
             match bucket.take(now, &LIMIT, cost) {
                 Ok(()) => now = now + Duration::from_micros((state >> 50) % 900),
-                Err(Excess::Never) => unreachable!("no cost is that large"),
+                Err(Excess::Never) => unreachable!("a cost cannot be this large"),
                 Err(Excess::RetryIn(wait)) => {
                     let early = now + wait.saturating_sub(Duration::from_nanos(1));
-                    assert_eq!(bucket, before, "a refusal is free");
+                    assert_eq!(bucket, before, "a rejected job must not be charged");
                     assert!(bucket.clone().take(early, &LIMIT, cost).is_err());
                     now = now + wait;
                     assert!(bucket.take(now, &LIMIT, cost).is_ok());
@@ -123,16 +124,16 @@ mod tests {
     }
 
     #[test]
-    fn rescaling_keeps_the_cost_of_earlier_charges() {
+    fn new_rate_limit_keeps_the_cost_of_earlier_charges() {
         let slow = RateLimit { per_second: 1.0, burst: 120, per: RatePer::Bulkhead };
         let fast = RateLimit { per_second: 1000.0, burst: 1000, per: RatePer::Bulkhead };
         let mut bucket = Bucket::default();
         assert_eq!(bucket.take(ms(0), &slow, 120), Ok(()));
         let mut other = bucket;
         other.rescale(ms(0), &slow, &fast);
-        assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are spent");
+        assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are used up");
         assert!(other.take(ms(0), &fast, 1).is_err());
-        // Carried-over charges never exceed the new burst.
+        // Charges that are carried over never exceed the new burst.
         bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
         assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }
@@ -145,7 +146,12 @@ mod tests {
         for (i, from) in passed.iter().enumerate() {
             for (j, to) in passed.iter().enumerate().skip(i).step_by(7) {
                 let most = 50.0 * (to - from) as f64 / 1000.0 + 10.0;
-                assert!((j - i + 1) as f64 <= most + 1e-6, "{} in {} ms", j - i + 1, to - from);
+                assert!(
+                    (j - i + 1) as f64 <= most + 1e-6,
+                    "{} jobs passed within {} ms",
+                    j - i + 1,
+                    to - from
+                );
             }
         }
     }

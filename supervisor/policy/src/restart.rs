@@ -1,5 +1,5 @@
-//! Restart policy of a slot: turns failures into delays and, if there are too many, into a stop. Like the
-//! restart intensity of Erlang's `supervisor`, this is a pure function of timestamps and needs no timers.
+//! Restart policy of a slot. Failures cause delays, and too many failures stop the slot. Like the restart
+//! intensity of Erlang's `supervisor`, the policy is a pure function of timestamps and needs no timers.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -7,39 +7,42 @@ use std::time::Duration;
 use crate::limits::Restart;
 use crate::time::Time;
 
-/// A worker that was ready for this long and has answered a job clears the failure history of its slot.
+/// Time that a worker must have been ready, and have completed a job, before it clears the failure history of
+/// its slot.
 pub(crate) const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Number of consecutive workers of a bulkhead that may die during their first jobs before restarts are
-/// spaced.
+/// Maximum number of consecutive workers of a bulkhead that can die during their first jobs before restarts
+/// are delayed.
 const UNSPACED_DEATHS_MAX: u32 = 10;
 
-/// Minimum time between two spaced starts in the bulkhead. The kernel spends milliseconds of uninterruptible
-/// work on the start and end of a process. A machine can bear a hundred starts a second, but not a thousand.
+/// Minimum time between two delayed restarts in a bulkhead. The kernel spends milliseconds of uninterruptible
+/// work on the start and end of a process. A machine can handle a hundred starts per second, but not a
+/// thousand.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Decision after a death that shows that the worker is unfit.
+/// Decision after the failure of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NextStart {
     /// Start another worker at this time.
     At(Time),
-    /// The slot has failed too often. Start a probe at this time.
+    /// The slot has failed too often. Start another worker at this time, to find out whether the slot works
+    /// again.
     Failed { probe_at: Time },
 }
 
 /// Failure history of one slot.
 #[derive(Debug, Default)]
 pub(crate) struct FailureHistory {
-    /// Times of the newest failures, at most `max + 1`.
+    /// Times of the most recent failures, at most `max + 1`.
     failures: VecDeque<Time>,
-    /// Number of failures since a worker last cleared the history.
+    /// Number of consecutive failures, counted since a worker cleared the history.
     streak: u32,
-    /// True if the slot has failed and its next worker is a probe.
+    /// True if the slot has failed too often and its next worker is only a probe.
     is_probing: bool,
 }
 
 impl FailureHistory {
-    /// Counts a failure. `random` determines the jitter.
+    /// Records a failure and returns when the next worker may start. `random` determines the jitter.
     pub(crate) fn record_failure(&mut self, now: Time, limits: &Restart, random: u64) -> NextStart {
         self.streak = self.streak.saturating_add(1);
         self.failures.push_back(now);
@@ -56,9 +59,9 @@ impl FailureHistory {
         NextStart::At(now + self.delay(limits, random))
     }
 
-    /// Returns no delay for the first failure. After that, the ceiling doubles, and the delay is random
-    /// between zero and the ceiling (full jitter), so that slots that failed together do not restart
-    /// together.
+    /// Returns the delay before the next start. The first failure causes no delay. With each further failure
+    /// the maximum doubles, and the delay is random between zero and the maximum (full jitter), so that slots
+    /// that failed at the same time do not restart at the same time.
     fn delay(&self, limits: &Restart, random: u64) -> Duration {
         let Some(doublings) = self.streak.checked_sub(2) else { return Duration::ZERO };
         let factor = 1_u32.checked_shl(doublings.min(30)).unwrap_or(u32::MAX);
@@ -73,21 +76,21 @@ impl FailureHistory {
     }
 }
 
-/// Spacing of restarts after workers that became ready and then died during their first jobs. Single deaths
-/// of this kind cause an immediate restart. Many in a row are the fault of the jobs, so restarts are then
-/// spaced over the whole bulkhead, whatever the number of slots. Spacing delays only the next worker. The
-/// jobs get their outcomes at once.
+/// Delays restarts of workers that became ready and then died during their first jobs. A few such deaths are
+/// followed by immediate restarts. If many workers die like this in succession, the jobs are to blame, so
+/// restarts are then delayed across the whole bulkhead, whatever the number of slots. Only the next worker is
+/// delayed. The jobs of the dead worker get their outcomes at once.
 #[derive(Debug, Default)]
 pub(crate) struct RestartSpacing {
     /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the last spaced start.
+    /// Time of the last delayed restart.
     last: Option<Time>,
 }
 
 impl RestartSpacing {
-    /// Counts the end of a worker. `is_early` is true if the worker died during its first jobs. Returns the
-    /// time at which the next worker may start.
+    /// Records the end of a worker and returns when the next worker may start. `is_early` is true if the
+    /// worker died during its first jobs.
     pub(crate) fn record_death(&mut self, now: Time, is_early: bool) -> Time {
         self.early_deaths = if is_early { self.early_deaths.saturating_add(1) } else { 0 };
         if self.early_deaths <= UNSPACED_DEATHS_MAX {
@@ -104,9 +107,10 @@ mod tests {
     use super::*;
     use crate::limits::Limits;
 
-    /// An early death happens during a worker's first jobs. Restarts are immediate after the first few in a row.
+    /// A death is early if it happens during a worker's first jobs. After the first few consecutive early
+    /// deaths, restarts are no longer immediate.
     #[test]
-    fn spaces_restarts_only_after_many_early_deaths() {
+    fn restarts_are_delayed_after_many_early_deaths() {
         let mut spacing = RestartSpacing::default();
         let now = Time(5_000_000_000);
         for _ in 0..=UNSPACED_DEATHS_MAX {
@@ -114,14 +118,23 @@ mod tests {
         }
         let soon = now + RESTART_INTERVAL_MIN / 2;
         assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN);
-        assert_eq!(spacing.record_death(soon, true), now + RESTART_INTERVAL_MIN * 2, "in whatever slot");
+        assert_eq!(
+            spacing.record_death(soon, true),
+            now + RESTART_INTERVAL_MIN * 2,
+            "the delay must apply to all slots together"
+        );
         let later = now + RESTART_INTERVAL_MIN * 5;
-        assert_eq!(spacing.record_death(later, true), later, "long enough after the last");
-        assert_eq!(spacing.record_death(later, false), later, "it did a job");
+        assert_eq!(spacing.record_death(later, true), later, "the last delayed restart is long enough ago");
+        assert_eq!(
+            spacing.record_death(later, false),
+            later,
+            "a worker that has completed a job must not cause a delay"
+        );
         assert_eq!(spacing.record_death(later, true), later);
     }
 
-    /// The first restart is immediate. A failed slot gets only probes until a worker is proven.
+    /// The first restart is immediate. After the slot has failed too often, each further failure causes
+    /// another probe after the maximum delay, until the history is cleared.
     #[test]
     fn restart_delay_doubles_until_the_slot_fails() {
         let limits = Limits::default().restart;
@@ -130,7 +143,7 @@ mod tests {
         let mut now = Time::ZERO;
         for expected_ms in [0, 100, 200, 400, 800] {
             let NextStart::At(at) = history.record_failure(now, &limits, most) else {
-                panic!("gave up early")
+                panic!("the slot failed too early")
             };
             assert_eq!(at.since(now).as_millis(), expected_ms);
             now = at;
@@ -142,19 +155,22 @@ mod tests {
         let later = now + limits.backoff_max;
         assert!(
             matches!(history.record_failure(later, &limits, 0), NextStart::Failed { .. }),
-            "a probe is the only try"
+            "a failed probe must be followed by another probe"
         );
         history.clear();
         assert_eq!(history.record_failure(later, &limits, most), NextStart::At(later));
     }
 
     #[test]
-    fn old_failures_do_not_count_towards_the_limit() {
+    fn old_failures_do_not_stop_the_slot() {
         let limits = Limits::default().restart;
         let mut history = FailureHistory::default();
         for i in 0..100 {
             let now = Time::ZERO + Duration::from_secs(10 * i);
-            assert!(matches!(history.record_failure(now, &limits, 0), NextStart::At(_)), "failure {i}");
+            assert!(
+                matches!(history.record_failure(now, &limits, 0), NextStart::At(_)),
+                "failure {i} must be followed by a normal restart"
+            );
         }
     }
 }

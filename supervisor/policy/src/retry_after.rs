@@ -1,15 +1,16 @@
-//! Adaptive `Retry-After` for load, after Kubernetes' API Priority and Fairness and TCP's congestion window.
-//! The value starts at one second, doubles while many jobs are rejected, and falls by one second whenever few
-//! were rejected.
+//! Adaptive `Retry-After` for rejections caused by load, modelled on Kubernetes' API Priority and Fairness
+//! and TCP's congestion window. The value starts at one second, doubles while many jobs are rejected, and is
+//! lowered by one second when few jobs are rejected.
 
 use std::time::Duration;
 
 use crate::time::Time;
 
-/// Maximum value in seconds, and therefore also the number of past seconds that matter.
+/// Maximum value of `Retry-After`, in seconds. Also the number of past seconds for which rejections are
+/// counted.
 const SECONDS_MAX: u64 = 32;
 
-/// Rejections of one priority class.
+/// `Retry-After` value and recent rejections of one priority class.
 #[derive(Clone, Debug)]
 pub(crate) struct RetryAfter {
     seconds: u64,
@@ -17,7 +18,8 @@ pub(crate) struct RetryAfter {
     raised_at: u64,
     current: u64,
     count: u64,
-    /// Number of rejections in each past second, with that second. The index is the second modulo the length.
+    /// Past seconds, each with its number of rejections. The index is the second modulo the length of the
+    /// array.
     history: [(u64, u64); SECONDS_MAX as usize],
 }
 
@@ -28,7 +30,7 @@ impl Default for RetryAfter {
 }
 
 impl RetryAfter {
-    /// Counts a rejected job. Returns the time that its client should wait.
+    /// Counts a rejected job. Returns the time that the job's client should wait.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {
@@ -40,7 +42,7 @@ impl RetryAfter {
         Duration::from_secs(self.seconds)
     }
 
-    /// Adjusts the value by the rejections in the last `seconds` seconds.
+    /// Adjusts the value based on the number of rejections in the last `seconds` seconds.
     fn adapt(&mut self, second: u64) {
         let is_recent = |at: u64| at < second && second - at <= self.seconds;
         let recent: u64 = self.history.iter().filter(|(at, _)| is_recent(*at)).map(|(_, count)| count).sum();
@@ -58,9 +60,10 @@ impl RetryAfter {
 mod tests {
     use super::*;
 
-    /// Table of `TestDroppedRequestsTracker` in Kubernetes: second, number of drops, expected value.
+    /// Table from `TestDroppedRequestsTracker` in Kubernetes. The columns are the second, the number of
+    /// rejections, and the expected value.
     #[test]
-    fn matches_the_kubernetes_test_table() {
+    fn retry_after_matches_kubernetes_test_table() {
         let table = [
             (0, 5, 1),
             (1, 11, 2),
@@ -78,12 +81,12 @@ mod tests {
         for (second, count, expected) in table {
             let now = Time::ZERO + Duration::from_secs(second);
             let asked = (0..count).fold(Duration::ZERO, |_, _| retry_after_values.record(now));
-            assert_eq!(asked, Duration::from_secs(expected), "second {second}");
+            assert_eq!(asked, Duration::from_secs(expected), "wrong value in second {second}");
         }
     }
 
     #[test]
-    fn rises_to_32_seconds_and_falls_again() {
+    fn retry_after_rises_to_32_seconds_and_falls_again() {
         let mut retry_after_values = RetryAfter::default();
         let at = |second| Time::ZERO + Duration::from_secs(second);
         for second in 0..200 {

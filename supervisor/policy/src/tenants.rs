@@ -1,6 +1,7 @@
-//! Tenants of a bulkhead, by small numbers. A tenant with jobs keeps its number. Of tenants without jobs, a
-//! bounded number of the most recent ones is remembered. Forgetting the others costs little, because the rate
-//! limit's bucket of a long idle tenant is empty anyway.
+//! Table of the tenants of a bulkhead. Each tenant has a small number, which it keeps while it has jobs. A
+//! bounded number of the tenants without jobs is remembered, starting with those that had jobs most recently.
+//! Forgetting the others has little effect, because the rate limit's bucket of a tenant that has been idle
+//! for long is empty anyway.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use crate::limits::{TenantLimits, TenantOverrides};
 use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
-/// Number of a tenant. Stable while the tenant has jobs; may be reused for another tenant afterwards.
+/// Number of a tenant. Valid while the tenant has jobs. Afterwards, another tenant may get the number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
@@ -19,7 +20,7 @@ impl TenantId {
     pub const NONE: Self = Self(0);
 }
 
-/// Maximum number of remembered tenants without jobs.
+/// Maximum number of tenants without jobs that are remembered.
 const IDLE_MAX: usize = 16_384;
 
 const NONE: u32 = u32::MAX;
@@ -27,23 +28,24 @@ const NONE: u32 = u32::MAX;
 #[derive(Default)]
 pub(crate) struct Tenant {
     name: Arc<str>,
-    /// Number of jobs, queued and in flight, plus withheld places.
+    /// Number of jobs, queued and in flight, plus the number of withheld places.
     jobs: u32,
     pub(crate) in_flight: u32,
-    /// Number of places withheld because the tenant's jobs have ended workers.
+    /// Number of places of the tenant's quota that are withheld because its jobs have ended workers.
     pub(crate) withheld: u32,
     /// Number of prefetched jobs.
     pub(crate) prefetched: u32,
     pub(crate) bucket: Bucket,
     pub(crate) overrides: TenantOverrides,
-    /// Index in the sorted list of labelled tenants, or its length if the tenant is not listed.
+    /// Index in the sorted list of labelled tenants, or the length of the list if the tenant is not in it.
     pub(crate) label: u32,
     /// Number of submissions, whatever their outcome.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
-    /// Last time that a throttling of this tenant was reported.
+    /// Last time at which throttling of this tenant was reported.
     pub(crate) throttled_at: Option<Time>,
-    /// Links of the list of idle tenants, ordered by the time at which each became idle.
+    /// Neighbours in the list of idle tenants. The list is ordered by the time at which each tenant became
+    /// idle.
     older: u32,
     newer: u32,
 }
@@ -51,7 +53,7 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
-    /// Overrides by tenant name, also for tenants that are not remembered.
+    /// Overrides by tenant name, including tenants that are not remembered.
     overrides: HashMap<Box<str>, TenantOverrides>,
     labelled: Arc<[String]>,
     oldest: u32,
@@ -61,7 +63,7 @@ pub(crate) struct Tenants {
 }
 
 impl Tenants {
-    /// Returns a table without tenants.
+    /// Returns an empty table.
     pub(crate) fn new(limits: &TenantLimits) -> Self {
         Self::with_idle_max(limits, IDLE_MAX)
     }
@@ -78,13 +80,14 @@ impl Tenants {
             idle: 0,
             idle_max,
         };
-        // The entry for jobs without a tenant is never idle, so it is never forgotten.
+        // The entry for jobs without a tenant counts as having a job, so that it is never forgotten.
         tenants.add("");
         tenants.get(TenantId::NONE).jobs = 1;
         tenants
     }
 
-    /// Returns the number of a tenant. The number is valid until the next call, or while the tenant has jobs.
+    /// Returns the number of a tenant. The number stays valid as long as the tenant has jobs, and at least
+    /// until the next call.
     pub(crate) fn find_or_add(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
             return TenantId::NONE;
@@ -101,7 +104,7 @@ impl Tenants {
         TenantId(index)
     }
 
-    /// Replaces a tenant's overrides. Returns the tenant's number if the tenant is remembered.
+    /// Replaces the overrides of a tenant. If the tenant is remembered, returns its number.
     pub(crate) fn set_overrides(
         &mut self,
         now: Time,
@@ -151,7 +154,8 @@ impl Tenants {
         (0..self.table.len() as u32).map(TenantId)
     }
 
-    /// Adjusts the buckets of all tenants without a separate rate limit to a new general limit.
+    /// Converts the buckets of all tenants to a new general rate limit, except tenants with an override of
+    /// the rate limit.
     pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
         let Some(before) = before else { return };
         for tenant in self.table.iter_mut().filter(|tenant| tenant.overrides.rate_limit.is_none()) {
@@ -189,13 +193,13 @@ impl Tenants {
         }
     }
 
-    /// Returns all remembered tenants that have a name.
+    /// Returns all remembered tenants, except the entry for jobs without a tenant.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantId, &Tenant)> {
         self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }
 
-    /// Assigns a number to a new tenant. At the maximum of idle tenants, reuses the number of the tenant that
-    /// has been idle the longest.
+    /// Assigns a number to a new tenant. If the maximum number of idle tenants is reached, reuses the number
+    /// of the tenant that has been idle the longest.
     fn add(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
         let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));
@@ -218,7 +222,7 @@ impl Tenants {
             self.table.push(tenant);
             self.table.len() as u32 - 1
         };
-        // The entry for jobs without a tenant is not found by name.
+        // The entry for jobs without a tenant cannot be found by name.
         if !name.is_empty() {
             self.by_name.insert(name, index);
         }
@@ -256,13 +260,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn forgets_longest_idle_tenant_but_none_with_jobs() {
+    fn longest_idle_tenant_is_forgotten_first() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_add("busy");
         tenants.add_job(busy);
         let (a, b) = (tenants.find_or_add("a"), tenants.find_or_add("b"));
         assert_eq!(tenants.find_or_add("a"), a);
-        // Tenant b has been idle the longest.
+        // Tenant b has been idle the longest, so its number is reused.
         let c = tenants.find_or_add("c");
         assert_eq!(c, b);
         let known = |name: &str| tenants.by_name.get(name).copied();
@@ -273,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn idle_tenants_are_bounded() {
+    fn number_of_idle_tenants_is_bounded() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 100);
         for number in 0..10_000 {
             let id = tenants.find_or_add(&format!("tenant {number}"));

@@ -1,4 +1,4 @@
-//! Time in nanoseconds since an origin that the caller chooses.
+//! Points in time, in nanoseconds since an origin that the caller chooses.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Time(pub u64);
 
 impl Time {
-    /// The caller's origin.
+    /// The origin that the caller chose.
     pub const ZERO: Time = Time(0);
 
     /// Returns the time from `earlier` to `self`, or zero if `self` is not later.
@@ -33,7 +33,15 @@ impl Sub<Duration> for Time {
     }
 }
 
-/// Returns the duration in nanoseconds, saturated to 64 bits.
+/// Returns the earlier of two times. If only one is present, returns that one.
+pub(crate) fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
+
+/// Returns the duration in nanoseconds, or the maximum of 64 bits if it is longer.
 fn nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

@@ -1,32 +1,32 @@
-//! One timer for each of many small numbers. Most timers are set in the order of their times, because jobs of
-//! one bulkhead usually have the same limit. These timers stand in a queue, where setting and clearing are
-//! O(1). All others stand in a binary heap with an index of positions, where both are O(log n). A cleared
-//! timer leaves only an empty place in the queue, and the number of empty places is bounded by the number of
-//! set timers.
+//! Timers that are identified by small numbers. Most timers are set in the order of their times, because jobs
+//! of one bulkhead usually have the same limit. These timers are stored in a queue, in which setting and
+//! clearing are O(1). All others are stored in a binary heap with an index of positions, in which both are
+//! O(log n). A cleared timer leaves only an empty place in the queue, and the number of empty places is
+//! bounded by the number of set timers.
 
 use std::collections::VecDeque;
 
 use crate::time::Time;
 
-/// Position of a number: an index in the heap or, with [`IN_QUEUE`], the number of a place in the queue.
+/// Position of a timer. An index in the heap or, if [`IN_QUEUE`] is set, the number of a place in the queue.
 type Position = u32;
 
 const ABSENT: Position = u32::MAX;
 const IN_QUEUE: Position = 1 << 31;
-/// Place numbers wrap around at this mask.
+/// Mask at which the numbers of places wrap around.
 const PLACE_MASK: u32 = (1 << 30) - 1;
 
-/// Number of empty places in the queue that are always tolerated.
+/// Maximum number of empty places that the queue may have whatever the number of timers.
 const STALE_MAX: usize = 64;
 
-/// Timers by number. Numbers should be small, because the table has an entry for each number up to the
-/// highest.
+/// Timers, identified by number. Numbers should be small, because the table has an entry for every number up
+/// to the highest.
 #[derive(Default)]
 pub struct Timers {
-    /// The queue, ordered by time. The first and the last place are always set. A place in between is stale
-    /// if its timer was cleared or moved.
+    /// Places of the queue, ordered by time. The first and the last place always hold a set timer. A place
+    /// between them is stale if its timer was cleared or moved.
     queue: VecDeque<(Time, u32)>,
-    /// Number of the first place. Wraps around.
+    /// Number of the first place in the queue. Wraps around.
     first: u32,
     /// Number of set timers in the queue.
     queued_timers: usize,
@@ -35,10 +35,10 @@ pub struct Timers {
 }
 
 impl Timers {
-    /// Memory per timer, in bytes.
+    /// Size of the table entries of a timer, in bytes.
     pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<Position>();
 
-    /// Returns the time of the next timer.
+    /// Returns the time of the earliest timer.
     #[inline]
     pub fn next(&self) -> Option<Time> {
         self.earliest().map(|(at, _)| at)
@@ -52,7 +52,7 @@ impl Timers {
         }
     }
 
-    /// Clears and returns one timer that is due at `now`.
+    /// Clears and returns a timer that is due at `now`.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
         let (at, number) = self.earliest()?;
         (at <= now).then(|| {
@@ -61,7 +61,7 @@ impl Timers {
         })
     }
 
-    /// Sets or moves the timer of `number`.
+    /// Sets the timer with this number, or moves it to another time.
     pub fn set(&mut self, number: u32, at: Time) {
         let index = number as usize;
         if self.position.len() <= index {
@@ -89,16 +89,17 @@ impl Timers {
         }
     }
 
-    /// Ensures that the timer of `number` is due no later than `at`. An earlier timer stays, so that a caller
-    /// that often postpones a timer does no work. The caller must check its own deadline when the timer
-    /// fires.
+    /// Ensures that the timer with this number is due no later than `at`. An earlier timer is kept, so that a
+    /// caller that often postpones a timer does no work. The caller must compare the time with its own
+    /// deadline when the timer fires.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
         }
     }
 
-    fn at(&self, number: u32) -> Option<Time> {
+    /// Returns the time of the timer with this number, or `None` if it is not set.
+    pub(crate) fn at(&self, number: u32) -> Option<Time> {
         match *self.position.get(number as usize)? {
             ABSENT => None,
             position if position & IN_QUEUE == 0 => Some(self.heap[position as usize].0),
@@ -106,7 +107,7 @@ impl Timers {
         }
     }
 
-    /// Clears the timer of `number`, if set.
+    /// Clears the timer with this number. Does nothing if the timer is not set.
     pub fn clear(&mut self, number: u32) {
         let Some(position) = self.position.get_mut(number as usize) else { return };
         match std::mem::replace(position, ABSENT) {
@@ -128,7 +129,7 @@ impl Timers {
 
     // The queue.
 
-    /// Returns the number of a place in the queue.
+    /// Returns the position that stands for a place in the queue.
     fn position_of(&self, place: usize) -> Position {
         IN_QUEUE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
     }
@@ -143,7 +144,7 @@ impl Timers {
             .is_some_and(|(_, number)| self.position[*number as usize] == self.position_of(place))
     }
 
-    /// Removes stale places from both ends of the queue, and all stale places if there are too many.
+    /// Removes stale places from both ends of the queue. If there are too many, removes all stale places.
     fn compact(&mut self) {
         while !self.queue.is_empty() && !self.is_live(0) {
             self.queue.pop_front();
@@ -218,7 +219,7 @@ mod tests {
     #[test]
     fn timers_set_in_order_take_bounded_space() {
         let mut timers = Timers::default();
-        // One timer stays at the front while later timers come and go.
+        // One timer stays at the front of the queue while later timers are set and cleared.
         timers.set(0, Time(0));
         for n in 1..100_000_u32 {
             timers.set(1 + n % 10, Time(u64::from(n)));
@@ -234,7 +235,7 @@ mod tests {
         while let Some(number) = timers.pop_due(Time(u64::MAX)) {
             due.push(number);
         }
-        assert_eq!(due.len(), 6, "the last ten, without those that were cleared");
+        assert_eq!(due.len(), 6, "the last ten timers without the cleared ones must remain");
         assert!(timers.queue.is_empty() && timers.next().is_none());
     }
 
@@ -256,14 +257,14 @@ mod tests {
     }
 
     #[test]
-    fn matches_an_ordered_set_under_random_use() {
+    fn timers_match_ordered_set_under_random_use() {
         let mut timers = Timers::default();
         let mut model: Vec<Option<Time>> = vec![None; 50];
         let mut state = 7_u64;
         for step in 0..20_000_u64 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let number = (state >> 33) as u32 % 50;
-            // The order of times alternates between random and mostly ascending.
+            // The times are random in some phases and mostly ascending in the others.
             let at = Time(if step / 1000 % 2 == 0 { (state >> 20) % 1000 } else { step + (state >> 20) % 3 });
             match (state >> 60) % 4 {
                 0 => {

@@ -1,385 +1,746 @@
-//! The workers of a bulkhead and the slots that they fill. A worker is one process. A slot is a position that
-//! should have a worker. While a worker is being replaced, the table of workers also has the slot's successor
-//! and the worker that leaves.
+//! Workers and slots of a bulkhead. All changes go through [`Workers::edit`] and [`Workers::set_slot`], which
+//! also update all values derived from a worker or slot: the number of permits, the tables for the choice of
+//! a worker, the links between workers and slots, and the timers.
+//!
+//! The limit holds across generations of workers. Jobs that still run in a replaced worker are an overcommit
+//! of the slot. The overcommit is charged first to the part of the slot's share that does not count towards
+//! the limit. While the slot has no ready worker, this part is the whole share. The rest of the overcommit
+//! uses permits of the slot's new worker. Only if the overcommit exceeds the share does it use permits of
+//! other slots.
 
-use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Duration;
 
-use crate::limits::{Limits, StartMode};
-use crate::messages::{JobJournal, KillReason, RecycleReason, RestartCause, WorkerId};
+use crate::ending::RestartCause;
+use crate::growth::reserve_one;
+use crate::limits::Limits;
+use crate::load::WorkersByLoad;
+use crate::messages::WorkerId;
 use crate::restart::FailureHistory;
-use crate::tenants::TenantId;
-use crate::time::Time;
+use crate::time::{Time, earlier};
+use crate::timers::Timers;
+use crate::worker::{Assignment, Exclusivity, Phase, SilenceCheck, Worker};
 
-/// Maximum time until an ordered process runs. Long, because the keeper starts processes one after the other.
-/// The time of `start.handshake` begins once the process runs.
-const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum number of prefetched jobs per worker.
+const PREFETCHED_MAX: usize = 64;
 
-/// Maximum time until a process forked from a template runs. The template may ask for more time to initialise,
-/// and the owner of the workers kills a template that takes too long. The start then fails.
-const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
-
-#[derive(Default)]
-pub(crate) struct Worker {
-    pub(crate) id: WorkerId,
-    pub(crate) slot: u32,
-    /// Last slot that the worker filled. Running jobs and the end of the worker are accounted to this slot.
-    pub(crate) charged_slot: u32,
-    /// True if the worker's slot is a reserve slot, for spares.
-    pub(crate) is_spare: bool,
-    pub(crate) role: Role,
-    pub(crate) phase: Phase,
-    pub(crate) pid: Option<u32>,
-    pub(crate) spawned_at: Time,
-    pub(crate) ready_at: Option<Time>,
-    pub(crate) last_heard_at: Time,
-    pub(crate) silence: SilenceCheck,
-    /// Number of consecutive silences that were blamed on the machine.
-    pub(crate) excused_silences: u32,
-    pub(crate) has_dispatch_thread: bool,
-    /// Heartbeat interval that the worker was given.
-    pub(crate) heartbeat: Duration,
-    pub(crate) revision: Revision,
-    /// True if the worker can change its `max_in_flight`.
-    pub(crate) can_resize: bool,
-    /// `max_in_flight` that the worker was last sent. `u32::MAX` before the welcome.
-    pub(crate) sent_max_in_flight: u32,
-    /// The worker's record of begun jobs. Without a record, jobs are neither prefetched nor recalled.
-    pub(crate) journal: Option<Box<dyn JobJournal>>,
-    /// Number of jobs sent; number of the last job begun, as last read; number up to which jobs were
-    /// recalled.
-    pub(crate) sent: u64,
-    pub(crate) last_begun: u64,
-    pub(crate) recalled_up_to: u64,
-    /// Next time to check for jobs that the worker is late to begin.
-    pub(crate) next_begin_check: Option<Time>,
-    /// True if the worker was late to begin a job with a permit, and has shown no sign of life since.
-    pub(crate) is_stalled: bool,
-    /// Prefetched jobs, oldest first.
-    pub(crate) prefetched: VecDeque<u32>,
-    pub(crate) prefetched_bytes: u32,
-    /// Level of the worker in the table of workers with free prefetch slots.
-    pub(crate) prefetch_level: Option<u32>,
-    /// Last time that the worker was given a job with a permit or answered a job.
-    pub(crate) last_progress_at: Time,
-    /// Number of checks since `last_progress_at` that found the worker late to begin a job.
-    pub(crate) late_checks: u8,
-    /// Tenant of the worker's jobs, if all belong to the same tenant.
-    pub(crate) tenant: Option<TenantId>,
-    /// Exclusive use of the worker by one suspect job.
-    pub(crate) exclusivity: Exclusivity,
-    /// Indexes of the jobs with a permit.
-    pub(crate) jobs: Vec<u32>,
-    /// Number of jobs that the dead worker had not begun, according to the worker's own record.
-    pub(crate) unbegun: usize,
-    /// Number of jobs with a permit that a client still waits for.
-    pub(crate) awaited_jobs: u32,
-    /// Number of jobs with a permit that have passed the bulkhead's own deadline or run limit.
-    pub(crate) overdue_jobs: u32,
-    /// Time at which the worker is killed, unless it replies or exits before.
-    pub(crate) kill_at: Option<Time>,
-    pub(crate) served: u64,
-    /// Number of jobs given to the worker.
-    pub(crate) jobs_given: u64,
-    /// True if the worker has been given all jobs that `recycle.jobs` allows.
-    pub(crate) is_at_job_limit: bool,
-    /// No replacement of this worker is tried before this time. For a successor on standby, the next time to
-    /// check if the slot's worker still gets jobs.
-    pub(crate) next_replacement_at: Time,
-    /// Next time to check `recycle.age`.
-    pub(crate) next_age_check: Time,
-    /// Level of the worker in the table of workers that may take a job.
-    pub(crate) load_level: Option<u32>,
-    /// True if the worker counts towards the limit.
-    pub(crate) counts_towards_limit: bool,
-    /// True if `Bulkhead::stalled` counts the worker.
-    pub(crate) counted_as_stalled: bool,
-    /// True if the slot no longer waits for the exit of this worker, which was replaced and has answered all
-    /// jobs.
-    pub(crate) has_released_slot: bool,
-    /// True if the worker was already sent SIGKILL when its slot was reassigned. The worker's jobs then do
-    /// not count towards the limit.
-    pub(crate) killed_before_replacement: bool,
-    /// Number of permits that the worker adds to the limit.
-    pub(crate) permits: u32,
-    /// Number of jobs that the worker adds to the overcommit of its slot.
-    pub(crate) overcommit: u32,
-    /// Last status received before the worker became ready.
-    pub(crate) last_start_status: Option<String>,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// The worker fills its slot.
-    #[default]
-    Current,
-    /// The worker takes over the slot once ready. If the reason is `recycle.jobs`, the successor first waits
-    /// until the current worker was given its last job.
-    Successor(RecycleReason),
-    /// The worker was replaced.
-    Replaced,
-}
-
-/// Program and configuration that a worker runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Revision {
-    /// Current program and configuration.
-    #[default]
-    UpToDate,
-    /// Outdated program or configuration. If a replacement failed to start, the next attempt is made at
-    /// `retry_at`.
-    Outdated { retry_at: Option<Time> },
-}
-
-/// State of the check of a worker that missed its heartbeats.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum SilenceCheck {
-    /// The worker is not silent.
-    #[default]
-    None,
-    /// Processor time is being observed until this time.
-    Observing { until: Time },
-    /// The caller was asked for the result of the observation.
-    AwaitingResult,
-}
-
-/// Exclusive use of a worker by one suspect job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Exclusivity {
-    /// The worker runs ordinary jobs.
-    #[default]
-    Shared,
-    /// The worker takes no new jobs, so that it becomes idle for a suspect.
-    Draining,
-    /// A suspect runs alone in the worker.
-    Exclusive,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// The process was ordered or spawned, and has sent no hello.
-    Handshaking { until: Time },
-    /// The worker has sent its hello and initialises.
-    Initializing { until: Time },
-    /// The worker takes jobs.
-    Ready,
-    /// The worker finishes its jobs and exits.
-    Draining,
-    /// The worker was sent SIGKILL and has not exited.
-    Killing(KillReason),
-    /// The worker has exited, and its descendants are being reaped.
-    Dead(End),
-}
-
-impl Default for Phase {
-    fn default() -> Self {
-        Self::Handshaking { until: Time::ZERO }
-    }
-}
-
-/// Consequences of a worker's end for its slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct End {
-    /// The worker did not start, or ended without having done a job.
-    pub(crate) is_failure: bool,
-    /// The worker exited with status 0 while idle.
-    pub(crate) is_clean: bool,
-    /// The worker became ready and died during its first jobs.
-    pub(crate) is_early_death: bool,
-    /// The worker was killed before it had begun a job, because it was no longer needed.
-    pub(crate) is_not_needed: bool,
-    /// The worker had been given all jobs that `recycle.jobs` allows.
-    pub(crate) is_at_job_limit: bool,
-}
-
-impl End {
-    /// End of a worker whose process could not be started.
-    pub(crate) const NOT_STARTED: Self = Self {
-        is_failure: true,
-        is_clean: false,
-        is_early_death: false,
-        is_not_needed: false,
-        is_at_job_limit: false,
-    };
-}
-
-impl Worker {
-    pub(crate) fn new(id: WorkerId, slot: u32, role: Role, now: Time, limits: &Limits) -> Self {
-        let patience = match limits.start.mode {
-            StartMode::Spawn => SPAWN_TIMEOUT,
-            StartMode::Fork => FORK_TIMEOUT,
-        };
-        Self {
-            id,
-            slot,
-            charged_slot: slot,
-            role,
-            phase: Phase::Handshaking { until: now + limits.start.handshake.max(patience) },
-            spawned_at: now,
-            last_heard_at: now,
-            heartbeat: limits.health.heartbeat,
-            sent_max_in_flight: u32::MAX,
-            last_progress_at: now,
-            ..Self::default()
-        }
-    }
-
-    /// Returns true if the worker has neither running nor prefetched jobs.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.prefetched.is_empty()
-    }
-
-    /// Returns true if the process has exited.
-    pub(crate) fn is_dead(&self) -> bool {
-        matches!(self.phase, Phase::Dead(_))
-    }
-
-    /// Returns the reason of a kill that has not been followed by an exit.
-    pub(crate) fn killed(&self) -> Option<KillReason> {
-        match &self.phase {
-            Phase::Killing(reason) => Some(reason.clone()),
-            _ => None,
-        }
-    }
-
-    /// Returns the process id while the process runs.
-    pub(crate) fn living_pid(&self) -> Option<u32> {
-        self.pid.filter(|_| !self.is_dead())
-    }
-
-    /// Returns true if the worker's permits are part of the limit.
-    pub(crate) fn is_available(&self) -> bool {
-        let is_at_work = self.role == Role::Current && !self.is_spare;
-        self.phase == Phase::Ready && self.kill_at.is_none() && is_at_work
-    }
-
-    /// Returns true if the worker is in the reserve, unless it was moved there while being killed or dead.
-    pub(crate) fn is_kept_spare(&self) -> bool {
-        self.is_spare && self.role == Role::Current && !self.killed_before_replacement
-    }
-
-    /// Returns true if the worker is a spare that is ready for jobs.
-    pub(crate) fn is_ready_spare(&self) -> bool {
-        self.phase == Phase::Ready && self.role == Role::Current && self.is_spare
-    }
-
-    /// Returns the number of jobs that the worker may still be given.
-    pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
-        limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
-    }
-
-    /// Returns the maximum silence: the time of `missed` heartbeats, plus one that may be in transit.
-    pub(crate) fn silence_max(&self, missed: u32) -> Duration {
-        self.heartbeat.saturating_mul(missed.saturating_add(1))
-    }
-
-    /// Returns the time of the next attempt to replace an outdated worker after a failed attempt.
-    pub(crate) fn retry_replacement_at(&self) -> Option<Time> {
-        match (self.revision, self.role) {
-            (Revision::Outdated { retry_at }, Role::Current) => retry_at,
-            _ => None,
-        }
-    }
-
-    /// Returns true if the worker must send heartbeats. A worker without a dispatch thread must send
-    /// heartbeats only while idle.
-    pub(crate) fn owes_heartbeats(&self) -> bool {
-        self.has_dispatch_thread || self.jobs.is_empty()
-    }
-
-    pub(crate) fn state_name(&self) -> &'static str {
-        let [spawning, handshaking, initializing, ready, busy, draining, terminating, killing, reaping] =
-            WORKER_STATES;
-        match self.phase {
-            Phase::Handshaking { .. } if self.pid.is_none() => spawning,
-            Phase::Handshaking { .. } => handshaking,
-            Phase::Initializing { .. } => initializing,
-            Phase::Ready if self.kill_at.is_some() => terminating,
-            Phase::Ready if self.jobs.is_empty() => ready,
-            Phase::Ready => busy,
-            Phase::Draining => draining,
-            Phase::Killing(_) => killing,
-            Phase::Dead(_) => reaping,
-        }
-    }
-}
-
-/// Names of worker states, as used in every interface.
-pub const WORKER_STATES: [&str; 9] = [
-    "spawning",
-    "handshaking",
-    "initializing",
-    "ready",
-    "busy",
-    "draining",
-    "terminating",
-    "killing",
-    "reaping",
-];
-
+/// Position for a worker. While the worker is being replaced, the slot also has a successor or a worker that
+/// is leaving.
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
-    /// True if the slot belongs to the reserve, for spares.
     pub(crate) is_spare_slot: bool,
     pub(crate) successor: Option<u32>,
-    /// Number of replaced workers that have neither exited nor [left](Worker::has_released_slot).
+    /// Number of replaced workers that have not left the slot yet.
     pub(crate) replaced: u32,
-    /// Overcommit: number of jobs still running in replaced workers.
-    pub(crate) overcommit: u32,
-    /// Number of permits of the limit that the slot's workers use.
-    pub(crate) in_use: u32,
-    /// Number of permits that the slot's workers hold, whether part of the limit or not.
-    pub(crate) permits_held: u32,
-    pub(crate) history: FailureHistory,
+    permits: SlotPermits,
+    pub(crate) record: SlotRecord,
+}
+
+/// Numbers of permits of a slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct SlotPermits {
+    /// Number of jobs that are still running in replaced workers.
+    overcommit: u32,
+    /// Number of permits in use that count towards the limit.
+    in_use: u32,
+    /// Number of permits in use, whether they count towards the limit or not.
+    held: u32,
+}
+
+/// History of a slot.
+#[derive(Default)]
+pub(crate) struct SlotRecord {
+    pub(crate) failures: FailureHistory,
     pub(crate) restarts: u64,
-    /// State before the bulkhead rested, if the next worker was not due then.
+    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
+    /// worker at that time.
     pub(crate) saved_state: Option<SlotState>,
-    /// True if the next worker is a restart.
+    /// True if the slot has had a worker, so that its next worker is a restart.
     pub(crate) has_had_worker: bool,
-    /// Cause of the last worker's end.
+    /// Cause recorded for the end of the last worker.
     pub(crate) last_end: Option<RestartCause>,
-    /// True if the first start has succeeded or failed.
+    /// True if the slot's first start has succeeded or failed.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SlotState {
-    /// The bulkhead has not started, rests, or stops.
+    /// The slot has no worker, because the bulkhead has not started, is scaled to zero, or is stopping.
     #[default]
     Empty,
     /// A worker will start at [`Event::Start`](crate::Event::Start), or once the previous worker is gone.
     Awaiting,
-    /// The slot exceeds the configured number of workers.
+    /// The slot is not needed for the configured number of workers.
     Closed,
-    /// This worker fills the slot.
+    /// The worker in this place fills the slot.
     Occupied(u32),
     /// The next worker starts at this time.
     Backoff { until: Time },
-    /// Workers failed too often, or `restart.policy` forbids a restart. The next probe starts at `probe_at`,
-    /// if at all.
+    /// The slot is stopped, because its workers failed too often or `restart.policy` forbids a restart. If
+    /// `probe_at` is set, another attempt is made at that time.
     Stopped { probe_at: Option<Time> },
 }
 
 impl SlotState {
-    /// Returns the place of the worker that fills the slot.
-    pub(crate) fn worker(&self) -> Option<u32> {
-        if let Self::Occupied(place) = self { Some(*place) } else { None }
+    /// Returns the place of the worker that fills the slot, or `None` if there is no such worker.
+    pub(crate) fn worker(self) -> Option<u32> {
+        if let Self::Occupied(place) = self { Some(place) } else { None }
     }
 
-    /// Returns true if the slot has a worker or will get one without a probe.
-    pub(crate) fn is_live(&self) -> bool {
+    /// Returns true if the slot has a worker or will get one. A stopped slot does not count, even if another
+    /// attempt will be made.
+    pub(crate) fn is_live(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
     }
 
-    /// Returns true if the slot has a worker or gets one once the previous worker is gone.
-    pub(crate) fn is_occupied(&self) -> bool {
+    /// Returns true if the slot has a worker, or gets one once the previous worker is gone.
+    pub(crate) fn is_occupied(self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
 
     /// Returns true if the slot should have a worker, even if none will start.
-    pub(crate) fn is_wanted(&self) -> bool {
+    pub(crate) fn is_wanted(self) -> bool {
         !matches!(self, Self::Empty | Self::Closed)
     }
+}
+
+impl Slot {
+    /// Returns true if the slot has or will have a worker that runs jobs.
+    pub(crate) fn is_live(&self) -> bool {
+        self.state.is_live() && !self.is_spare_slot
+    }
+}
+
+/// Numbers derived from the state of one worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Derived {
+    is_available: bool,
+    /// Number of free permits that cannot be used until the worker shows a sign of life. Zero unless the
+    /// worker is stalled.
+    stalled_permits: u32,
+    /// Number of permits that the worker contributes to the limit.
+    permits: u32,
+    /// Number of jobs that the worker contributes to the overcommit of its charged slot.
+    overcommit: u32,
+    /// Number of jobs of the worker, or `None` if it cannot be given another one.
+    load_level: Option<u32>,
+}
+
+impl Derived {
+    fn of(worker: &Worker, limits: &Limits) -> Self {
+        let is_available = worker.is_available();
+        let level = worker.jobs.len() as u32;
+        // Prefetched jobs are subtracted, because they may already have begun.
+        let left = worker.jobs_left(limits).saturating_sub(worker.prefetched.len() as u64);
+        let left = u32::try_from(left).unwrap_or(u32::MAX);
+        let capacity = limits.max_in_flight.min(worker.sent_max_in_flight).min(level.saturating_add(left));
+        Self {
+            is_available,
+            stalled_permits: if is_available && worker.is_stalled {
+                capacity.saturating_sub(level)
+            } else {
+                0
+            },
+            permits: if is_available { capacity } else { 0 },
+            overcommit: if worker.assignment.is_overcommit() { level } else { 0 },
+            load_level: (worker.takes_jobs() && level < capacity).then_some(level),
+        }
+    }
+}
+
+struct Entry {
+    worker: Worker,
+    derived: Derived,
+    /// Number of prefetched jobs, or `None` if the worker cannot prefetch another one. Not part of
+    /// [`Derived`], because it also depends on the run times at its last update.
+    prefetch_level: Option<u32>,
+}
+
+/// Sums over all workers and slots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    /// Number of workers that count towards the limit.
+    pub(crate) ready: u32,
+    /// Number of free permits of stalled workers. Such a worker is late to begin a job and gets no other job
+    /// until it shows a sign of life.
+    pub(crate) stalled_permits: u64,
+    /// Total number of permits of all workers that count towards the limit.
+    pub(crate) permits: u64,
+    /// Number of permits in use that count towards the limit.
+    pub(crate) in_use: u32,
+    /// Number of permits in use, including those of workers that no longer count towards the limit.
+    pub(crate) held: u32,
+    /// Number of slots that have or will have a worker.
+    pub(crate) live_slots: u32,
+}
+
+/// Workers, indexed by place, together with the slots.
+#[derive(Default)]
+pub(crate) struct Workers {
+    table: Vec<Option<Entry>>,
+    free_places: Vec<u32>,
+    last_generation: u32,
+    timers: Timers,
+    /// Workers whose timers must be set again after the current event.
+    touched: Vec<u32>,
+    slots: Vec<Slot>,
+    slot_timers: Timers,
+    totals: Totals,
+    by_load: WorkersByLoad,
+    /// Workers with free prefetch slots, indexed by the number of prefetched jobs.
+    prefetch_candidates: WorkersByLoad,
+    /// Worker that gets no new jobs, so that it becomes idle for the first suspect.
+    reserved: Option<u32>,
+    /// Smoothed time that a job spends in a worker, in nanoseconds.
+    service_ns: u64,
+    /// Workers that get no more jobs and may have prefetched jobs, which must be recalled.
+    to_recall: Vec<u32>,
+    /// Replaced workers that have finished all their jobs since the last event.
+    finished: Vec<u32>,
+}
+
+impl Workers {
+    pub(crate) fn new(slots: usize, spare_slots: usize) -> Self {
+        let mut workers = Self::default();
+        workers.slots.reserve_exact(slots + spare_slots);
+        workers.slots.resize_with(slots, Slot::default);
+        workers.slots.extend((0..spare_slots).map(|_| Slot { is_spare_slot: true, ..Slot::default() }));
+        workers
+    }
+
+    // Workers.
+
+    pub(crate) fn get(&self, place: u32) -> Option<&Worker> {
+        self.table.get(place as usize)?.as_ref().map(|entry| &entry.worker)
+    }
+
+    /// Returns the worker with this id, or `None` if it has exited. Frames from an exited worker are no
+    /// longer valid.
+    pub(crate) fn by_id(&self, id: WorkerId) -> Option<&Worker> {
+        self.get(id.place).filter(|worker| worker.id == id && !worker.is_dead())
+    }
+
+    /// Returns the worker that fills a slot, even if the worker has exited.
+    pub(crate) fn of_slot(&self, slot: u32) -> Option<&Worker> {
+        self.get(self.slot(slot).state.worker()?)
+    }
+
+    /// Returns true if the worker fills a slot for jobs. A worker that was killed still fills its slot.
+    pub(crate) fn fills_job_slot(&self, worker: &Worker) -> bool {
+        worker.assignment.is_current() && !self.slot(worker.assignment.slot()).is_spare_slot
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Worker> {
+        self.table.iter().flatten().map(|entry| &entry.worker)
+    }
+
+    pub(crate) fn places(&self) -> Range<u32> {
+        0..self.table.len() as u32
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.table.iter().all(Option::is_none)
+    }
+
+    /// Adds a worker that is about to be started, and returns its id.
+    pub(crate) fn insert(&mut self, limits: &Limits, now: Time, assignment: Assignment) -> WorkerId {
+        let place = self.free_places.pop().unwrap_or_else(|| {
+            reserve_one(&mut self.table);
+            self.table.push(None);
+            self.table.len() as u32 - 1
+        });
+        self.last_generation = self.last_generation.wrapping_add(1);
+        let id = WorkerId { place, generation: self.last_generation };
+        let worker = Worker::new(id, assignment, now, limits);
+        let derived = Derived::of(&worker, limits);
+        self.table[place as usize] = Some(Entry { worker, derived, prefetch_level: None });
+        self.link(place, assignment, true);
+        self.touched.push(place);
+        id
+    }
+
+    /// Removes a worker whose process and descendants are gone.
+    pub(crate) fn remove(&mut self, limits: &Limits, place: u32) -> Option<Worker> {
+        let assignment = self.get(place)?.assignment;
+        self.link(place, assignment, false);
+        let Entry { worker, mut derived, mut prefetch_level } = self.table[place as usize].take()?;
+        self.by_load.set_level(place, &mut derived.load_level, None);
+        self.prefetch_candidates.set_level(place, &mut prefetch_level, None);
+        self.reserved = self.reserved.filter(|&reserved| reserved != place);
+        self.timers.clear(place);
+        self.free_places.push(place);
+        self.count(derived, Derived::default());
+        self.update_slots(limits, assignment);
+        self.touch_slot(assignment.slot());
+        Some(worker)
+    }
+
+    /// Changes the jobs of a worker and updates all values derived from them. The worker's timer is updated
+    /// only for the check for jobs that the worker should have begun.
+    #[inline]
+    pub(crate) fn edit_jobs<R>(
+        &mut self,
+        limits: &Limits,
+        place: u32,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
+        let worker = &mut self.table.get_mut(place as usize)?.as_mut()?.worker;
+        let result = change(worker);
+        if worker.next_begin_check.is_some() {
+            self.touch(place);
+        }
+        self.update(limits, place);
+        Some(result)
+    }
+
+    /// Changes a worker except its assignment, and updates all values derived from the worker.
+    pub(crate) fn edit<R>(
+        &mut self,
+        limits: &Limits,
+        place: u32,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
+        self.touch(place);
+        self.edit_jobs(limits, place, change)
+    }
+
+    /// Changes a worker and its assignment, and updates all values derived from them.
+    pub(crate) fn reassign<R>(
+        &mut self,
+        limits: &Limits,
+        place: u32,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
+        let before = self.get(place)?.assignment;
+        self.link(place, before, false);
+        let result = self.edit(limits, place, change);
+        let after = self.get(place)?.assignment;
+        self.link(place, after, true);
+        for assignment in [before, after] {
+            self.touch_slot(assignment.slot());
+            self.update_slots(limits, assignment);
+        }
+        result
+    }
+
+    /// Changes a worker that has not exited.
+    pub(crate) fn edit_by_id<R>(
+        &mut self,
+        limits: &Limits,
+        id: WorkerId,
+        change: impl FnOnce(&mut Worker) -> R,
+    ) -> Option<R> {
+        self.by_id(id)?;
+        self.edit(limits, id.place, change)
+    }
+
+    /// Changes only those fields of a worker that affect nothing but the worker's timer.
+    pub(crate) fn edit_timing<R>(&mut self, place: u32, change: impl FnOnce(&mut Worker) -> R) -> Option<R> {
+        let result = change(&mut self.table.get_mut(place as usize)?.as_mut()?.worker);
+        self.touch(place);
+        Some(result)
+    }
+
+    /// Records a sign of life, which usually changes no other values. The worker's timer is not postponed.
+    /// Returns true if the worker was silent.
+    #[inline]
+    pub(crate) fn record_sign_of_life(&mut self, limits: &Limits, id: WorkerId, now: Time) -> bool {
+        let Some(Some(Entry { worker, .. })) = self.table.get_mut(id.place as usize) else { return false };
+        if worker.id != id || worker.is_dead() {
+            return false;
+        }
+        worker.last_heard_at = now;
+        worker.excused_silences = 0;
+        let was_silent = worker.silence != SilenceCheck::None;
+        worker.silence = SilenceCheck::None;
+        let was_stalled = std::mem::take(&mut worker.is_stalled);
+        if was_silent {
+            self.touch(id.place);
+        }
+        if was_stalled {
+            self.update(limits, id.place);
+        }
+        was_silent
+    }
+
+    // Slots.
+
+    pub(crate) fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    pub(crate) fn slot(&self, slot: u32) -> &Slot {
+        &self.slots[slot as usize]
+    }
+
+    pub(crate) fn slot_numbers(&self) -> Range<u32> {
+        0..self.slots.len() as u32
+    }
+
+    pub(crate) fn record(&mut self, slot: u32) -> &mut SlotRecord {
+        &mut self.slots[slot as usize].record
+    }
+
+    /// Adds closed slots until the number of slots is `count`.
+    pub(crate) fn add_slots(&mut self, count: usize) {
+        while self.slots.len() < count {
+            self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
+        }
+    }
+
+    pub(crate) fn set_slot(&mut self, limits: &Limits, slot: u32, state: SlotState) {
+        match state {
+            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => {
+                self.slot_timers.set(slot, at);
+            }
+            _ => self.slot_timers.clear(slot),
+        }
+        self.edit_slot(limits, slot, |slot| slot.state = state);
+    }
+
+    /// Turns a slot for jobs into a spare slot, or a spare slot into a slot for jobs. The slot's worker
+    /// remains in it.
+    pub(crate) fn set_spare_slot(&mut self, limits: &Limits, slot: u32, is_spare_slot: bool) {
+        self.edit_slot(limits, slot, |slot| slot.is_spare_slot = is_spare_slot);
+        if let Some(place) = self.slot(slot).state.worker() {
+            self.reassign(limits, place, |worker| {
+                if worker.assignment.is_active() || worker.assignment.is_spare() {
+                    worker.assignment = Assignment::of_slot(slot, is_spare_slot);
+                }
+            });
+        }
+    }
+
+    fn edit_slot(&mut self, limits: &Limits, slot: u32, change: impl FnOnce(&mut Slot)) {
+        let entry = &mut self.slots[slot as usize];
+        self.totals.live_slots -= u32::from(entry.is_live());
+        change(entry);
+        self.totals.live_slots += u32::from(entry.is_live());
+        self.update_slot(limits, slot);
+    }
+
+    // Timers.
+
+    pub(crate) fn next_deadline(&self) -> Option<Time> {
+        earlier(self.timers.next(), self.slot_timers.next())
+    }
+
+    /// Returns a slot whose next worker is due to start.
+    pub(crate) fn pop_due_slot(&mut self, now: Time) -> Option<u32> {
+        self.slot_timers.pop_due(now)
+    }
+
+    /// Returns a worker whose timer is due, so that its deadlines must be checked. Clears the silence of a
+    /// worker that need not send heartbeats.
+    pub(crate) fn pop_due(&mut self, limits: &Limits, is_stopping: bool, now: Time) -> Option<u32> {
+        self.set_timers(limits, is_stopping);
+        let place = self.timers.pop_due(now)?;
+        self.edit_timing(place, |worker| {
+            if !worker.owes_heartbeats() {
+                worker.last_heard_at = now;
+            }
+            if !worker.is_silent(now, limits.health.missed) {
+                worker.silence = SilenceCheck::None;
+            }
+        });
+        Some(place)
+    }
+
+    /// Sets the timers of all changed workers to their next deadlines.
+    pub(crate) fn set_timers(&mut self, limits: &Limits, is_stopping: bool) {
+        for index in 0..self.touched.len() {
+            let place = self.touched[index];
+            let Some(worker) = self.get(place) else { continue };
+            match self.due(limits, is_stopping, worker) {
+                // Each frame from a worker postpones the deadline, but not the timer. The deadline is checked
+                // when the timer fires.
+                Some(at) => self.timers.set_at_latest(place, at),
+                None => self.timers.clear(place),
+            }
+        }
+        self.touched.clear();
+    }
+
+    #[inline]
+    fn touch(&mut self, place: u32) {
+        if self.touched.last() != Some(&place) {
+            self.touched.push(place);
+        }
+    }
+
+    fn touch_slot(&mut self, slot: u32) {
+        if let Some(place) = self.slot(slot).state.worker() {
+            self.touch(place);
+        }
+    }
+
+    /// Returns the next deadline of a worker.
+    fn due(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
+        let silence = match worker.silence {
+            SilenceCheck::None => Some(worker.last_heard_at + worker.silence_max(limits.health.missed)),
+            SilenceCheck::Observing { until } => Some(until),
+            SilenceCheck::AwaitingResult => None,
+        };
+        match worker.phase {
+            Phase::Handshaking { until } => Some(until),
+            Phase::Initializing { until } if worker.has_dispatch_thread => earlier(Some(until), silence),
+            Phase::Initializing { until } => Some(until),
+            Phase::Ready | Phase::Draining => {
+                let begun_or_killed = earlier(worker.next_begin_check, worker.kill_at);
+                let due = earlier(silence, begun_or_killed);
+                // A silent worker is not replaced before the cause of its silence is known.
+                if worker.silence != SilenceCheck::None {
+                    return due;
+                }
+                let has_age_limit = worker.assignment.is_current() && !worker.assignment.is_at_job_limit();
+                let age = limits.recycle.age.filter(|_| has_age_limit).map(|age| {
+                    (worker.spawned_at + age).max(worker.next_replacement_at).max(worker.next_age_check)
+                });
+                let replacement = earlier(
+                    worker.retry_replacement_at(),
+                    self.successor_check_at(limits, is_stopping, worker),
+                );
+                earlier(due, earlier(age, replacement))
+            }
+            Phase::Killing(_) | Phase::Dead(_) => None,
+        }
+    }
+
+    /// Returns the time of the next attempt to start a successor for a worker that was given its last job. If
+    /// the worker itself is a successor on standby, returns the time of the next check whether the slot's
+    /// worker is idle.
+    fn successor_check_at(&self, limits: &Limits, is_stopping: bool, worker: &Worker) -> Option<Time> {
+        let can_start = || {
+            let slot = self.slot(worker.assignment.slot());
+            slot.successor.is_none() && slot.replaced == 0 && !is_stopping && !limits.has_spares()
+        };
+        let is_due = worker.is_standby() || worker.is_leaving_at_job_limit() && can_start();
+        is_due.then_some(worker.next_replacement_at)
+    }
+
+    // Choice of workers.
+
+    /// Returns the worker with the fewest jobs among the workers that can be given another one.
+    pub(crate) fn least_loaded(&self) -> Option<u32> {
+        self.by_load.least_loaded()
+    }
+
+    /// Returns true if the worker can be given another job.
+    pub(crate) fn can_take_job(&self, id: WorkerId) -> bool {
+        let entry = self.table.get(id.place as usize).and_then(Option::as_ref);
+        entry.is_some_and(|entry| entry.worker.id == id && entry.derived.load_level.is_some())
+    }
+
+    /// Returns the number of permits that a worker contributes to the limit.
+    pub(crate) fn permits_of(&self, place: u32) -> u32 {
+        self.table[place as usize].as_ref().map_or(0, |entry| entry.derived.permits)
+    }
+
+    /// Returns the total number of free permits of workers that can be given a job.
+    pub(crate) fn free_permits(&self) -> u64 {
+        let able = self.table.iter().flatten().filter(|entry| entry.derived.load_level.is_some());
+        able.map(|Entry { worker, derived, .. }| {
+            (derived.permits as usize).saturating_sub(worker.jobs.len()) as u64
+        })
+        .sum()
+    }
+
+    /// Returns the worker with the fewest prefetched jobs among the workers that can prefetch another one.
+    pub(crate) fn prefetch_candidate(&self) -> Option<u32> {
+        self.prefetch_candidates.least_loaded()
+    }
+
+    pub(crate) fn reserved(&self) -> Option<u32> {
+        self.reserved
+    }
+
+    pub(crate) fn pop_to_recall(&mut self) -> Option<u32> {
+        self.to_recall.pop()
+    }
+
+    /// Removes and returns one replaced worker that has finished all its jobs since the last event.
+    pub(crate) fn pop_finished(&mut self) -> Option<u32> {
+        self.finished.pop()
+    }
+
+    // Derived numbers.
+
+    #[inline]
+    pub(crate) fn totals(&self) -> &Totals {
+        &self.totals
+    }
+
+    pub(crate) fn service_ns(&self) -> u64 {
+        self.service_ns
+    }
+
+    /// Records the time that a job has spent in a worker.
+    pub(crate) fn record_service_time(&mut self, took: Duration) {
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
+    }
+
+    fn update(&mut self, limits: &Limits, place: u32) {
+        let Some(Entry { worker, derived, prefetch_level }) = &mut self.table[place as usize] else { return };
+        if worker.exclusivity == Exclusivity::Draining && worker.is_available() {
+            self.reserved = Some(place);
+        } else if self.reserved == Some(place) {
+            self.reserved = None;
+            if worker.exclusivity == Exclusivity::Draining {
+                worker.exclusivity = Exclusivity::Shared;
+            }
+        }
+        let mut after = Derived::of(worker, limits);
+        let load_level = after.load_level;
+        after.load_level = derived.load_level;
+        self.by_load.set_level(place, &mut after.load_level, load_level);
+        let before = std::mem::replace(derived, after);
+        let lookahead = limits.lookahead;
+        if !lookahead.is_zero() || prefetch_level.is_some() || !worker.prefetched.is_empty() {
+            let depth = prefetch_depth(lookahead, self.service_ns);
+            let level = worker.prefetched.len();
+            let has_room = level < depth && (level as u64) < worker.jobs_left(limits);
+            let can_prefetch = has_room && worker.can_prefetch(after.permits);
+            let level = can_prefetch.then_some(level as u32);
+            self.prefetch_candidates.set_level(place, prefetch_level, level);
+            if !worker.prefetched.is_empty() && !worker.takes_jobs() {
+                self.to_recall.push(place);
+            }
+        }
+        if worker.is_finished() {
+            self.finished.push(place);
+        }
+        let assignment = worker.assignment;
+        if before.overcommit != after.overcommit {
+            let overcommit = &mut self.slots[assignment.charged_slot() as usize].permits.overcommit;
+            *overcommit = *overcommit + after.overcommit - before.overcommit;
+        }
+        self.count(before, after);
+        self.update_slots(limits, assignment);
+    }
+
+    /// Records a worker in its slot as successor, replaced worker or overcommit. If `is_added` is false,
+    /// removes the worker from the slot's records instead.
+    fn link(&mut self, place: u32, assignment: Assignment, is_added: bool) {
+        if let Assignment::Successor { slot, .. } = assignment {
+            self.slots[slot as usize].successor = is_added.then_some(place);
+        }
+        if let Some(slot) = assignment.unreleased_slot() {
+            let replaced = &mut self.slots[slot as usize].replaced;
+            *replaced = if is_added { *replaced + 1 } else { *replaced - 1 };
+        }
+        if !is_added && let Some(Entry { derived, .. }) = &mut self.table[place as usize] {
+            let overcommit = &mut self.slots[assignment.charged_slot() as usize].permits.overcommit;
+            *overcommit -= std::mem::take(&mut derived.overcommit);
+        }
+    }
+
+    /// Updates the totals after a change of a worker's derived numbers.
+    fn count(&mut self, before: Derived, after: Derived) {
+        let totals = &mut self.totals;
+        totals.ready = totals.ready + u32::from(after.is_available) - u32::from(before.is_available);
+        totals.stalled_permits =
+            totals.stalled_permits + u64::from(after.stalled_permits) - u64::from(before.stalled_permits);
+        totals.permits = totals.permits + u64::from(after.permits) - u64::from(before.permits);
+    }
+
+    fn update_slots(&mut self, limits: &Limits, assignment: Assignment) {
+        self.update_slot(limits, assignment.slot());
+        if let Assignment::Replaced { charged_slot, .. } | Assignment::Displaced { charged_slot, .. } =
+            assignment
+        {
+            self.update_slot(limits, charged_slot);
+        }
+    }
+
+    /// Recomputes the numbers of permits of a slot, and updates the totals.
+    fn update_slot(&mut self, limits: &Limits, slot: u32) {
+        let before = self.slot(slot).permits;
+        let after = self.permits_of_slot(limits, slot);
+        self.slots[slot as usize].permits = after;
+        self.totals.held = self.totals.held + after.held - before.held;
+        self.totals.in_use = self.totals.in_use + after.in_use - before.in_use;
+    }
+
+    fn permits_of_slot(&self, limits: &Limits, slot: u32) -> SlotPermits {
+        let Slot { state, is_spare_slot, permits: SlotPermits { overcommit, .. }, .. } = *self.slot(slot);
+        let (current, share) = match state {
+            // Workers in spare slots contribute no permits. Jobs that still run in such a worker are charged
+            // to the last slot that the worker filled.
+            _ if is_spare_slot => (None, 0),
+            SlotState::Occupied(place) => (self.table[place as usize].as_ref(), limits.max_in_flight),
+            SlotState::Closed => (None, 0),
+            _ => (None, limits.max_in_flight),
+        };
+        let (taken, permits, excess) = match current {
+            Some(Entry { worker, derived, .. }) if derived.is_available => {
+                let level = worker.jobs.len() as u32;
+                // A job that runs alone uses all permits of its worker.
+                let is_shared = worker.exclusivity == Exclusivity::Shared;
+                (if is_shared { level } else { level.max(derived.permits) }, derived.permits, overcommit)
+            }
+            Some(Entry { worker, .. }) if worker.assignment.is_active() => {
+                (0, 0, worker.jobs.len() as u32 + overcommit)
+            }
+            _ => (0, 0, overcommit),
+        };
+        // The part of the slot's share that does not count towards the limit absorbs as much of the
+        // overcommit as it can. While new limits are being applied, a worker may still have its previous
+        // number of permits.
+        let in_use = taken + excess.saturating_sub(share.saturating_sub(permits));
+        SlotPermits { overcommit, in_use, held: taken + excess }
+    }
+
+    /// Compares all derived numbers with a full recount.
+    #[cfg(debug_assertions)]
+    pub(crate) fn check(&self, limits: &Limits, is_stopping: bool) {
+        let mut totals = Totals::default();
+        let mut links = vec![(None, 0, 0); self.slots.len()];
+        for (place, entry) in self.table.iter().enumerate() {
+            let Some(Entry { worker, derived, .. }) = entry else { continue };
+            assert_eq!(*derived, Derived::of(worker, limits), "numbers of {:?}", worker.id);
+            totals.ready += u32::from(derived.is_available);
+            totals.stalled_permits += u64::from(derived.stalled_permits);
+            totals.permits += u64::from(derived.permits);
+            let assignment = worker.assignment;
+            links[assignment.charged_slot() as usize].2 += derived.overcommit;
+            if let Some(slot) = assignment.unreleased_slot() {
+                links[slot as usize].1 += 1;
+            }
+            if matches!(assignment, Assignment::Successor { .. }) {
+                links[assignment.slot() as usize].0 = Some(place as u32);
+            }
+            let is_current = self.slot(assignment.slot()).state.worker() == Some(place as u32);
+            assert_eq!(is_current, assignment.is_current(), "slot of {:?}", worker.id);
+            assert_eq!(
+                worker.exclusivity == Exclusivity::Draining,
+                self.reserved == Some(place as u32),
+                "reservation of {:?}",
+                worker.id
+            );
+            let (due, timer) = (self.due(limits, is_stopping, worker), self.timers.at(place as u32));
+            assert!(due.is_none_or(|due| timer.is_some_and(|at| at <= due)), "timer of {:?}", worker.id);
+        }
+        for (slot, &(successor, replaced, overcommit)) in self.slots.iter().zip(&links) {
+            assert_eq!(
+                (slot.successor, slot.replaced, slot.permits.overcommit),
+                (successor, replaced, overcommit)
+            );
+        }
+        for (number, slot) in self.slots.iter().enumerate() {
+            assert_eq!(slot.permits, self.permits_of_slot(limits, number as u32), "permits of slot {number}");
+            totals.in_use += slot.permits.in_use;
+            totals.held += slot.permits.held;
+            totals.live_slots += u32::from(slot.is_live());
+        }
+        assert_eq!(self.totals, totals);
+    }
+}
+
+/// Returns the number of jobs that take about `lookahead` in total, based on recent run times.
+fn prefetch_depth(lookahead: Duration, service_ns: u64) -> usize {
+    let lookahead = u64::try_from(lookahead.as_nanos()).unwrap_or(u64::MAX);
+    usize::try_from(lookahead / service_ns.max(1)).unwrap_or(PREFETCHED_MAX).min(PREFETCHED_MAX)
 }

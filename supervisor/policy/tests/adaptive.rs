@@ -1,5 +1,5 @@
 //! The adaptive limit with jobs whose run time depends on the number of running jobs. Checks that the limit
-//! falls, rises, settles where it should, and lets all jobs through.
+//! falls and rises, settles at the expected value, and lets all jobs through.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,17 +16,17 @@ fn adaptive(min: u32, max: u32, target: Duration) -> AdaptiveLimits {
     AdaptiveLimits { min, max, target, mode: AdaptiveMode::Enforce }
 }
 
-/// Workers that run jobs of `waiting` clients, each of which submits its jobs one after the other, and a
-/// record of the limit.
+/// A bulkhead under load from `waiting` clients, each of which submits one job after the other, and a record
+/// of the limit.
 struct Load {
     fixture: Fixture,
-    /// Running jobs, by the time of their end.
+    /// Running jobs, ordered by the time at which they will end.
     ends: BTreeMap<(Time, u64), JobId>,
     seen: usize,
     waiting: usize,
     random: u64,
     done: u64,
-    /// The limit in force at the end of each millisecond.
+    /// The limit at the end of each millisecond.
     limits: Vec<u32>,
 }
 
@@ -43,10 +43,15 @@ impl Load {
     }
 
     fn limit(&self) -> u32 {
-        self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts")).limit
+        self.fixture
+            .bulkhead
+            .adaptive()
+            .unwrap_or_else(|| panic!("the bulkhead must have an adaptive limit"))
+            .limit
     }
 
-    /// Runs for `time` with jobs that take `service(running)`.
+    /// Runs the clients for `time`. A job takes `service(running)`, where `running` is the number of running
+    /// jobs.
     fn run(&mut self, time: Duration, service: impl Fn(usize) -> Duration) {
         let end = self.fixture.now + time;
         while self.fixture.now < end {
@@ -69,7 +74,11 @@ impl Load {
             }
             self.seen = self.fixture.dispatched.len();
             let limit = self.limit();
-            let view = self.fixture.bulkhead.adaptive().unwrap_or_else(|| panic!("it adapts"));
+            let view = self
+                .fixture
+                .bulkhead
+                .adaptive()
+                .unwrap_or_else(|| panic!("the bulkhead must have an adaptive limit"));
             assert!((view.limits.min..=view.limits.max).contains(&limit), "{limit}");
             if view.limits.mode == AdaptiveMode::Enforce {
                 assert!(self.fixture.bulkhead.limit() <= u64::from(limit));
@@ -78,7 +87,7 @@ impl Load {
         }
     }
 
-    /// Returns the lowest and the highest limit in the last `last`.
+    /// Returns the lowest and the highest limit during the period `last` before now.
     fn range(&self, last: Duration) -> (u32, u32) {
         let last = &self.limits[self.limits.len() - last.as_millis() as usize..];
         (*last.iter().min().unwrap_or(&0), *last.iter().max().unwrap_or(&0))
@@ -102,47 +111,50 @@ fn crowded(processes: u32, max_in_flight: u32, adaptive: AdaptiveLimits) -> Limi
     limits
 }
 
-/// Returns the run time on shared cores: 5 ms while there is a core for each job, and proportionally more
-/// beyond.
+/// Returns the run time of a job on `count` cores: 5 ms if each running job has a core, and proportionally
+/// longer if there are more jobs than cores.
 fn cores(count: usize) -> impl Fn(usize) -> Duration {
     move |running| (5 * MS).mul_f64((running as f64 / count as f64).max(1.0))
 }
 
 #[test]
-fn limit_settles_at_target_and_follows_service_time() {
+fn limit_follows_the_run_time_of_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
-    assert_eq!(load.limit(), 64, "it begins with all");
+    assert_eq!(load.limit(), 64, "the limit must start at the maximum");
     // Sixteen concurrent jobs take 20 ms on four cores.
     load.run(60 * SECOND, cores(4));
     let (low, high) = load.range(30 * SECOND);
-    assert!(low >= 10 && high <= 18, "{low} to {high}");
-    assert!(load.changes(30 * SECOND) <= 60, "{} changes in 30 s", load.changes(30 * SECOND));
-    // Four times as slow, so four concurrent jobs take 20 ms.
+    assert!(low >= 10 && high <= 18, "the limit was {low} to {high}");
+    assert!(load.changes(30 * SECOND) <= 60, "the limit changed {} times in 30 s", load.changes(30 * SECOND));
+    // Jobs are now four times as slow, so four concurrent jobs take 20 ms.
     load.run(30 * SECOND, cores(1));
     let (low, high) = load.range(20 * SECOND);
-    assert!(low >= 2 && high <= 5, "{low} to {high}");
-    // Fast enough for any number of jobs.
+    assert!(low >= 2 && high <= 5, "the limit was {low} to {high}");
+    // The machine is now fast enough for any number of jobs.
     load.run(15 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
     assert_eq!(load.range(5 * SECOND), (64, 64));
 }
 
 #[test]
-fn limit_falls_within_a_second_and_recovers_within_seconds() {
+fn limit_recovers_within_seconds_after_an_overload() {
     let mut load = Load::new(crowded(1, 64, adaptive(2, 64, 50 * MS)), 200);
     load.run(5 * SECOND, |_| 10 * MS);
     assert_eq!(load.range(4 * SECOND), (64, 64));
     load.run(3 * SECOND, |_| 200 * MS);
-    assert_eq!(load.limit(), 2, "whatever the limit, jobs take too long: the least is left");
-    assert!(!load.fixture.bulkhead.is_short_of_workers(), "what it took away is not missing");
+    assert_eq!(load.limit(), 2, "jobs take too long at any limit, so the limit must fall to the minimum");
+    assert!(
+        !load.fixture.bulkhead.is_short_of_workers(),
+        "permits removed by the adaptive limit must not count as missing"
+    );
     let done = load.done;
     load.run(2 * SECOND, |_| 200 * MS);
-    assert!(load.done > done, "the least goes on");
+    assert!(load.done > done, "jobs must continue at the minimum limit");
     load.run(8 * SECOND, |_| 10 * MS);
     assert_eq!(load.limit(), 64);
 }
 
-/// Slow jobs count although quick jobs end first.
+/// Slow jobs count even though quick jobs end first.
 #[test]
 fn limit_stays_low_if_a_third_of_jobs_is_slow() {
     let mut load = Load::new(crowded(1, 32, adaptive(1, 32, 50 * MS)), 100);
@@ -152,11 +164,11 @@ fn limit_stays_low_if_a_third_of_jobs_is_slow() {
         if turn.get() % 3 == 0 { 700 * MS } else { 10 * MS }
     });
     let (_, high) = load.range(15 * SECOND);
-    assert!(high <= 8, "up to {high}");
+    assert!(high <= 8, "the limit was up to {high}");
 }
 
 #[test]
-fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
+fn limit_grows_only_under_full_use() {
     let mut load = Load::new(crowded(1, 32, adaptive(2, 32, 50 * MS)), 100);
     load.run(5 * SECOND, |_| 500 * MS);
     assert_eq!(load.limit(), 2);
@@ -167,17 +179,24 @@ fn limit_ignores_few_slow_jobs_and_grows_only_in_use() {
     load.run(SECOND, |_| 5 * MS);
     let before = load.limit();
     load.run(20 * SECOND, |_| 5 * MS);
-    assert!((2..32).contains(&before) && load.limit() == before, "one at once says nothing of more");
+    assert!(
+        (2..32).contains(&before) && load.limit() == before,
+        "the limit must not change while only one job runs at a time"
+    );
     load.waiting = 100;
     load.run(20 * SECOND, |_| {
         turn.set(turn.get() + 1);
         if turn.get() % 20 == 0 { 300 * MS } else { 10 * MS }
     });
-    assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
+    assert_eq!(
+        load.range(5 * SECOND),
+        (32, 32),
+        "the limit must be at the maximum if nine of ten jobs are fast"
+    );
 }
 
-/// Runs eight workers for 20 s under a target of 50 ms, with the given numbers of clients and run times for
-/// each tenant. Returns the lowest limit in that time.
+/// Runs eight workers for 20 s with a target of 50 ms. Each tenant has the given number of clients and run
+/// time. Returns the lowest limit during that period.
 fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
     let mut fixture = Fixture::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
     let (mut least, mut seen) = (None, 0);
@@ -187,7 +206,7 @@ fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
         for (at, (tenant, clients, _)) in tenants.iter().enumerate() {
             for _ in jobs.iter().filter(|(_, of, _)| *of == at).count()..*clients {
                 let job = fixture.submit_as(Priority::Normal, tenant);
-                jobs.push((job.unwrap_or_else(|| panic!("there is room")), at, None));
+                jobs.push((job.unwrap_or_else(|| panic!("the queue must have room")), at, None));
             }
         }
         let now = fixture.now;
@@ -210,16 +229,16 @@ fn limit_falls_only_while_most_tenants_are_slow() {
     assert_eq!(least_limit(&[("a", 2, slow), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 2, SECOND), ("b", 6, quick)]), Some(8));
     assert_eq!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 1, quick), ("d", 1, quick)]), Some(8));
-    // Not even while the fast tenant has hardly any jobs.
+    // The limit does not fall even if the fast tenant has hardly any jobs.
     assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
     assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
     assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
-    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "one tenant alone has the only vote");
+    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "a single tenant must have the only vote");
 }
 
-/// A hung job counts at its deadline.
+/// A job that hangs is counted at its deadline.
 #[test]
-fn quick_failures_do_not_count_but_deadline_misses_do() {
+fn deadline_misses_lower_the_limit_unlike_quick_failures() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));
     (limits.deadline, limits.grace) = (200 * MS, 3600 * SECOND);
     limits.deadline_max = limits.deadline;
@@ -234,10 +253,13 @@ fn quick_failures_do_not_count_but_deadline_misses_do() {
         }
     }
     let view = fixture.bulkhead.adaptive();
-    assert!(view.is_some_and(|view| view.limit == 8 && view.latency.is_none()), "of 800 failures");
+    assert!(
+        view.is_some_and(|view| view.limit == 8 && view.latency.is_none()),
+        "failed jobs must not count as run times"
+    );
     for _ in 0..2 {
         let jobs: Vec<JobId> = (0..8).map(|_| fixture.job()).collect();
-        // The clients are answered at the deadline, and the worker replies just after.
+        // The clients get their outcomes at the deadline, and the workers reply just after that.
         fixture.wait(200 * MS);
         let given: Vec<JobId> = jobs.into_iter().filter(|job| fixture.was_dispatched(*job)).collect();
         given.into_iter().for_each(|job| fixture.reply(job));
@@ -252,12 +274,13 @@ fn monitor_mode_reports_without_limiting() {
     load.run(20 * SECOND, cores(4));
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (64, 64));
     let (low, high) = load.range(10 * SECOND);
-    assert!(low >= 10 && high <= 40, "{low} to {high}");
+    assert!(low >= 10 && high <= 40, "the limit was {low} to {high}");
     load.run(10 * SECOND, cores(64));
     assert_eq!(load.limit(), 64);
 }
 
-/// Ordinary jobs cannot use permits reserved for critical jobs. The limit must rise without them.
+/// Ordinary jobs cannot use the permits reserved for critical jobs. The limit must rise even if the reserved
+/// permits are free.
 #[test]
 fn limit_grows_with_reserved_permits() {
     for reserved_permits in [0.1, 0.25, 0.5] {
@@ -265,26 +288,26 @@ fn limit_grows_with_reserved_permits() {
             Limits { critical_reserve: reserved_permits, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
         let mut load = Load::new(limits, 100);
         load.run(20 * SECOND, cores(4));
-        assert!(load.limit() <= 40, "{reserved_permits}: {}", load.limit());
+        assert!(load.limit() <= 40, "the limit with a reserve of {reserved_permits} was {}", load.limit());
         load.run(30 * SECOND, cores(64));
         assert_eq!(load.limit(), 64, "{reserved_permits}");
     }
 }
 
-/// While jobs take too long, the reported limit falls, however many jobs run.
+/// While jobs take too long, the reported limit falls, whatever the number of running jobs.
 #[test]
-fn monitored_limit_does_not_rise_while_jobs_are_slow() {
+fn monitored_limit_does_not_rise_if_jobs_are_slow() {
     let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
     let mut load = Load::new(crowded(4, 16, numbers), 100);
     let mut before = load.limit();
     for _ in 0..20 {
         load.run(SECOND, cores(4));
-        assert!(load.limit() <= before, "{before} to {}", load.limit());
+        assert!(load.limit() <= before, "the limit rose from {before} to {}", load.limit());
         before = load.limit();
     }
 }
 
-/// The last report names the final limit.
+/// The last report contains the final limit.
 #[test]
 fn reports_limit_changes_at_most_every_ten_seconds() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -304,7 +327,7 @@ fn reports_limit_changes_at_most_every_ten_seconds() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
-/// A change that was held back is reported when it is due, not with the next job.
+/// A delayed report of a change is sent when it is due, without waiting for the next job.
 #[test]
 fn final_limit_is_reported_without_further_jobs() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
@@ -316,7 +339,7 @@ fn final_limit_is_reported_without_further_jobs() {
         });
         last.unwrap_or(64)
     };
-    assert_ne!(told(&load), load.limit(), "it moved on since");
+    assert_ne!(told(&load), load.limit(), "the limit must have changed since the report");
     load.waiting = 0;
     for job in std::mem::take(&mut load.ends).into_values() {
         load.fixture.apply(Event::Cancel { job, unless_begun: false });
@@ -341,14 +364,14 @@ fn reload_clamps_the_current_limit() {
         load.fixture.apply(Event::Reconfigure(Box::new(limits)));
     };
     reload(&mut load, Some(adaptive(6, 12, 50 * MS)));
-    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "at once");
+    assert_eq!((load.limit(), load.fixture.bulkhead.in_flight()), (6, 6), "the new limit must apply at once");
     reload(&mut load, None);
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.in_flight()), (16, 16));
     reload(&mut load, Some(adaptive(1, 4, 50 * MS)));
     assert_eq!((load.fixture.bulkhead.limit(), load.fixture.bulkhead.available()), (4, 0));
 }
 
-/// The reserve is a share of the current limit, not of the maximum.
+/// The number of reserved permits is a share of the current limit, not of the maximum.
 #[test]
 fn critical_reserve_is_a_share_of_the_adaptive_limit() {
     let mut limits = crowded(1, 100, adaptive(10, 10, 50 * MS));

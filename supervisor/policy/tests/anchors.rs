@@ -1,6 +1,6 @@
-//! Cases from tests and bug reports of other systems, each with its source. Cases about permits, deadlines
-//! and workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are beside their
-//! code.
+//! Cases taken from tests and bug reports of other systems, each with its source. Cases about permits,
+//! deadlines and workers are in `cases.rs`. Cases about the breaker, the queue and the retry budget are next
+//! to the code that they test.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -19,26 +19,26 @@ fn change(max_in_flight: Option<u32>, processes: Option<u32>) -> Event<u32> {
 
 // Resizing.
 
-/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit
-/// grows.
+/// resilience4j, `SemaphoreBulkheadTest.changeConfig`: a waiting job gets a permit as soon as the limit is
+/// raised.
 #[test]
-fn growth_dispatches_a_waiting_job_at_once() {
+fn raised_limit_dispatches_a_waiting_job_at_once() {
     let mut fixture = Fixture::ready(limits(1, 1, 4));
     let first = fixture.job();
     let waiting: Vec<_> = (0..3).map(|_| fixture.job()).collect();
     fixture.apply(change(Some(3), None));
     let worker = fixture.holder(first);
     assert_eq!(fixture.resized, [(worker, 3)]);
-    assert_eq!(fixture.dispatched.len(), 3, "min(delta, waiters) are woken");
+    assert_eq!(fixture.dispatched.len(), 3, "as many jobs must be dispatched as there are new permits");
     assert!(fixture.was_dispatched(waiting[1]) && !fixture.was_dispatched(waiting[2]));
     assert_eq!(fixture.bulkhead.limit(), 3);
 }
 
-/// resilience4j, `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here no caller
-/// blocks, and running jobs continue. Semian, `test_resize_tickets_decrease_with_worker_expiry`: the target
-/// is reached.
+/// resilience4j's `SemaphoreBulkhead.changeConfig` blocks until enough permits are free. Here no caller is
+/// blocked, and running jobs continue. As in Semian's `test_resize_tickets_decrease_with_worker_expiry`, the
+/// number of running jobs reaches the lower limit.
 #[test]
-fn shrinking_reaches_its_target_under_load() {
+fn lowered_limit_is_reached_under_load() {
     let mut fixture = Fixture::ready(limits(2, 4, 100));
     let running: Vec<_> = (0..8).map(|_| fixture.job()).collect();
     let waiting: Vec<_> = (0..8).map(|_| fixture.job()).collect();
@@ -48,7 +48,12 @@ fn shrinking_reaches_its_target_under_load() {
     for (done, &job) in running.iter().enumerate() {
         fixture.reply(job);
         let expected = (8 - done as u64 - 1).max(2);
-        assert_eq!(fixture.bulkhead.in_flight(), expected, "after {} replies", done + 1);
+        assert_eq!(
+            fixture.bulkhead.in_flight(),
+            expected,
+            "wrong number of jobs in flight after {} replies",
+            done + 1
+        );
     }
     for &job in &waiting {
         fixture.reply(job);
@@ -69,7 +74,7 @@ fn zero_max_in_flight_rejects_all_jobs() {
     assert_eq!(fixture.rejected(RejectReason::QueueFull), 1);
     fixture.reply(running);
     fixture.expect(running, "ok", None);
-    // The worker was drained. Another one is started once the limit is above 0 again.
+    // The worker was drained. Another worker starts when the limit is above 0 again.
     fixture.apply(change(Some(1), None));
     let job = fixture.job();
     fixture.exit_worker(fixture.newest_worker(), Death::Exit(0));
@@ -77,7 +82,7 @@ fn zero_max_in_flight_rejects_all_jobs() {
     assert!(fixture.was_dispatched(job));
 }
 
-/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start at once,
+/// Semian, `test_resize_tickets_increase` and `_decrease`, applied to workers: new workers start at once, and
 /// surplus workers finish their jobs.
 #[test]
 fn worker_count_follows_processes() {
@@ -91,40 +96,41 @@ fn worker_count_follows_processes() {
     }
     assert!(waiting.iter().all(|&job| fixture.was_dispatched(job)));
     fixture.apply(change(None, Some(1)));
-    assert_eq!(fixture.drained, fixture.spawned[1..], "the last come are the first to go");
+    assert_eq!(fixture.drained, fixture.spawned[1..], "the newest workers must be drained first");
     assert_eq!((fixture.bulkhead.limit(), fixture.outcomes.len()), (1, 0));
     for job in waiting {
         fixture.reply(job);
         fixture.expect(job, "ok", None);
         fixture.exit_worker(fixture.holder(job), Death::Exit(0));
     }
-    assert_eq!(fixture.spawned.len(), 3, "no worker follows them");
+    assert_eq!(fixture.spawned.len(), 3, "drained surplus workers must not be replaced");
     fixture.reply(running);
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
 // Sharing.
 
-/// Netflix concurrency-limits admits 10 batch and 7 live calls with a limit of 10, because a partition can
-/// always use its share. Here a reserve is kept free, and the sum never exceeds the limit.
+/// With a limit of 10, Netflix concurrency-limits admits 10 batch and 7 live calls, because a partition can
+/// always use its share. Here some permits are reserved, and the number of running jobs never exceeds the
+/// limit.
 #[test]
-fn in_flight_never_exceeds_the_limit() {
+fn jobs_in_flight_never_exceed_the_limit() {
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
     let batch = (0..20).filter_map(|_| fixture.submit_as(Priority::BestEffort, "")).count();
     assert_eq!(batch, 3);
     let live = (0..20).filter_map(|_| fixture.submit_as(Priority::Critical, "")).count();
     assert_eq!(live, 7);
     assert_eq!(fixture.bulkhead.in_flight(), fixture.bulkhead.limit());
-    // Critical jobs may use permits that are not reserved.
+    // Critical jobs can also use permits that are not reserved.
     let mut fixture = Fixture::ready(Limits { critical_reserve: 0.7, ..limits(1, 10, 0) });
     let live = (0..20).filter_map(|_| fixture.submit_as(Priority::Critical, "")).count();
     assert_eq!(live, 10);
     assert_eq!(fixture.submit_as(Priority::BestEffort, ""), None);
 }
 
-/// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline: the
-/// `queueWaitTime` of a request with 60 s is 15 s. Here the wait is configured. Without it, a job waits until
-/// its deadline.
+/// Kubernetes' API Priority and Fairness lets a request wait for a quarter of its deadline. For example, the
+/// `queueWaitTime` of a request with a deadline of 60 s is 15 s. Here the maximum wait is configured. If it
+/// is not configured, a job waits until its deadline.
 #[test]
 fn queue_wait_is_bounded_by_queue_timeout_or_deadline() {
     let deadline = 60 * SECOND;
@@ -143,10 +149,10 @@ fn queue_wait_is_bounded_by_queue_timeout_or_deadline() {
     }
 }
 
-/// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: a tenant with ten times the
-/// demand gets no more than its share while the other tenant has waiting jobs.
+/// Kubernetes' API Priority and Fairness, `TestDifferentFlowsExpectUnequal`: while another tenant has waiting
+/// jobs, a tenant with ten times the demand gets no more than its share.
 #[test]
-fn unequal_flows_get_equal_shares() {
+fn tenants_with_unequal_demand_get_equal_shares() {
     let mut fixture = Fixture::ready(limits(1, 1, 200));
     fixture.job();
     for turn in 0..110 {
@@ -160,11 +166,11 @@ fn unequal_flows_get_equal_shares() {
         let record = fixture.outcomes.last().and_then(|answer| answer.record.checked_sub(2));
         served.push(record.is_some_and(|record| record % 11 == 0));
     }
-    // The first job had no tenant. Of the next twenty, each tenant has ten.
+    // The first job had no tenant. Each tenant has ten of the next twenty jobs.
     assert_eq!(served[1..].iter().filter(|&&is_modest| is_modest).count(), 10);
 }
 
-// The breaker, with jobs.
+// The breaker together with jobs.
 
 fn breaker() -> BreakerLimits {
     BreakerLimits {
@@ -178,7 +184,7 @@ fn breaker() -> BreakerLimits {
     }
 }
 
-/// Returns a stage with an open breaker after five crashes, and a ready worker.
+/// Returns a bulkhead with a ready worker and a breaker that opened after five crashes.
 fn tripped(max_in_flight: u32) -> Fixture {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, max_in_flight, 10) });
     for _ in 0..5 {
@@ -190,7 +196,7 @@ fn tripped(max_in_flight: u32) -> Fixture {
     fixture
 }
 
-/// Hystrix, `testLowVolumeDoesNotTripCircuit`: few calls are no evidence, however bad they are.
+/// Hystrix, `testLowVolumeDoesNotTripCircuit`: a few calls do not open the breaker, even if all of them fail.
 #[test]
 fn low_volume_does_not_open_the_breaker() {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 1, 0) });
@@ -202,7 +208,7 @@ fn low_volume_does_not_open_the_breaker() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState`, with jobs that wait for nothing else.
+/// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState`. The jobs in this test wait only for the breaker.
 #[test]
 fn half_open_admits_only_the_configured_probes() {
     let mut fixture = tripped(8);
@@ -217,15 +223,15 @@ fn half_open_admits_only_the_configured_probes() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
 }
 
-/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe without evidence returns its
-/// permission. Here the probe is cancelled, or its deadline passes before its turn.
+/// resilience4j #544 and `shouldIncreaseCounterOnReleasePermission`: a probe whose result says nothing
+/// returns its claim. Here the probe is cancelled, or its deadline passes before it is dispatched.
 #[test]
 fn ignored_probe_returns_its_claim() {
     let mut fixture = tripped(8);
     fixture.wait(5 * SECOND);
     for _ in 0..10 {
         let probes = [fixture.job(), fixture.job()];
-        assert_eq!(fixture.submit(), None, "both probes are under way");
+        assert_eq!(fixture.submit(), None, "both probes are in progress");
         for probe in probes {
             fixture.apply(Event::Cancel { job: probe, unless_begun: false });
             fixture.reply(probe);
@@ -234,10 +240,10 @@ fn ignored_probe_returns_its_claim() {
     }
 }
 
-/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end do not keep the breaker half-open
-/// forever. Here, the deadline of the probe is the maximum.
+/// resilience4j, `maxWaitDurationInHalfOpenState`: probes that never end must not keep the breaker half-open
+/// forever. Here, the deadline of the probe limits this state.
 #[test]
-fn half_open_ends_at_the_deadline_of_a_probe() {
+fn half_open_state_ends_at_the_deadline_of_a_probe() {
     let mut fixture = tripped(8);
     fixture.wait(5 * SECOND);
     let probe = fixture.job_with(Some(3 * SECOND));
@@ -248,8 +254,8 @@ fn half_open_ends_at_the_deadline_of_a_probe() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `testCircuitBreakerSlowCallRateThresholdExceeded`: slow calls open the breaker although all
-/// succeed.
+/// resilience4j, `testCircuitBreakerSlowCallRateThresholdExceeded`: slow calls open the breaker even if all
+/// of them succeed.
 #[test]
 fn slow_calls_open_the_breaker() {
     let mut fixture = Fixture::ready(Limits { breaker: Some(breaker()), ..limits(1, 8, 0) });
@@ -263,7 +269,7 @@ fn slow_calls_open_the_breaker() {
 /// resilience4j, `transitionToForcedOpenState`: no call passes until an operator releases the breaker,
 /// however long that takes.
 #[test]
-fn forced_open_lasts_until_released() {
+fn forced_open_breaker_stays_open_until_release() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
     let running = fixture.job();
     fixture.apply(Event::ForceBreaker { open: true });
@@ -277,14 +283,14 @@ fn forced_open_lasts_until_released() {
     assert!(fixture.was_dispatched(job));
 }
 
-// Retries and poison.
+// Retries and quarantine.
 
 fn retrying(max_in_flight: u32, budget: f64) -> Limits {
     Limits { retry: Some(RetryLimits { attempts: 2, budget }), ..limits(1, max_in_flight, 100) }
 }
 
-/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. Beyond that, the share
-/// applies.
+/// failsafe-go, `RetryPolicy` with a budget: a few retries are always allowed. The number of further retries
+/// is limited to a share of the jobs.
 #[test]
 fn retry_budget_has_a_minimum_and_a_share() {
     let mut fixture = Fixture::ready(retrying(1, 0.01));
@@ -292,7 +298,7 @@ fn retry_budget_has_a_minimum_and_a_share() {
     while fixture.outcomes.len() < jobs.len() {
         let worker = fixture.newest_worker();
         fixture.exit_worker(worker, Death::Signal(11));
-        // Restarts are spaced after many consecutive deaths.
+        // After many consecutive deaths, restarts are delayed.
         fixture.wait(20 * MS);
         fixture.bring_up(fixture.newest_worker());
     }
@@ -300,7 +306,7 @@ fn retry_budget_has_a_minimum_and_a_share() {
     assert_eq!(fixture.bulkhead.counters().crashed, 30);
 }
 
-/// Beyond the floor, the budget is a share of the jobs of the last seconds.
+/// Beyond the minimum, the number of retries is limited to a share of the jobs of the last seconds.
 #[test]
 fn retry_budget_grows_with_the_number_of_jobs() {
     let mut fixture = Fixture::ready(retrying(1, 0.1));
@@ -315,8 +321,8 @@ fn retry_budget_grows_with_the_number_of_jobs() {
     assert!((20..=24).contains(&retries), "{retries}");
 }
 
-/// A worker with four jobs dies. Erlang's advice for such a case is to find the culprit. Each job is retried
-/// alone, so that an innocent job never dies because of the same neighbour twice.
+/// A worker dies while it has four jobs. Erlang's advice for such a case is to find the culprit. Each job is
+/// retried alone, so that an innocent job is not killed twice by the same neighbour.
 #[test]
 fn suspects_of_a_shared_crash_are_retried_alone() {
     let mut fixture = Fixture::ready(retrying(4, 1.0));
@@ -327,8 +333,12 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     let before = fixture.dispatched.len();
     fixture.bring_up(fixture.newest_worker());
     for (turn, &job) in jobs.iter().enumerate() {
-        assert_eq!(fixture.dispatched.len(), before + turn + 1, "one at a time");
-        assert_eq!(fixture.dispatched[before + turn].1, job, "in their order, before who has not run yet");
+        assert_eq!(fixture.dispatched.len(), before + turn + 1, "suspects must run one at a time");
+        assert_eq!(
+            fixture.dispatched[before + turn].1,
+            job,
+            "suspects must run in their order, before jobs that have not run yet"
+        );
         if turn == 2 {
             fixture.exit_worker(fixture.holder(job), Death::Signal(11));
             fixture.bring_up(fixture.newest_worker());
@@ -345,9 +355,9 @@ fn suspects_of_a_shared_crash_are_retried_alone() {
     assert!(fixture.was_dispatched(fresh));
 }
 
-/// A job is not retried after its deadline. The outcome is that of the first attempt.
+/// A job is not retried after its deadline. Its outcome is that of the first attempt.
 #[test]
-fn no_retry_after_the_deadline() {
+fn job_is_not_retried_after_its_deadline() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
     let job = fixture.idempotent_job();
     fixture.exit_worker(fixture.holder(job), Death::Signal(11));
@@ -357,7 +367,7 @@ fn no_retry_after_the_deadline() {
     assert_eq!(fixture.outcomes[0].attempts, 1);
 }
 
-/// A second attempt gets no more time: the deadline counts from the submission.
+/// A second attempt gets no additional time, because the deadline counts from the submission.
 #[test]
 fn deadline_covers_all_attempts() {
     let mut fixture = Fixture::ready(retrying(1, 1.0));
@@ -371,13 +381,14 @@ fn deadline_covers_all_attempts() {
     assert_eq!(fixture.outcomes[0].attempts, 2);
 }
 
-/// SQS, `maxReceiveCount`: a message that was received too often is set aside, and other messages are served.
+/// SQS, `maxReceiveCount`: a message that was received too often is moved to the dead-letter queue, and other
+/// messages are still delivered.
 #[test]
 fn repeatedly_crashing_payload_is_quarantined() {
     let poison = Some(PoisonLimits { crashes: 3, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 2, 10) });
     for _ in 0..3 {
-        let Some(job) = fixture.submit_payload(7) else { panic!("kept out too early") };
+        let Some(job) = fixture.submit_payload(7) else { panic!("the payload was quarantined too early") };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
         fixture.bring_up(fixture.newest_worker());
     }
@@ -385,8 +396,8 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert_eq!(fixture.events.iter().filter(|note| is_told(note)).count(), 1);
     assert_eq!(fixture.submit_payload(7), None);
     assert_eq!(fixture.last_reason(), Some("quarantined"));
-    let Some(other) = fixture.submit_payload(8) else { panic!("another payload is kept out") };
-    // With two jobs in the worker, the culprit is unknown.
+    let Some(other) = fixture.submit_payload(8) else { panic!("another payload was quarantined") };
+    // The culprit is unknown, because the worker has two jobs.
     let beside = fixture.job();
     fixture.exit_worker(fixture.holder(other), Death::Signal(11));
     fixture.expect(beside, "crashed", Some("signal"));
@@ -396,16 +407,18 @@ fn repeatedly_crashing_payload_is_quarantined() {
     assert!(fixture.submit_payload(7).is_some());
 }
 
-/// Six bad payloads must not close a bulkhead to all other jobs, because deaths during jobs are not failed
+/// Six bad payloads must not stop the slot for all other jobs, because deaths during jobs are not failed
 /// starts.
 #[test]
-fn quarantined_payload_does_not_fail_the_slot() {
+fn quarantined_payload_does_not_stop_the_slot() {
     let poison = Some(PoisonLimits { crashes: 1, within: 3600 * SECOND });
     let mut fixture = Fixture::ready(Limits { poison, ..limits(1, 1, 10) });
     for payload in 0..50 {
-        let Some(job) = fixture.submit_payload(payload) else { panic!("it has not been here before") };
+        let Some(job) = fixture.submit_payload(payload) else {
+            panic!("the payload has not been submitted before")
+        };
         fixture.exit_worker(fixture.holder(job), Death::Signal(11));
-        // Restarts are spaced after many consecutive deaths.
+        // After many consecutive deaths, restarts are delayed.
         fixture.wait(20 * MS);
         fixture.bring_up(fixture.newest_worker());
     }
@@ -414,10 +427,10 @@ fn quarantined_payload_does_not_fail_the_slot() {
     fixture.expect(job, "ok", None);
 }
 
-// Rest.
+// Scaling to zero.
 
-/// systemd's socket activation with an idle timeout: workers stop when there is nothing to do, and start with
-/// the next job. Learned state is kept.
+/// systemd's socket activation with an idle timeout: workers are stopped when there are no jobs, and started
+/// again for the next job. What the bulkhead has measured is kept.
 #[test]
 fn idle_bulkhead_scales_to_zero_and_restarts() {
     let mut fixture = Fixture::ready(Limits { idle: Some(10 * SECOND), ..limits(2, 1, 5) });
@@ -433,14 +446,14 @@ fn idle_bulkhead_scales_to_zero_and_restarts() {
         fixture.exit_worker(worker, Death::Exit(0));
     }
     assert!(fixture.bulkhead.has_no_workers());
-    assert_eq!(fixture.bulkhead.next_deadline(), None, "nothing is waited for");
+    assert_eq!(fixture.bulkhead.next_deadline(), None, "no timer must be set");
     fixture.apply(Event::AnnounceStart);
     let waiting = fixture.job();
-    assert_eq!(fixture.spawned.len(), 2, "not yet");
+    assert_eq!(fixture.spawned.len(), 2, "the bulkhead must not start workers yet");
     fixture.apply(Event::Start);
     let worker = fixture.spawned[2];
     fixture.bring_up(worker);
     fixture.apply(Event::Replied { worker, job: waiting, reply: Reply::Ok });
     fixture.expect(waiting, "ok", None);
-    assert_eq!(fixture.bulkhead.restarts(), 0, "a rest is no restart");
+    assert_eq!(fixture.bulkhead.restarts(), 0, "scaling to zero must not count as a restart");
 }

@@ -1,5 +1,5 @@
-//! Named rules: lessons of other systems and promises of the design. The source of each rule is in its
-//! comment.
+//! Rules that were learned from other systems or are promised by the documentation. The comment of each test
+//! names the source of its rule.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,8 +16,8 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 // Permits.
 
-/// Polly, `BulkheadScenarios`: of L calls on N permits and Q queue places, min(L, N) execute and max(0, L - N
-/// - Q) are rejected. All permits are free in the end.
+/// Polly, `BulkheadScenarios`: of L calls with N permits and Q places in the queue, min(L, N) run and max(0,
+/// L - N - Q) are rejected. All permits are free at the end.
 #[test]
 fn rejects_jobs_beyond_permits_and_queue() {
     for (processes, max_in_flight, queue) in [(1, 1, 0), (1, 4, 2), (4, 1, 2), (2, 3, 0), (3, 2, 7)] {
@@ -42,7 +42,7 @@ fn rejects_jobs_beyond_permits_and_queue() {
     }
 }
 
-/// Failsafe #393: waiting jobs that time out must not take a permit with them.
+/// Failsafe #393: waiting jobs that time out must not use up permits.
 #[test]
 fn timed_out_jobs_leave_full_capacity() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
@@ -56,8 +56,8 @@ fn timed_out_jobs_leave_full_capacity() {
     assert!(next.iter().all(|&job| fixture.was_dispatched(job)));
 }
 
-/// Netflix concurrency-limits: a permit that is granted at the moment when the waiting job times out belongs
-/// to one of the two jobs, never to neither.
+/// Netflix concurrency-limits: if a permit is granted at the moment at which the waiting job times out,
+/// either that job or the next one must get the permit.
 #[test]
 fn permit_freed_at_the_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -78,22 +78,23 @@ fn permit_freed_at_the_timeout_is_not_lost() {
     }
 }
 
-/// Semian: the permit of a holder that is killed by SIGKILL returns. Here it returns with the next process.
+/// Semian: when the holder of a permit is killed by SIGKILL, the permit is returned. Here the permit is
+/// returned when the next process is ready.
 #[test]
 fn permit_of_a_killed_worker_returns() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
     let (first, second) = (fixture.job(), fixture.job());
     fixture.exit_worker(fixture.holder(first), Death::Signal(9));
     fixture.expect(first, "crashed", Some("signal"));
-    assert!(!fixture.was_dispatched(second), "there is no worker yet to give it to");
+    assert!(!fixture.was_dispatched(second), "no worker is ready for the job yet");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(second);
     fixture.expect(second, "ok", None);
     assert_eq!(fixture.bulkhead.available(), 1);
 }
 
-/// tower: a dropped future returns its permit. Here the client disconnects, and the permit returns only when
-/// the worker replies or exits, because the job may still run.
+/// tower: a dropped future returns its permit. Here, when a client disconnects, the permit is returned only
+/// after the worker has replied or exited, because the job may still be running.
 #[test]
 fn cancelled_job_keeps_its_permit_until_the_work_ends() {
     for obeys in [true, false] {
@@ -106,7 +107,11 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
         } else {
             fixture.wait(100 * MS);
             assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
-            assert_eq!(fixture.bulkhead.available(), 0, "killed is not gone");
+            assert_eq!(
+                fixture.bulkhead.available(),
+                0,
+                "the permit must not be free before the worker has exited"
+            );
             fixture.exit_worker(worker, Death::Signal(9));
             fixture.bring_up(fixture.newest_worker());
         }
@@ -115,10 +120,11 @@ fn cancelled_job_keeps_its_permit_until_the_work_ends() {
     }
 }
 
-/// The client is told about a result that is too large when the result begins. The permit returns when all of
-/// the result has arrived. This does not count as a late reply, and until then the worker gets no new job.
+/// The client gets its outcome when a result that is too large begins. The permit is returned after the whole
+/// result has arrived. The end of the result does not count as a late reply. Until then, the worker gets no
+/// new job.
 #[test]
-fn oversized_result_keeps_its_permit_until_its_end() {
+fn oversized_result_uses_its_permit_until_it_has_arrived() {
     let mut fixture =
         Fixture::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
     let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -138,10 +144,10 @@ fn oversized_result_keeps_its_permit_until_its_end() {
     assert_eq!((fixture.bulkhead.counters().late_replies, fixture.bulkhead.available()), (0, 1));
 }
 
-/// A worker that stops sending such a result is killed, and so is a worker that still sends it after the
-/// job's deadline.
+/// A worker is killed if it stops sending a result that is too large, or if it is still sending the result
+/// after the job's deadline.
 #[test]
-fn oversized_result_must_end() {
+fn worker_with_endless_oversized_result_is_killed() {
     for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
         let mut fixture =
             Fixture::ready(Limits { deadline: 10 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 0) });
@@ -149,7 +155,7 @@ fn oversized_result_must_end() {
         fixture.apply(Event::ResultTooLarge { worker, job, failure: too_large() });
         for part in 1.. {
             fixture.now = fixture.now + SECOND;
-            // Data that has arrived is read before the timer is handled.
+            // Data that has arrived is handled before the timer.
             if part <= parts {
                 fixture.apply(Event::FrameReceived { worker });
             }
@@ -159,7 +165,11 @@ fn oversized_result_must_end() {
             }
         }
         assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
-        assert_eq!(fixture.now.since(Time::ZERO), lives_for * SECOND, "{parts} parts");
+        assert_eq!(
+            fixture.now.since(Time::ZERO),
+            lives_for * SECOND,
+            "wrong time of the kill after {parts} parts"
+        );
         fixture.exit_worker(worker, Death::Signal(9));
         fixture.expect(job, "failed", Some("result_too_large"));
     }
@@ -174,8 +184,8 @@ fn too_large() -> HandlerFailure {
     }
 }
 
-/// Waiting jobs make room when memory is short. Running jobs continue. Each job has one outcome, and the sums
-/// agree.
+/// When memory is exhausted, waiting jobs are rejected to free memory. Running jobs continue. Each job has
+/// one outcome, and the sums of the counters are consistent.
 #[test]
 fn memory_exhaustion_rejects_only_waiting_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -194,9 +204,9 @@ fn memory_exhaustion_rejects_only_waiting_jobs() {
     assert_eq!((counters.submitted, counters.outcomes()), (3, 3));
 }
 
-/// Architecture, 4: a reply from an earlier generation is dropped and counted.
+/// `docs/architecture.md`: a reply from an earlier generation is dropped and counted.
 #[test]
-fn reply_of_an_earlier_generation_is_dropped() {
+fn reply_from_an_earlier_generation_is_dropped() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
     let (old, first, second) = (fixture.newest_worker(), fixture.job(), fixture.job());
     fixture.exit_worker(old, Death::Signal(11));
@@ -210,7 +220,7 @@ fn reply_of_an_earlier_generation_is_dropped() {
 
 // The queue.
 
-/// Hystrix: a job that is cancelled while it waits never runs.
+/// Hystrix: a job that is cancelled while it is waiting never runs.
 #[test]
 fn job_cancelled_in_the_queue_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 3));
@@ -224,7 +234,7 @@ fn job_cancelled_in_the_queue_never_runs() {
     assert_eq!(fixture.bulkhead.counters().ok, 3);
 }
 
-/// Semantics 1: the outcome depends on which passes first, the queue timeout or the deadline.
+/// `docs/semantics.md`: the outcome depends on which one passes first, the queue timeout or the deadline.
 #[test]
 fn queue_timeout_and_deadline_have_different_reasons() {
     let mut fixture = Fixture::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
@@ -239,7 +249,7 @@ fn queue_timeout_and_deadline_have_different_reasons() {
     fixture.expect(running, "deadline_exceeded", Some("running"));
 }
 
-/// Semantics 1, step 9: a job past its deadline never runs, even if no tick was handled in between.
+/// `docs/semantics.md`: a job never runs after its deadline, even if no tick was handled in between.
 #[test]
 fn expired_job_never_runs() {
     let mut fixture = Fixture::ready(limits(1, 1, 2));
@@ -255,7 +265,8 @@ fn expired_job_never_runs() {
     );
 }
 
-/// Semantics 1: while workers start, as many jobs as they can take may wait, even without a queue.
+/// `docs/semantics.md`: while workers are starting, the number of jobs that can wait is the number of permits
+/// that the workers will have, even without a queue.
 #[test]
 fn jobs_wait_for_starting_workers() {
     let mut fixture = Fixture::starting(limits(2, 3, 0));
@@ -269,8 +280,7 @@ fn jobs_wait_for_starting_workers() {
     assert_eq!((fixture.submit(), fixture.bulkhead.queue_capacity()), (None, 0));
 }
 
-/// A worker that dies before it has read its job has not begun it. The job is the first one of the next
-/// worker.
+/// If a worker dies before it has read its job, the job has not begun. The next worker runs this job first.
 #[test]
 fn unread_job_is_dispatched_first() {
     let mut fixture = Fixture::ready(limits(1, 1, 5));
@@ -285,9 +295,9 @@ fn unread_job_is_dispatched_first() {
     assert_eq!(fixture.holder(later), fixture.newest_worker());
 }
 
-/// If no further worker will start, the client is answered at once.
+/// If no other worker will start, the client gets its outcome at once.
 #[test]
-fn unread_job_does_not_wait_without_workers() {
+fn unread_job_ends_if_no_worker_will_start() {
     let mut limits = limits(1, 1, 5);
     limits.restart.policy = RestartPolicy::Never;
     let mut fixture = Fixture::ready(limits);
@@ -302,9 +312,10 @@ fn unread_job_does_not_wait_without_workers() {
 
 // Deadlines.
 
-/// Semantics 3: a client that asks for a short deadline ends its own job, never the worker's other jobs.
+/// `docs/semantics.md`: a client that requests a short deadline ends its own job, but never the other jobs of
+/// the worker.
 #[test]
-fn short_deadline_spares_other_jobs() {
+fn short_deadline_leaves_other_jobs_running() {
     let mut fixture = Fixture::ready(limits(1, 2, 0));
     let (hasty, patient) = (fixture.job_with(Some(SECOND)), fixture.job());
     fixture.wait(2 * SECOND);
@@ -315,10 +326,10 @@ fn short_deadline_spares_other_jobs() {
     fixture.reply(patient);
     fixture.expect(patient, "ok", None);
     fixture.wait(100 * MS);
-    assert_eq!(fixture.killed.len(), 1, "no job is left in there that it could harm");
+    assert_eq!(fixture.killed.len(), 1, "the worker must be killed, because it has no other jobs");
 }
 
-/// Semantics 3: at the bulkhead's own deadline the worker is killed, together with its other jobs.
+/// `docs/semantics.md`: at the bulkhead's own deadline, the worker is killed together with its other jobs.
 #[test]
 fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
@@ -333,7 +344,8 @@ fn bulkhead_deadline_kills_the_worker_and_its_other_jobs() {
     fixture.expect(innocent, "crashed", Some("collateral"));
 }
 
-/// Semantics 3: within `grace` the worker can still reply and survive. Until then it gets no other job.
+/// `docs/semantics.md`: a worker that replies within `grace` is not killed. Until it has replied, the worker
+/// gets no other job.
 #[test]
 fn worker_that_replies_within_grace_survives() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 1) });
@@ -348,8 +360,8 @@ fn worker_that_replies_within_grace_survives() {
     assert_eq!((fixture.killed.len(), fixture.verdicts(job).len()), (0, 1));
 }
 
-/// Semantics 3: the run limit counts from the dispatch, whatever time the job waited, and again for each
-/// attempt.
+/// `docs/semantics.md`: the run limit counts from the dispatch, however long the job has waited, and starts
+/// again for each attempt.
 #[test]
 fn run_limit_counts_from_each_dispatch() {
     let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
@@ -367,8 +379,8 @@ fn run_limit_counts_from_each_dispatch() {
     assert_eq!(fixture.outcomes.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
 }
 
-/// Semantics 3: at the bulkhead's own run limit the worker is killed. At a client's run limit it is killed
-/// only if it has no other job.
+/// `docs/semantics.md`: at the bulkhead's own run limit, the worker is killed. At a run limit that the client
+/// requested, the worker is killed only if it has no other job.
 #[test]
 fn only_bulkhead_run_limit_kills_a_shared_worker() {
     let mut fixture = Fixture::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
@@ -385,10 +397,11 @@ fn only_bulkhead_run_limit_kills_a_shared_worker() {
 
 // Restarts.
 
-/// Semantics 4: the first restart is immediate, later ones follow within a doubling `backoff`. After more
-/// than `max` failures the slot has failed, and is probed after `backoff_max`. A reset clears the history.
+/// `docs/semantics.md`: the first restart is immediate, and later restarts are delayed by a `backoff` that
+/// doubles each time. After more than `max` failures the slot has failed, and another worker is started after
+/// `backoff_max`. A reset clears the history.
 #[test]
-fn failing_starts_back_off() {
+fn failed_starts_are_retried_with_backoff() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
     for ceiling_ms in [0, 100, 200, 400, 800] {
         let died_at = fixture.now;
@@ -396,7 +409,7 @@ fn failing_starts_back_off() {
         let delay = fixture.bulkhead.next_deadline().map_or(Duration::ZERO, |at| at.since(died_at));
         let count = fixture.spawned.len();
         if ceiling_ms > 0 {
-            assert!(delay <= ceiling_ms * MS, "{delay:?} of {ceiling_ms} ms");
+            assert!(delay <= ceiling_ms * MS, "the delay {delay:?} exceeds {ceiling_ms} ms");
             fixture.wait(delay);
         }
         assert_eq!(fixture.spawned.len(), count + usize::from(ceiling_ms > 0));
@@ -415,10 +428,10 @@ fn failing_starts_back_off() {
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// Semantics 4: crashes during jobs and kills for a deadline do not count as failed starts, so that bad
-/// payloads cannot close a bulkhead to everyone.
+/// `docs/semantics.md`: crashes during jobs and kills at a deadline do not count as failed starts, so that
+/// bad payloads cannot stop a bulkhead for everyone.
 #[test]
-fn deaths_under_jobs_do_not_count_as_failed_starts() {
+fn deaths_during_jobs_are_not_failed_starts() {
     let mut fixture = Fixture::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
     for round in 0..40 {
         let (worker, job) = (fixture.newest_worker(), fixture.job());
@@ -428,15 +441,16 @@ fn deaths_under_jobs_do_not_count_as_failed_starts() {
         }
         fixture.exit_worker(worker, Death::Signal(11));
         assert_eq!(fixture.verdicts(job).len(), 1);
-        // From the eleventh consecutive death on, restarts are spaced.
+        // From the eleventh consecutive death on, restarts are delayed.
         fixture.wait(if round < 10 { Duration::ZERO } else { 20 * MS });
-        assert_ne!(fixture.newest_worker(), worker, "the next one comes at once");
+        assert_ne!(fixture.newest_worker(), worker, "the next worker must be started at once");
         fixture.bring_up(fixture.newest_worker());
     }
     assert_eq!(fixture.bulkhead.state(), BulkheadState::Ready);
 }
 
-/// Semantics 4: exit status 0 with a job in flight is a crash (pebble and loky treat it as success).
+/// `docs/semantics.md`: an exit with status 0 while a job is in flight is a crash (pebble and loky treat it
+/// as success).
 #[test]
 fn clean_exit_with_a_job_in_flight_is_a_crash() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
@@ -451,7 +465,8 @@ fn clean_exit_with_a_job_in_flight_is_a_crash() {
 
 // Recycling.
 
-/// Semantics 4: the replacement is ready first, so capacity does not drop.
+/// `docs/semantics.md`: the old worker is drained only after its replacement is ready, so that the number of
+/// permits does not drop.
 #[test]
 fn recycled_worker_continues_until_its_replacement_is_ready() {
     let mut limits = limits(1, 1, 0);
@@ -466,15 +481,15 @@ fn recycled_worker_continues_until_its_replacement_is_ready() {
     fixture.bring_up(new);
     assert_eq!((&fixture.drained[..], fixture.bulkhead.available()), (&[old][..], 0));
     fixture.reply(between);
-    assert_eq!(fixture.bulkhead.available(), 1, "it was the debt of the old one");
+    assert_eq!(fixture.bulkhead.available(), 1, "the job must count against the old worker");
     fixture.exit_worker(old, Death::Exit(0));
     fixture.expect(between, "ok", None);
-    assert_eq!(fixture.spawned.len(), 2, "the last job of the old one recycles no other worker");
+    assert_eq!(fixture.spawned.len(), 2, "the last job of the old worker must not recycle another worker");
     assert_eq!((fixture.bulkhead.last_failure(), fixture.bulkhead.limit()), ("", 1));
 }
 
-/// Architecture, 6: everything is bounded. Jobs that hang in replaced workers do not make these workers pile
-/// up.
+/// `docs/architecture.md`: everything is bounded. Jobs that hang in replaced workers must not let the number
+/// of workers grow.
 #[test]
 fn slot_has_at_most_two_workers() {
     let mut limits = limits(1, 2, 0);
@@ -488,15 +503,19 @@ fn slot_has_at_most_two_workers() {
             fixture.bring_up(fixture.newest_worker());
         }
     }
-    assert_eq!((fixture.spawned.len(), fixture.drained.len()), (2, 2), "both have begun all that they may");
+    assert_eq!(
+        (fixture.spawned.len(), fixture.drained.len()),
+        (2, 2),
+        "both workers must have been given all jobs that they may run"
+    );
     let waits = fixture.job();
     fixture.exit_worker(fixture.drained[0], Death::Signal(11));
-    assert_eq!(fixture.spawned.len(), 3, "now there is room for the next replacement");
+    assert_eq!(fixture.spawned.len(), 3, "the next replacement must start now");
     fixture.bring_up(fixture.newest_worker());
     fixture.reply(waits);
 }
 
-/// A rolling restart replaces one worker after the other and reports no failure.
+/// A rolling restart replaces the workers one after the other and does not report failures.
 #[test]
 fn rolling_restart_replaces_one_slot_at_a_time() {
     let mut fixture = Fixture::ready(limits(3, 1, 0));
@@ -517,7 +536,7 @@ fn rolling_restart_replaces_one_slot_at_a_time() {
 
 // Operator commands.
 
-/// Semantics 6: new and queued jobs are rejected at once, jobs in flight are finished.
+/// `docs/semantics.md`: new and queued jobs are rejected at once, and jobs in flight are completed.
 #[test]
 fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     let mut fixture = Fixture::ready(limits(1, 1, 1));
@@ -532,7 +551,8 @@ fn drain_rejects_queued_jobs_and_keeps_running_jobs() {
     assert!(fixture.was_dispatched(next));
 }
 
-/// Semantics 6: jobs in flight may continue until `by`. After that they end as `crashed/stopped`.
+/// `docs/semantics.md`: jobs in flight can continue until `by`. The remaining jobs then end as
+/// `crashed/stopped`.
 #[test]
 fn stop_waits_for_jobs_until_its_time_limit() {
     for finishes in [true, false] {
@@ -556,15 +576,17 @@ fn stop_waits_for_jobs_until_its_time_limit() {
     }
 }
 
-/// If the machine gives a worker no processor time, its silence proves nothing, and a kill would add to the
-/// load. But the number of such excuses is limited.
+/// If the machine gives a worker no processor time, silence does not prove that the worker is hung, and a
+/// kill would only add to the load. The number of times that silence is excused is limited.
 #[test]
-fn starved_worker_is_excused_and_hung_worker_is_killed() {
+fn starved_worker_is_killed_later_than_hung_worker() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
         let mut fixture = Fixture::ready(limits(1, 1, 0));
         let worker = fixture.newest_worker();
         while fixture.killed.is_empty() {
-            let Some(due) = fixture.bulkhead.next_deadline() else { panic!("it has no timer any more") };
+            let Some(due) = fixture.bulkhead.next_deadline() else {
+                panic!("the bulkhead has no timer any more")
+            };
             fixture.now = due;
             let cpu_time_checks = fixture.cpu_time_checks.len();
             fixture.apply(Event::Tick);
@@ -577,9 +599,9 @@ fn starved_worker_is_excused_and_hung_worker_is_killed() {
     }
 }
 
-/// A worker that ends each job itself has time to do so while a client waits for another of its jobs.
+/// A worker that ends each job itself has time to do this while clients wait for its other jobs.
 #[test]
-fn slowly_ending_job_spares_other_jobs() {
+fn slowly_ending_job_leaves_other_jobs_running() {
     for is_answered in [true, false] {
         let numbers = Limits { deadline: SECOND, grace: MS, worker_ends_jobs: true, ..limits(1, 2, 0) };
         let mut fixture = Fixture::ready(numbers);
@@ -596,15 +618,15 @@ fn slowly_ending_job_spares_other_jobs() {
             fixture.wait(101 * MS);
             fixture.expect(other, "deadline_exceeded", Some("running"));
         }
-        // Now no client waits for any job of the worker.
+        // From now on, no client waits for any job of the worker.
         fixture.wait(2 * MS);
         assert_eq!(fixture.killed, [(worker, KillReason::Deadline)]);
     }
 }
 
-/// Each restart is reported with the end of the previous worker, or with the reason for its replacement.
+/// Each restart is reported with its cause: how the previous worker ended, or why it was replaced.
 #[test]
-fn restarts_have_their_causes() {
+fn restarts_report_their_causes() {
     let mut fixture = Fixture::ready(Limits { grace: MS, ..limits(1, 1, 0) });
     let deaths = [
         (Death::Exit(3), RestartCause::Exit),
@@ -619,7 +641,7 @@ fn restarts_have_their_causes() {
         assert_eq!(fixture.causes.last(), Some(&Some(cause)));
         fixture.bring_up(fixture.newest_worker());
     }
-    // Killed because of a job that does not end.
+    // The worker is killed because of a job that does not end.
     fixture.job_with(Some(SECOND));
     fixture.wait(60 * SECOND);
     fixture.exit_worker(fixture.newest_worker(), Death::Signal(9));
@@ -635,7 +657,7 @@ fn restarts_have_their_causes() {
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::NotStarted)));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    // The replacement starts first, so the end of the previous worker is no cause of a further restart.
+    // The replacement starts first, so the end of the previous worker does not cause another restart.
     fixture.apply(Event::Restart);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Restart)));
     fixture.bring_up(fixture.newest_worker());

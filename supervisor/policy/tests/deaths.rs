@@ -1,5 +1,5 @@
-//! The two stages of a worker's end: the exit, which is reported at once, and the end of all descendants,
-//! which frees the slot. Also the start: time limits count from the moment when the process runs.
+//! The two stages of a worker's end. The exit is reported at once, and the end of all descendants frees the
+//! slot. Also checks that the time limits for the start count from the time at which the process runs.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -9,9 +9,9 @@ use bulkhead_policy::{Death, Event, KillReason, OperatorEvent};
 
 use fixture::{Fixture, SECOND, limits};
 
-/// The client does not wait for the descendants, but the slot does.
+/// The client need not wait until the worker's descendants are gone, but the slot must wait.
 #[test]
-fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
+fn slot_waits_for_descendants_of_a_dead_worker() {
     let mut fixture = Fixture::ready(limits(1, 2, 5));
     let worker = fixture.newest_worker();
     let (first, second, waits) = (fixture.job(), fixture.job(), fixture.job());
@@ -27,7 +27,7 @@ fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
     assert_eq!((view.state, view.pid, view.in_flight), ("reaping", None, 0));
     assert!(!fixture.bulkhead.is_stopped());
 
-    // Later messages about this worker have no effect, not even a second exit.
+    // Later events about this worker have no effect, not even a second exit.
     fixture.apply(Event::Exited { worker, death: Death::Exit(0) });
     fixture.apply(Event::SpawnFailed { worker, message: String::new() });
     fixture.apply(Event::ProtocolViolated { worker, message: String::new() });
@@ -40,16 +40,16 @@ fn jobs_fail_at_once_but_the_slot_waits_for_descendants() {
     assert_eq!(fixture.holder(waits), fixture.newest_worker());
 }
 
-/// Remaining descendants delay only the slot of their own worker.
+/// The remaining descendants of a worker delay only the slot of that worker.
 #[test]
-fn jobs_continue_during_reaping() {
+fn other_workers_run_jobs_during_reaping() {
     let mut fixture = Fixture::ready(limits(2, 1, 5));
     let (dies, lives) = (fixture.spawned[0], fixture.spawned[1]);
     let jobs = [fixture.job(), fixture.job(), fixture.job()];
     let of_the_living =
         jobs.into_iter().find(|&job| fixture.was_dispatched(job) && fixture.holder(job) == lives);
     fixture.apply(Event::Exited { worker: dies, death: Death::Exit(3) });
-    fixture.reply(of_the_living.unwrap_or_else(|| panic!("it has none")));
+    fixture.reply(of_the_living.unwrap_or_else(|| panic!("the living worker must have a job")));
     assert_eq!(fixture.holder(jobs[2]), lives);
     assert_eq!(fixture.bulkhead.limit(), 1);
 }
@@ -66,9 +66,10 @@ fn stop_waits_for_reaping() {
     assert!(fixture.bulkhead.is_stopped());
 }
 
-/// The keeper died while descendants remained. No further event follows, so nothing must wait for one.
+/// The keeper died before all descendants were gone. No further event about the worker follows, so nothing
+/// must wait for one.
 #[test]
-fn lost_keeper_ends_reaping() {
+fn keeper_death_ends_the_wait_for_descendants() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     let worker = fixture.newest_worker();
     fixture.apply(Event::Exited { worker, death: Death::Exit(1) });
@@ -76,7 +77,7 @@ fn lost_keeper_ends_reaping() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-/// The keeper starts workers one after the other. The last of many waits for all earlier ones.
+/// The keeper starts workers one after the other, so the last of many workers waits for all others.
 #[test]
 fn handshake_time_starts_at_the_spawn() {
     let mut limits = limits(1, 1, 0);
@@ -92,7 +93,8 @@ fn handshake_time_starts_at_the_spawn() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// A template may take as long as it asks for. If it is killed, the start fails.
+/// A template may take as long to initialise as it requests. If the template is killed, the start of the
+/// worker fails.
 #[test]
 fn forked_worker_waits_for_its_template() {
     let mut limits = limits(1, 1, 0);
@@ -107,9 +109,9 @@ fn forked_worker_waits_for_its_template() {
     assert_eq!(fixture.killed, [(worker, KillReason::NoHello)]);
 }
 
-/// The wait for an ordered process is limited.
+/// The time between the order to start a process and the report that it is running is limited.
 #[test]
-fn unfulfilled_spawn_order_times_out() {
+fn spawn_order_without_report_times_out() {
     let mut fixture = Fixture::starting(limits(1, 1, 0));
     fixture.wait(SECOND * 61);
     assert_eq!(fixture.killed.len(), 1);

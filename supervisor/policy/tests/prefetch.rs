@@ -1,4 +1,4 @@
-//! Prefetched jobs, and jobs that a worker has not begun.
+//! Prefetched jobs, and dispatched jobs that a worker has not begun.
 
 mod fixture;
 
@@ -14,7 +14,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const ABLE: Capabilities = Capabilities { has_dispatch_thread: true, can_resize: true };
 
-/// Returns workers that have each run a job of 10 ms and may prefetch jobs for 100 ms.
+/// Returns a bulkhead with a `lookahead` of 100 ms, in which each worker has completed a job of 10 ms.
 fn fixture(limits: Limits) -> Fixture {
     let mut fixture = Fixture::starting(Limits { lookahead: 100 * MS, ..limits });
     for worker in fixture.spawned.clone() {
@@ -41,7 +41,7 @@ fn prefetched(fixture: &Fixture) -> Vec<JobId> {
     fixture.prefetched.iter().map(|&(_, job)| job).collect()
 }
 
-/// Returns two workers, of which the first begins no further jobs.
+/// Returns a bulkhead with two workers, and the id of the first, which begins no further jobs.
 fn beside_a_stuck_one(limits: Limits) -> (Fixture, WorkerId) {
     let mut fixture = fixture(limits);
     let stuck = fixture.spawned[0];
@@ -73,12 +73,12 @@ fn reply_for_an_unbegun_job_kills_the_worker() {
     let jobs = jobs(&mut fixture, 3);
     fixture.reply(jobs[2]);
     assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]));
-    // The job has run, so no other worker gets it.
+    // The job has run, so no other worker gets the job.
     fixture.expect(jobs[2], "crashed", Some("protocol"));
 }
 
 #[test]
-fn no_prefetch_above_the_limit() {
+fn prefetching_stops_above_the_limit() {
     let mut fixture = fixture(limits(2, 1, 20));
     let first = fixture.spawned[0];
     let jobs = jobs(&mut fixture, 8);
@@ -90,13 +90,13 @@ fn no_prefetch_above_the_limit() {
     assert!(before.iter().all(|job| fixture.recalled_jobs.contains(job)));
     let sent = fixture.sent.len();
     fixture.reply(runs[0]);
-    assert_eq!(fixture.sent.len(), sent, "one runs, of one that may");
+    assert_eq!(fixture.sent.len(), sent, "no job must be sent while as many jobs run as the limit allows");
     fixture.reply(runs_elsewhere[0]);
     assert!(fixture.sent.len() > sent);
 }
 
 #[test]
-fn no_prefetch_with_evict_oldest() {
+fn evict_oldest_disables_prefetching() {
     let mut fixture = fixture(Limits { overflow: Overflow::EvictOldest, ..limits(1, 1, 3) });
     let jobs = jobs(&mut fixture, 4);
     assert!(prefetched(&fixture).is_empty());
@@ -121,12 +121,12 @@ fn prefetch_depth_follows_run_time() {
     let mut fixture = fixture(limits(1, 1, 1000));
     jobs(&mut fixture, 500);
     let many = fixture.prefetched.len();
-    assert!((8..=13).contains(&many), "{many} jobs of 10 ms for 100 ms");
+    assert!((8..=13).contains(&many), "{many} jobs of 10 ms were prefetched for 100 ms");
     let mut slow = Fixture::starting(Limits { lookahead: 5 * MS, ..limits(1, 1, 10) });
     slow.bring_up_with_journal(slow.newest_worker(), ABLE);
     warm_up(&mut slow, 1);
     jobs(&mut slow, 3);
-    assert!(slow.prefetched.is_empty(), "one would wait for 10 ms");
+    assert!(slow.prefetched.is_empty(), "a job of 10 ms must not be prefetched for 5 ms");
 }
 
 #[test]
@@ -136,15 +136,18 @@ fn late_prefetched_job_moves_to_an_idle_worker() {
     let slow = fixture.holder(jobs[0]);
     let (of_slow, of_other): (Vec<_>, Vec<_>) =
         fixture.prefetched.clone().into_iter().partition(|(worker, _)| *worker == slow);
-    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "as many for each");
+    assert_eq!((of_slow.len(), of_other.len()), (2, 2), "both workers must have prefetched two jobs");
     fixture.wait(101 * MS);
-    assert!(fixture.recalled_jobs.is_empty(), "nobody could begin it");
+    assert!(fixture.recalled_jobs.is_empty(), "no other worker could begin the job");
     fixture.reply(jobs[1]);
     of_other.iter().for_each(|&(_, job)| fixture.reply(job));
     assert_eq!(fixture.recalled_jobs, [of_slow[1].1, of_slow[0].1]);
     let worker = fixture.holder(jobs[1]);
-    assert!(fixture.bulkhead.holds(worker, of_slow[0].1), "the other one has the oldest");
-    assert_eq!(fixture.holder(of_slow[1].1), worker, "and the rest ahead");
+    assert!(
+        fixture.bulkhead.holds(worker, of_slow[0].1),
+        "the other worker must have the oldest recalled job"
+    );
+    assert_eq!(fixture.holder(of_slow[1].1), worker, "the other worker must have prefetched the rest");
 }
 
 #[test]
@@ -156,13 +159,13 @@ fn critical_job_overtakes_prefetched_jobs() {
     assert_eq!(fixture.recalled_jobs, [normal[2], normal[1], normal[0]]);
     fixture.reply(first);
     assert!(fixture.bulkhead.holds(fixture.holder(first), critical));
-    // Recalled jobs are first in their class.
+    // Recalled jobs are the first ones in their class.
     fixture.reply(critical);
     assert!(fixture.bulkhead.holds(fixture.holder(first), normal[0]));
 }
 
 #[test]
-fn no_prefetch_while_another_tenant_waits() {
+fn prefetching_stops_if_another_tenant_waits() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.submit_as(Priority::Normal, "a").unwrap();
     let second = fixture.submit_as(Priority::Normal, "a").unwrap();
@@ -175,7 +178,7 @@ fn no_prefetch_while_another_tenant_waits() {
 }
 
 #[test]
-fn ended_prefetched_job_was_not_executed() {
+fn prefetched_job_ends_as_not_executed() {
     let mut fixture = fixture(limits(1, 1, 10));
     let first = fixture.job();
     let cancelled = fixture.job();
@@ -197,10 +200,10 @@ fn prefetched_job_begun_early_counts_as_executed() {
     let first = fixture.job();
     let (cancelled, late) = (fixture.job(), fixture.job_with(Some(SECOND)));
     let worker = fixture.holder(first);
-    // The worker has begun both jobs, and its answers are in transit.
+    // The worker has begun both jobs, and its replies are in transit.
     fixture.journal.get_mut(&worker).unwrap().begun.0.fetch_add(2, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
-    assert!(fixture.verdicts(cancelled).is_empty(), "it has begun");
+    assert!(fixture.verdicts(cancelled).is_empty(), "the job has begun, so it has no outcome yet");
     fixture.apply(Event::Cancel { job: cancelled, unless_begun: false });
     assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     fixture.wait(SECOND);
@@ -224,7 +227,7 @@ fn run_limit_restarts_for_an_unbegun_job() {
     assert_eq!((&fixture.recalled_jobs[..], fixture.verdicts(job).len()), (&[job][..], 0));
     fixture.set_stuck(worker, false);
     fixture.wait(5 * MS);
-    assert_eq!(fixture.bulkhead.queued(), 1, "not before it shows that it is alive");
+    assert_eq!(fixture.bulkhead.queued(), 1, "the worker must get no job before its next sign of life");
     fixture.apply(Event::FrameReceived { worker });
     fixture.wait(MS);
     fixture.expect(job, "deadline_exceeded", Some("running"));
@@ -249,7 +252,7 @@ fn death_crashes_running_jobs_and_requeues_prefetched_jobs() {
 fn prefetch_respects_recycle_jobs() {
     let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
     let mut fixture = fixture(Limits { recycle, ..limits(1, 1, 10) });
-    // Twenty jobs are done.
+    // Twenty jobs have been completed.
     jobs(&mut fixture, 8);
     assert_eq!(fixture.prefetched.len(), 3);
 }
@@ -262,7 +265,11 @@ fn running_and_prefetched_jobs_respect_recycle_jobs() {
     let jobs = jobs(&mut fixture, 8);
     assert_eq!(jobs.iter().filter(|&&job| fixture.sent.contains(&(worker, job))).count(), 4);
     fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(4), ..LimitChange::default() }));
-    assert_eq!(fixture.bulkhead.in_flight(), 4, "what has come back is given to it again");
+    assert_eq!(
+        fixture.bulkhead.in_flight(),
+        4,
+        "the recalled jobs must be dispatched to the same worker again"
+    );
 }
 
 #[test]
@@ -271,7 +278,7 @@ fn prefetched_jobs_count_towards_max_queue() {
     let first = fixture.job();
     let normal = jobs(&mut fixture, 3);
     assert_eq!((fixture.submit(), fixture.last_reason()), (None, Some("queue_full")));
-    // A normal job is shed for a job of a higher class.
+    // A normal job is rejected to make room for a job of a higher class.
     let critical = fixture.submit_as(Priority::Critical, "").unwrap();
     fixture.expect(normal[2], "rejected", Some("shed"));
     for job in [first, critical, normal[0], normal[1]] {
@@ -314,11 +321,11 @@ fn changes_of_limits_recall_prefetched_jobs() {
         recalls_all_prefetched_jobs(self::fixture(limits), Event::ForceBreaker { open: true });
     let first = fixture.dispatched.last().unwrap().1;
     fixture.reply(first);
-    assert_eq!(fixture.bulkhead.in_flight(), 0, "none passes an open breaker");
+    assert_eq!(fixture.bulkhead.in_flight(), 0, "no job must pass an open breaker");
 }
 
 #[test]
-fn journal_alone_does_not_quarantine_a_payload() {
+fn worker_journal_alone_cannot_quarantine_a_payload() {
     let poison = bulkhead_policy::PoisonLimits { crashes: 1, within: 60 * SECOND };
     let mut fixture = fixture(Limits { poison: Some(poison), ..limits(1, 2, 10) });
     let (one, other) = (fixture.submit_payload(1).unwrap(), fixture.submit_payload(2).unwrap());
@@ -327,10 +334,10 @@ fn journal_alone_does_not_quarantine_a_payload() {
     fixture.exit_worker(worker, Death::Signal(11));
     assert_eq!(fixture.bulkhead.quarantined(fixture.now), 0);
     fixture.expect(one, "crashed", Some("signal"));
-    assert!(fixture.verdicts(other).is_empty(), "it waits for the next worker");
+    assert!(fixture.verdicts(other).is_empty(), "the job must wait for the next worker");
 }
 
-// Jobs with a permit that do not begin.
+// Jobs that were dispatched with a permit but do not begin.
 
 #[test]
 fn unbegun_job_moves_to_an_idle_worker() {
@@ -342,8 +349,8 @@ fn unbegun_job_moves_to_an_idle_worker() {
     assert_ne!(fixture.holder(job), stuck);
     fixture.reply(job);
     fixture.expect(job, "ok", None);
-    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "what never began is no attempt");
-    // The stuck worker gets no jobs before its next sign of life.
+    assert_eq!(fixture.outcomes.last().unwrap().attempts, 1, "a job that never began must have no attempt");
+    // The stuck worker gets no jobs until its next sign of life.
     let next = jobs(&mut fixture, 2);
     assert!(next.iter().all(|&job| fixture.sent.last().unwrap().0 != stuck && fixture.holder(job) != stuck));
     fixture.set_stuck(stuck, false);
@@ -353,7 +360,7 @@ fn unbegun_job_moves_to_an_idle_worker() {
 }
 
 #[test]
-fn unbegun_job_stays_without_another_worker() {
+fn unbegun_job_stays_if_no_other_worker_is_free() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let (first, second) = (fixture.job(), fixture.job());
     fixture.wait(300 * MS);
@@ -363,7 +370,7 @@ fn unbegun_job_stays_without_another_worker() {
 }
 
 #[test]
-fn ending_an_unbegun_job_kills_no_worker() {
+fn unbegun_job_ends_without_killing_its_worker() {
     for in_flight in [1, 3] {
         let (mut fixture, _) = beside_a_stuck_one(limits(1, in_flight, 10));
         let late = fixture.job_with(Some(SECOND));
@@ -373,14 +380,14 @@ fn ending_an_unbegun_job_kills_no_worker() {
         let cancelled = fixture.job();
         fixture.apply(Event::Cancel { job: cancelled, unless_begun: true });
         assert_eq!(fixture.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::No }]);
-        assert!(others.iter().all(|&job| fixture.verdicts(job).is_empty()), "they wait");
+        assert!(others.iter().all(|&job| fixture.verdicts(job).is_empty()), "the other jobs must wait");
         fixture.wait(2 * SECOND);
         assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
     }
 }
 
 #[test]
-fn job_waits_for_a_stalled_worker_without_a_queue() {
+fn job_waits_for_a_stalled_worker_even_without_queue() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 0));
     let moved = fixture.job();
     fixture.wait(102 * MS);
@@ -390,6 +397,20 @@ fn job_waits_for_a_stalled_worker_without_a_queue() {
     fixture.reply(moved);
     fixture.reply(waits);
     fixture.expect(waits, "ok", None);
+}
+
+#[test]
+fn used_permits_of_a_stalled_worker_do_not_extend_the_queue() {
+    let (mut fixture, _stuck) = beside_a_stuck_one(limits(2, 2, 1));
+    // All permits of both workers are in use, and the first worker has not begun its second job.
+    let jobs = jobs(&mut fixture, 4);
+    fixture.wait(102 * MS);
+    let queued = fixture.job();
+    assert!(fixture.verdicts(queued).is_empty());
+    let excess = fixture.submit();
+    assert!(fixture.bulkhead.workers(fixture.now).iter().any(|worker| worker.is_stalled));
+    assert!(excess.is_none(), "the queue has one place");
+    assert!(jobs.iter().all(|&job| fixture.verdicts(job).is_empty()));
 }
 
 #[test]
@@ -420,11 +441,11 @@ fn immediate_cancellation_leaves_the_worker_available() {
 }
 
 #[test]
-fn drain_keeps_unbegun_jobs_with_a_permit() {
+fn drain_keeps_dispatched_jobs_that_have_not_begun() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(1, 2, 10));
     let all = jobs(&mut fixture, 4);
     fixture.apply(Event::Drain);
-    assert!(all[2..].iter().all(|&job| fixture.verdicts(job).len() == 1), "those that waited are answered");
+    assert!(all[2..].iter().all(|&job| fixture.verdicts(job).len() == 1), "the waiting jobs must have ended");
     fixture.set_stuck(stuck, false);
     for &job in &all[..2] {
         assert!(fixture.bulkhead.holds(stuck, job));
@@ -456,22 +477,23 @@ fn reply_for_a_recalled_job_kills_the_worker() {
     fixture.expect(job, "ok", None);
 }
 
-/// The job was recalled and is prefetched by the new worker. The worker that replies for it is killed.
+/// The job was recalled and is now prefetched by the other worker. The first worker is killed when it sends a
+/// result for the job.
 #[test]
-fn stale_reply_for_moved_job_leaves_the_new_worker_intact() {
+fn stale_reply_for_moved_job_does_not_affect_the_new_worker() {
     let (mut fixture, stuck) = beside_a_stuck_one(limits(2, 1, 10));
     let all = jobs(&mut fixture, 6);
     let other = fixture.spawned[1];
     let held = |fixture: &mut Fixture| all.iter().copied().find(|&job| fixture.bulkhead.holds(other, job));
     fixture.wait(300 * MS);
     while fixture.recalled_jobs.is_empty() {
-        let running = held(&mut fixture).expect("the other worker works");
+        let running = held(&mut fixture).expect("the other worker must have its permit in use");
         fixture.reply(running);
     }
     let is_elsewhere =
         |job: &&JobId| fixture.recalled_jobs.contains(job) && prefetched(&fixture).contains(job);
     let moved =
-        *all.iter().find(is_elsewhere).expect("a job that was taken back is ahead of the other worker");
+        *all.iter().find(is_elsewhere).expect("the recalled job must be prefetched by the other worker");
     fixture.apply(Event::Replied { worker: stuck, job: moved, reply: Reply::Ok });
     assert!(matches!(fixture.killed[..], [(worker, KillReason::Protocol(_))] if worker == stuck));
     fixture.exit_worker(stuck, Death::Signal(9));
@@ -499,13 +521,23 @@ fn job_begun_during_recall_returns_once() {
     let first = fixture.journal[&stuck].count - 1;
     fixture.journal[&stuck].begun.0.store(first, std::sync::atomic::Ordering::Relaxed);
     fixture.apply(Event::Cancel { job: all[1], unless_begun: false });
-    // The worker was about to begin the first job, and finds it recalled.
+    // The worker was about to begin the first job when the job was recalled.
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
-    assert_eq!(fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(), 2, "it is sent again");
+    assert_eq!(
+        fixture.sent.iter().filter(|(_, job)| *job == all[0]).count(),
+        2,
+        "the job must be sent again"
+    );
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number: first });
-    assert!(fixture.bulkhead.holds(stuck, all[0]), "that is about the time before");
+    assert!(
+        fixture.bulkhead.holds(stuck, all[0]),
+        "a return with the number of an earlier dispatch must be ignored"
+    );
     assert!(fixture.killed.is_empty());
     let send_number = fixture.journal[&stuck].count;
     fixture.apply(Event::JobReturned { worker: stuck, job: all[0], send_number });
-    assert!(matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]), "this was not taken back");
+    assert!(
+        matches!(fixture.killed[..], [(_, KillReason::Protocol(_))]),
+        "a job that was not recalled must not be returned"
+    );
 }

@@ -1,4 +1,5 @@
-//! Limits and programs that change while jobs run: what takes effect at once, what later, and what is kept.
+//! Limits and programs that change while jobs run. Checks which changes take effect at once, which ones
+//! later, and what is kept.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -16,7 +17,7 @@ fn reconfigure(fixture: &mut Fixture, limits: Limits) {
 }
 
 #[test]
-fn jobs_keep_the_deadlines_of_their_submission() {
+fn reload_keeps_the_deadlines_of_existing_jobs() {
     let patient = Limits { queue_timeout: Some(5 * SECOND), deadline: 60 * SECOND, ..limits(1, 1, 5) };
     let mut fixture = Fixture::ready(Limits { deadline_max: 60 * SECOND, ..patient.clone() });
     let (_, before) = (fixture.job(), fixture.job());
@@ -29,9 +30,9 @@ fn jobs_keep_the_deadlines_of_their_submission() {
     fixture.expect(before, "rejected", Some("queue_timeout"));
 }
 
-/// Queued jobs start only after the excess jobs have ended.
+/// Queued jobs start only after the jobs in excess of the new limit have ended.
 #[test]
-fn lower_limits_drop_neither_running_nor_queued_jobs() {
+fn lower_limits_drop_no_jobs() {
     let mut fixture = Fixture::ready(limits(2, 2, 10));
     let jobs: Vec<_> = (0..10).map(|_| fixture.job()).collect();
     reconfigure(&mut fixture, limits(1, 1, 2));
@@ -40,14 +41,17 @@ fn lower_limits_drop_neither_running_nor_queued_jobs() {
     assert_eq!(fixture.rejected(RejectReason::QueueFull), 1);
     for job in &jobs[..3] {
         fixture.reply(*job);
-        assert!(!fixture.was_dispatched(jobs[4]), "the debt is not paid yet");
+        assert!(
+            !fixture.was_dispatched(jobs[4]),
+            "the job must wait until fewer jobs run than the new limit allows"
+        );
     }
     fixture.reply(jobs[3]);
     assert!(fixture.was_dispatched(jobs[4]) && !fixture.was_dispatched(jobs[5]));
 }
 
 #[test]
-fn charges_survive_a_reload() {
+fn reload_keeps_rate_limit_charges() {
     let rate = |per_second, burst| Some(RateLimit { per_second, burst, per: RatePer::Bulkhead });
     let mut fixture = Fixture::ready(Limits { rate_limit: rate(1.0, 4), ..limits(8, 8, 0) });
     for _ in 0..4 {
@@ -82,7 +86,7 @@ fn tenant_quotas_change_at_once() {
         jobs.iter().filter(|&&job| fixture.was_dispatched(job)).count()
     };
     assert_eq!((given(&fixture, &acme), given(&fixture, &globex)), (2, 1));
-    // This tenant now has the general share. Its surplus jobs continue.
+    // The general quota now applies to this tenant. Its surplus jobs continue.
     reconfigure(&mut fixture, share(Some(1), &[]));
     fixture.reply(acme[0]);
     assert_eq!((given(&fixture, &acme), given(&fixture, &globex)), (2, 1));
@@ -104,22 +108,30 @@ fn crash(fixture: &mut Fixture) {
 }
 
 #[test]
-fn breaker_keeps_evidence_unless_its_keys_change() {
+fn reload_of_other_keys_keeps_the_breaker_state() {
     let with = |breaker, queue| Limits { breaker, ..limits(1, 1, queue) };
     let mut fixture = Fixture::ready(with(breaker(0.5), 0));
     (0..2).for_each(|_| crash(&mut fixture));
     reconfigure(&mut fixture, with(breaker(0.6), 0));
     (0..2).for_each(|_| crash(&mut fixture));
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed, "two calls since then");
+    assert_eq!(
+        fixture.bulkhead.breaker(),
+        BreakerState::Closed,
+        "only two calls were counted since the change"
+    );
     reconfigure(&mut fixture, with(breaker(0.6), 7));
     crash(&mut fixture);
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open, "three calls since its own change");
-    // A new limit does not close the breaker.
+    assert_eq!(
+        fixture.bulkhead.breaker(),
+        BreakerState::Open,
+        "three calls were counted since the breaker's keys changed"
+    );
+    // A new limit does not close an open breaker.
     reconfigure(&mut fixture, with(breaker(0.9), 7));
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Open);
     fixture.wait(5 * SECOND);
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::HalfOpen);
-    // A probe under the previous limits has no effect.
+    // The result of a probe that was claimed under the previous limits has no effect.
     let probe = fixture.job();
     reconfigure(&mut fixture, with(breaker(0.8), 7));
     fixture.reply(probe);
@@ -129,13 +141,13 @@ fn breaker_keeps_evidence_unless_its_keys_change() {
     assert_eq!(fixture.bulkhead.breaker(), BreakerState::Closed);
     fixture.apply(Event::ForceBreaker { open: true });
     reconfigure(&mut fixture, with(None, 7));
-    assert_eq!(fixture.bulkhead.breaker(), BreakerState::ForcedOpen, "that was done by hand");
+    assert_eq!(fixture.bulkhead.breaker(), BreakerState::ForcedOpen, "the breaker must remain forced open");
     fixture.apply(Event::ForceBreaker { open: false });
     fixture.job();
 }
 
 #[test]
-fn worker_keeps_its_heartbeat_interval() {
+fn running_worker_keeps_its_heartbeat_interval() {
     let health = |heartbeat| Limits { health: Health { heartbeat, missed: 2 }, ..limits(1, 1, 0) };
     let mut fixture = Fixture::ready(health(10 * SECOND));
     reconfigure(&mut fixture, health(SECOND));
@@ -157,10 +169,10 @@ fn new_restart_policy_fills_stopped_slots() {
     assert_eq!(fixture.spawned.len(), 2);
 }
 
-// Another program.
+// Replacement of the program.
 
 #[test]
-fn replaces_workers_one_at_a_time() {
+fn new_program_replaces_workers_one_at_a_time() {
     let mut fixture = Fixture::ready(limits(3, 1, 5));
     let (old, job) = (fixture.spawned.clone(), fixture.job());
     fixture.apply(Event::ReplaceWorkers);
@@ -191,10 +203,10 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
         let (a, b) = (fixture.job(), fixture.job());
         fixture.reply(a);
         fixture.reply(b);
-        assert_eq!(fixture.spawned.len(), 2 + attempt, "not at once");
+        assert_eq!(fixture.spawned.len(), 2 + attempt, "the next attempt must not be immediate");
         fixture.wait(30 * SECOND);
     }
-    // The replacement finally starts, and the other one follows without a further pause.
+    // After the first replacement has started, the second one starts without another delay.
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.spawned.len(), 7);
     fixture.bring_up(fixture.newest_worker());
@@ -202,7 +214,7 @@ fn failed_replacement_is_retried_while_old_workers_serve() {
 }
 
 #[test]
-fn starting_workers_are_killed_by_a_replacement() {
+fn new_program_kills_starting_workers() {
     let base = limits(1, 1, 5);
     let never = Limits { restart: Restart { policy: RestartPolicy::Never, ..base.restart.clone() }, ..base };
     let mut fixture = Fixture::starting(never);
@@ -218,14 +230,14 @@ fn starting_workers_are_killed_by_a_replacement() {
 }
 
 #[test]
-fn new_replacement_restarts_a_running_one() {
+fn newer_program_restarts_a_running_replacement() {
     let mut fixture = Fixture::ready(limits(1, 1, 0));
     fixture.apply(Event::ReplaceWorkers);
     let first = fixture.newest_worker();
     fixture.apply(Event::ReplaceWorkers);
     assert_eq!(fixture.killed, [(first, KillReason::NotNeeded)]);
     fixture.exit_worker(first, Death::Signal(9));
-    assert_eq!(fixture.spawned.len(), 3, "at once");
+    assert_eq!(fixture.spawned.len(), 3, "the replacement must be started at once");
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.drained.len(), 1);
     fixture.wait(10 * MS);

@@ -1,4 +1,5 @@
-//! Replaced workers: the number of jobs that run meanwhile, exits that hang, and `recycle.jobs`.
+//! Replaced workers: the number of jobs that run during a replacement, workers that hang at exit, and
+//! `recycle.jobs`.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -13,9 +14,10 @@ use bulkhead_policy::{
 use bulkhead_shared::JobId;
 use fixture::{Fixture, MS, SECOND, limits};
 
-// Exits that hang.
+// Workers that hang at exit.
 
-/// Runs one job in each worker, while no worker exits. Returns the stage when all jobs are answered.
+/// Runs one job in each worker, while no worker exits. Returns the bulkhead after all jobs have their
+/// outcomes.
 fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
     let mut limits = limits(1, 1, count);
     limits.recycle.jobs = Some(1);
@@ -25,24 +27,24 @@ fn served_by_workers_that_hang_at_exit(count: u32) -> Fixture {
         if nth > 0 {
             fixture.bring_up(fixture.newest_worker());
         }
-        assert!(fixture.was_dispatched(job), "job {nth} waits for an exit");
+        assert!(fixture.was_dispatched(job), "job {nth} must not wait for the exit of a worker");
         fixture.reply(job);
     }
     fixture
 }
 
 #[test]
-fn hung_exit_delays_no_job() {
+fn worker_hanging_at_exit_does_not_delay_jobs() {
     let fixture = served_by_workers_that_hang_at_exit(10);
     assert!(fixture.killed.is_empty(), "{:?}", fixture.killed);
 }
 
 #[test]
-fn oldest_of_many_hung_exits_are_killed() {
+fn oldest_workers_hanging_at_exit_are_killed() {
     let mut fixture = served_by_workers_that_hang_at_exit(20);
     let all = fixture.spawned.clone();
     let killed: Vec<_> = fixture.killed.iter().map(|(worker, _)| *worker).collect();
-    // The last of twenty workers holds the slot, and sixteen more may still be exiting.
+    // The last of twenty workers fills the slot, and sixteen other workers may still be exiting.
     assert_eq!(killed, all[..3]);
     fixture.bring_up(fixture.newest_worker());
     assert_eq!(fixture.killed.len(), 4);
@@ -51,8 +53,8 @@ fn oldest_of_many_hung_exits_are_killed() {
 
 // The limit across generations.
 
-/// Returns a stage in which every worker has a job, workers are replaced one after the other, and as many
-/// jobs wait.
+/// Returns a bulkhead whose workers are being replaced one after the other. Every worker has a job, and as
+/// many jobs are waiting.
 fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId>, Vec<JobId>) {
     let mut fixture = Fixture::ready(limits);
     let running: Vec<_> = (0..2).map(|_| fixture.job()).collect();
@@ -64,13 +66,13 @@ fn replaced(order: impl Fn(&mut Fixture), limits: Limits) -> (Fixture, Vec<JobId
         brought_up += 1;
     }
     let drained: BTreeSet<_> = fixture.drained.iter().collect();
-    assert_eq!((brought_up, drained), (4, old.iter().collect()), "all are replaced");
+    assert_eq!((brought_up, drained), (4, old.iter().collect()), "all workers must be replaced");
     let waiting = (0..2).map(|_| fixture.job()).collect();
     (fixture, running, waiting)
 }
 
-/// Semantics 7: at every moment at most `processes` x `max_in_flight` jobs run, also while workers are
-/// recycled, restarted and replaced by another program.
+/// `docs/semantics.md`: at any time at most `processes` x `max_in_flight` jobs are running, even while
+/// workers are recycled, restarted or replaced because of a new program.
 #[test]
 fn limit_holds_while_workers_are_replaced() {
     let age = |limits: Limits| {
@@ -89,20 +91,23 @@ fn limit_holds_while_workers_are_replaced() {
     for (order, limits) in [(restart, two.clone()), (reload, two.clone()), (recycle, age(two))] {
         let (mut fixture, running, waiting) = replaced(order, limits);
         let held = |fixture: &Fixture| (fixture.bulkhead.in_flight(), fixture.bulkhead.limit());
-        assert!(waiting.iter().all(|&job| !fixture.was_dispatched(job)), "four at once, of two");
+        assert!(
+            waiting.iter().all(|&job| !fixture.was_dispatched(job)),
+            "more jobs would run than the limit allows"
+        );
         assert_eq!((held(&fixture), fixture.bulkhead.available()), ((2, 2), 0));
         fixture.reply(running[1]);
         assert!(fixture.was_dispatched(waiting[0]) && !fixture.was_dispatched(waiting[1]));
         assert_eq!((held(&fixture), fixture.bulkhead.available()), ((2, 2), 0));
         fixture.exit_worker(fixture.holder(running[0]), Death::Signal(11));
-        assert!(fixture.was_dispatched(waiting[1]), "the dead one's permit is back");
+        assert!(fixture.was_dispatched(waiting[1]), "the permit of the dead worker must be free");
         waiting.iter().for_each(|&job| fixture.reply(job));
         assert_eq!(fixture.bulkhead.available(), 2);
     }
 }
 
-/// Architecture, 2: a worker that was sent SIGKILL before another worker took its slot does not delay its
-/// permits. A worker that is killed later holds them until it has exited.
+/// A worker that was sent SIGKILL before another worker took over its slot does not delay the permits of that
+/// worker. A worker that is killed later holds its permits until it has exited.
 #[test]
 fn worker_killed_before_replacement_adds_no_overcommit() {
     for is_killed_first in [true, false] {
@@ -129,8 +134,8 @@ fn worker_killed_before_replacement_adds_no_overcommit() {
     }
 }
 
-/// If the new worker of a slot has exited again, the jobs of the replaced worker count against the share of
-/// this slot, not against that of others.
+/// If the new worker of a slot has also exited, the jobs of the replaced worker count against the share of
+/// this slot, not against the share of other slots.
 #[test]
 fn jobs_of_a_replaced_worker_count_against_its_slot() {
     let mut fixture = Fixture::ready(limits(2, 2, 4));
@@ -164,17 +169,17 @@ fn recycled(fixture: &Fixture) -> usize {
     fixture.events.iter().filter(is_one).count()
 }
 
-/// `recycle.jobs` = 1 gives each job a fresh process. Jobs that arrive without a ready worker wait as they do
-/// at the start, even without a queue.
+/// With `recycle.jobs` = 1, each job gets a new process. Jobs that arrive while no worker is ready wait as
+/// they do at the start, even without a queue.
 #[test]
-fn one_job_per_worker_uses_one_worker_per_job() {
+fn recycle_jobs_of_one_gives_each_job_a_new_worker() {
     for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
         let mut limits = counted(1, limits(2, 1, 0));
         limits.restart.policy = policy;
         let mut fixture = Fixture::ready(limits);
         for _ in 0..100 {
             let jobs = [fixture.job(), fixture.job()];
-            // Both jobs have begun, or wait for two workers that are starting.
+            // Both jobs have begun or are waiting for one of two workers that are starting.
             for _ in 0..2 {
                 let gone = fixture.drained.clone();
                 fixture.bulkhead.workers(fixture.now).iter().filter(|view| view.in_flight == 0).for_each(
@@ -196,8 +201,8 @@ fn one_job_per_worker_uses_one_worker_per_job() {
     }
 }
 
-/// The successor is ready before the last job is dispatched, and takes over exactly then. No job waits, and
-/// each worker begins exactly the allowed number of jobs.
+/// The successor is ready before the worker is given its last job, and takes over at that moment. No job has
+/// to wait, and each worker begins exactly the allowed number of jobs.
 #[test]
 fn successor_is_ready_at_the_last_job() {
     let mut fixture = Fixture::starting(counted(10, limits(1, 1, 0)));
@@ -209,26 +214,26 @@ fn successor_is_ready_at_the_last_job() {
         }
         for job in 0..10 {
             let job_id = fixture.job();
-            assert_eq!(fixture.holder(job_id), worker, "turn {turn}, job {job}");
+            assert_eq!(fixture.holder(job_id), worker, "turn {turn}: job {job} is in the wrong worker");
             fixture.wait(SECOND);
             fixture.reply(job_id);
             let next = fixture.newest_worker();
-            assert!(job < 9 || next != worker, "turn {turn}: it starts too late");
+            assert!(job < 9 || next != worker, "turn {turn}: the successor was started too late");
             if job == 8 {
-                assert_ne!(next, worker, "turn {turn}: a start takes as long as a job");
+                assert_ne!(next, worker, "turn {turn}: the successor must be started before the last job");
                 fixture.bring_up(next);
                 assert_eq!((fixture.bulkhead.limit(), fixture.drained.len()), (1, turn));
             }
         }
         assert_eq!((fixture.drained[turn], recycled(&fixture)), (worker, turn + 1));
         fixture.exit_worker(worker, Death::Exit(0));
-        // The next start takes a second as well.
+        // The next start also takes a second.
         fixture.wait(SECOND);
     }
     assert_eq!(fixture.killed, []);
 }
 
-/// Neither a larger `max_in_flight` nor a smaller `recycle.jobs` lets a worker begin more jobs than allowed.
+/// Neither a higher `max_in_flight` nor a lower `recycle.jobs` lets a worker begin more jobs than allowed.
 #[test]
 fn recycle_jobs_is_never_exceeded() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 2, 8)));
@@ -249,7 +254,7 @@ fn recycle_jobs_is_never_exceeded() {
     assert!(!fixture.was_dispatched(three));
 }
 
-/// A successor that fails to start is tried again while the worker runs its last job.
+/// If a successor fails to start, another attempt is made while the worker runs its last job.
 #[test]
 fn failed_successor_is_retried() {
     let mut limits = counted(1, limits(1, 1, 1));
@@ -262,13 +267,13 @@ fn failed_successor_is_retried() {
     assert_eq!(fixture.spawned.len(), 3);
     let next = fixture.job();
     fixture.bring_up(fixture.newest_worker());
-    assert!(!fixture.was_dispatched(next), "the bound");
+    assert!(!fixture.was_dispatched(next), "the job must wait while the replaced worker runs a job");
     fixture.reply(job);
     fixture.exit_worker(old, Death::Exit(0));
     assert_eq!(fixture.holder(next), fixture.spawned[2]);
 }
 
-/// A successor on standby may be outdated, so a restart replaces it as well.
+/// A successor on standby may be outdated, so a restart also replaces it.
 #[test]
 fn restart_kills_standbys() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -285,7 +290,7 @@ fn restart_kills_standbys() {
     fixture.reply(job);
 }
 
-/// A slot does not have two workers for long. If no more jobs arrive, the successor on standby takes over.
+/// A slot must not have two workers for long. If no more jobs arrive, the successor on standby takes over.
 #[test]
 fn standby_takes_over_an_idle_slot() {
     let mut fixture = Fixture::ready(counted(3, limits(1, 1, 0)));
@@ -293,7 +298,7 @@ fn standby_takes_over_an_idle_slot() {
     let standby = fixture.newest_worker();
     fixture.bring_up(standby);
     fixture.wait(5 * SECOND);
-    assert_eq!(fixture.drained, [], "a job runs");
+    assert_eq!(fixture.drained, [], "the worker must not be replaced while a job runs");
     fixture.reply(job);
     fixture.wait(SECOND);
     assert_eq!((&fixture.drained, fixture.bulkhead.limit(), recycled(&fixture)), (&vec![old], 1, 1));
@@ -302,7 +307,7 @@ fn standby_takes_over_an_idle_slot() {
     assert_eq!(fixture.holder(next), standby);
 }
 
-/// The successor of a worker that was given its last job starts at once, unless a successor has just failed.
+/// A successor starts as soon as the worker is given its last job, unless another successor has just failed.
 #[test]
 fn worker_at_its_job_limit_gets_a_successor_at_once() {
     let mut limits = counted(2, limits(1, 1, 0));
@@ -310,7 +315,8 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     let mut fixture = Fixture::ready(limits.clone());
     let old = fixture.newest_worker();
     fixture.reply_to_next();
-    // The age was reached while a replaced worker was still exiting, so no successor could start yet.
+    // The worker reached `recycle.age` while a replaced worker was still exiting, so no successor could be
+    // started yet.
     fixture.apply(Event::Restart);
     let current = fixture.newest_worker();
     fixture.bring_up(current);
@@ -323,11 +329,11 @@ fn worker_at_its_job_limit_gets_a_successor_at_once() {
     fixture.reply_to_next();
     let (_last, successor) = (fixture.job(), fixture.newest_worker());
     assert_eq!(fixture.drained, [old, current]);
-    assert_ne!(successor, current, "nothing follows");
+    assert_ne!(successor, current, "no other worker must be started");
 }
 
-/// When the slot's worker dies, the successor on standby takes over before the descendants are gone, and
-/// later gets a successor like any other worker.
+/// When the slot's worker dies, the successor on standby takes over before the descendants of the worker are
+/// gone. Like any other worker, it later gets a successor.
 #[test]
 fn standby_takes_over_when_the_worker_dies() {
     let mut fixture = Fixture::starting(counted(3, limits(1, 1, 1)));
@@ -349,12 +355,12 @@ fn standby_takes_over_when_the_worker_dies() {
     fixture.reply_to_next();
     let last = fixture.job();
     assert_eq!((fixture.holder(last), fixture.drained.last()), (standby, Some(&standby)));
-    assert_ne!(fixture.newest_worker(), standby, "nothing follows");
+    assert_ne!(fixture.newest_worker(), standby, "no other worker must be started");
 }
 
-/// A worker that was given its last job and already has a successor leaves no timer that is due.
+/// If a worker was given its last job and already has a successor, none of its timers is due.
 #[test]
-fn no_timer_remains_after_the_successor_starts() {
+fn timers_are_cleared_when_the_successor_starts() {
     let mut fixture = Fixture::ready(counted(1, limits(1, 1, 0)));
     let old = fixture.newest_worker();
     fixture.apply(Event::Restart);
@@ -365,12 +371,16 @@ fn no_timer_remains_after_the_successor_starts() {
     fixture.wait(MS);
     let _last = fixture.job();
     assert_ne!(fixture.newest_worker(), current);
-    assert!(fixture.bulkhead.next_deadline() > Some(fixture.now), "due in the past");
+    assert!(
+        fixture.bulkhead.next_deadline() > Some(fixture.now),
+        "the next deadline must not be in the past"
+    );
 }
 
-/// A resize does not clear the pause after a failed successor of a worker that was given its last job.
+/// After a successor of a worker that was given its last job has failed, a resize does not shorten the delay
+/// before the next attempt.
 #[test]
-fn resize_does_not_hasten_a_successor() {
+fn resize_does_not_shorten_the_successor_delay() {
     let mut limits = counted(1, limits(1, 1, 0));
     limits.restart.backoff_max = SECOND;
     let mut fixture = Fixture::starting(limits);
@@ -383,7 +393,7 @@ fn resize_does_not_hasten_a_successor() {
     fixture.apply(Event::ChangeLimits(LimitChange { max_in_flight: Some(2), ..LimitChange::default() }));
     fixture.reply(job);
     fixture.wait(SECOND - MS);
-    assert_eq!(fixture.spawned.len(), 2, "too soon after one that failed");
+    assert_eq!(fixture.spawned.len(), 2, "the next successor must not start too soon after a failure");
     fixture.wait(MS);
     assert_eq!(fixture.spawned.len(), 3);
 }

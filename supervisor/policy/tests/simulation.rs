@@ -1,4 +1,4 @@
-//! Random histories under a virtual clock. A model of the rules checks every step.
+//! Random histories with a virtual clock. A model of the rules checks every step.
 //!
 //! `BULKHEAD_SIM_SEED` replays one history. `BULKHEAD_SIM_STEPS` sets the total number of steps.
 
@@ -23,7 +23,8 @@ use support::world::World;
 const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
-/// Maximum time after a stop for the slowest event: a kill, or a delay of the supervisor itself.
+/// Maximum time between a stop and the last event. The slowest events are a kill and a delay of the
+/// supervisor itself.
 const STOP_MARGIN: Duration = Duration::from_secs(20);
 
 const TRACE_LINES: usize = 60;
@@ -48,59 +49,59 @@ fn random_histories_follow_the_rules() {
     }
 }
 
-/// Situations that every simulation of sufficient length must reach.
+/// Situations that every long simulation must reach.
 const REQUIRED: [&str; 123] = [
-    "nobody pays for a worker",
-    "a tenant pays for a worker",
-    "tenants pay for a worker",
-    "place given back",
-    "place given back for its age",
-    "suspect at its share",
-    "limit fell enforce",
-    "limit fell monitor",
-    "limit grew enforce",
-    "limit grew monitor",
-    "limit stayed",
+    "death withholds no permit",
+    "death withholds the permit of a tenant",
+    "death withholds permits of several tenants",
+    "withheld permit returned",
+    "withheld permit returned after its time",
+    "suspect at its quota",
+    "limit lowered enforce",
+    "limit lowered monitor",
+    "limit raised enforce",
+    "limit raised monitor",
+    "limit unchanged",
     "waits for the adaptive limit",
-    "ahead",
-    "begun ahead",
-    "taken back ahead",
-    "taken back with a permit",
-    "given back",
-    "given back too late",
-    "given back and not taken",
+    "prefetched",
+    "prefetched job begun",
+    "prefetched job recalled",
+    "job with a permit recalled",
+    "recalled job returned",
+    "recalled job returned too late",
+    "returned job not recalled",
     "stalled",
-    "ahead of one that died",
-    "cancelled ahead",
-    "goes on since it has begun",
-    "shed ahead",
-    "answered too soon",
-    "answered and taken back",
+    "prefetched to a worker that died",
+    "prefetched job cancelled",
+    "continues because it has begun",
+    "prefetched job shed",
+    "reply before the job began",
+    "reply after a recall",
     "spare took over",
-    "spare instead of a successor",
-    "spare for one that was killed or is dead",
-    "spare for one that starts",
-    "its turn since nothing comes",
-    "its turn",
-    "its turn after a death",
-    "taken back beside others",
-    "written off",
-    "debt of a replaced worker",
-    "dead and not swept",
-    "lost while it is swept",
-    "kill unwanted",
-    "waits on after a rest",
-    "watched",
-    "was alive",
-    "forgiven",
-    "lost",
-    "rests",
-    "awaits",
-    "told of the limit",
+    "spare replaces a worker",
+    "spare for a killed or dead worker",
+    "spare for a starting worker",
+    "standby takes over an idle slot",
+    "standby takes over",
+    "standby takes over after a death",
+    "unread job requeued beside others",
+    "killed before replacement",
+    "overcommit of a replaced worker",
+    "dead and not reaped",
+    "lost with the keeper while reaped",
+    "kill not needed",
+    "backoff continues after scaling to zero",
+    "cpu time recorded",
+    "alive according to the timestamp",
+    "silence excused",
+    "lost with the keeper",
+    "scales to zero",
+    "start announced",
+    "sent its maximum",
     "recycled resize",
     "retried",
-    "retried alone",
-    "alone",
+    "suspect retried",
+    "suspect runs alone",
     "rejected quarantined",
     "quarantined in the queue",
     "ok",
@@ -132,28 +133,28 @@ const REQUIRED: [&str; 123] = [
     "kill protocol",
     "kill no hello",
     "kill not ready",
-    "kill overdue",
+    "kill exit timeout",
     "recycled jobs",
     "recycled age",
     "recycled rss",
     "recycled restart",
-    "successor gone",
+    "successor failed",
     "exited beside another",
     "backoff",
-    "many in vain",
+    "many early deaths",
     "probe",
-    "proven",
+    "history cleared",
     "bulkhead failed",
     "bulkhead failed by policy",
     "spawn failed",
     "start extended",
-    "taken back unread",
-    "reply for nothing",
+    "unread job requeued",
+    "reply without a job",
     "late reply",
     "oversized",
-    "oversized and goes on",
-    "oversized and ended",
-    "ghost",
+    "oversized result continues",
+    "oversized result ended",
+    "stale message",
     "drain",
     "resume",
     "state starting",
@@ -161,27 +162,27 @@ const REQUIRED: [&str; 123] = [
     "state degraded",
     "state failed",
     "state draining",
-    "event HeldUp",
+    "event SupervisorPaused",
     "event Reset",
     "event Restart",
     "event Reconfigure",
-    "event Replace",
+    "event ReplaceWorkers",
     "recycled reload",
     "replacement failed",
     "event Stopping",
     "event Cancel",
-    "event GiveUp",
-    "waiting job given up",
+    "event MemoryExhausted",
+    "waiting job rejected for memory",
     "event Stop",
 ];
 
 fn variable(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} wants a number, not {value:?}")))
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// Runs the history of a seed and returns its number of steps. A history that breaks a rule is run again with
-/// a trace.
+/// Runs the history for a seed and returns its number of steps. If the history breaks a rule, runs it again
+/// with a trace.
 fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
     let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
     let history = quiet.unwrap_or_else(|_| {
@@ -200,7 +201,7 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
-    /// Number of [`TENANTS`] in use.
+    /// Number of entries of [`TENANTS`] that this history uses.
     tenants: usize,
     trace: Trace,
 }
@@ -240,16 +241,20 @@ impl History {
             if is_urgent && self.world.chance(20) {
                 self.apply(Event::Stop { by: self.now });
             }
-            assert!(self.now <= by + STOP_MARGIN, "it does not stop");
+            assert!(self.now <= by + STOP_MARGIN, "the bulkhead has not stopped in time");
         }
         self.model.check_end(&self.bulkhead);
         self
     }
 
-    /// Advances to the next event, and applies one event.
+    /// Advances the clock to the next event and applies one event.
     fn step(&mut self) {
         let tick_at = self.bulkhead.next_deadline();
-        let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
+        let next = tick_at
+            .into_iter()
+            .chain(self.world.due())
+            .min()
+            .expect("a next arrival must always be scheduled");
         self.now = self.now.max(next);
         if let Some(held_up_for) = self.world.supervisor_delay() {
             self.now = self.now + held_up_for;
@@ -283,7 +288,7 @@ impl History {
     }
 }
 
-/// The last events of a history that broke a rule. Printed when dropped.
+/// Last events of a history that broke a rule. Printed when dropped.
 enum Trace {
     Off,
     On { seed: u64, lines: VecDeque<String> },

@@ -1,4 +1,4 @@
-//! Spares: which slots they take over, when, and the effect on the limit.
+//! Spares: which slots they take over, when they do so, and how they affect the limit.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -24,14 +24,14 @@ fn spare_has_no_permits_before_takeover() {
     let first = fixture.spawned[0];
     fixture.apply(Event::Exited { worker: first, death: Death::Signal(9) });
     assert_eq!((takeovers(&fixture), fixture.bulkhead.limit(), fixture.bulkhead.available()), (1, 2, 2));
-    assert_eq!(fixture.spawned.len(), 3, "what died has its place in the reserve until it is swept");
+    assert_eq!(fixture.spawned.len(), 3, "a dead worker must keep its spare slot until it is reaped");
     fixture.apply(Event::Reaped { worker: first });
     assert_eq!(fixture.spawned.len(), 4);
     assert_eq!(fixture.causes.last(), Some(&Some(RestartCause::Signal)));
 }
 
-/// Semantics 4: with a spare, the slot is free as soon as the kill is sent. The jobs of the killed worker do
-/// not count against the slot.
+/// `docs/semantics.md`: if a spare is ready, it takes over as soon as the SIGKILL is sent. The jobs of the
+/// killed worker do not count against the slot.
 #[test]
 fn spare_takes_over_when_a_hung_worker_is_killed() {
     let mut limits = with_spares(limits(1, 1, 1), 1);
@@ -44,31 +44,38 @@ fn spare_takes_over_when_a_hung_worker_is_killed() {
     fixture.wait(200 * MS);
     assert_eq!(fixture.killed.len(), 1);
     assert!(fixture.was_dispatched(waiting) && fixture.holder(waiting) != victim);
-    assert_eq!(fixture.spawned.len(), 2, "no third process while the killed one is there");
+    assert_eq!(fixture.spawned.len(), 2, "no third process must start before the killed worker is gone");
     fixture.exit_worker(victim, Death::Signal(9));
     assert_eq!(fixture.spawned.len(), 3);
 }
 
-/// Semantics 7: jobs that still run in a worker that was given its last job count against the spare that
-/// follows.
+/// `docs/semantics.md`: after a worker was given its last job, its running jobs count against the spare that
+/// took over.
 #[test]
 fn limit_holds_when_a_spare_replaces_a_recycled_worker() {
     let mut limits = with_spares(limits(1, 1, 2), 2);
     limits.recycle.jobs = Some(1);
     let mut fixture = Fixture::ready(limits);
     let (first, second) = (fixture.job(), fixture.job());
-    assert_eq!((takeovers(&fixture), fixture.was_dispatched(second)), (1, false), "two at once, of one");
+    assert_eq!(
+        (takeovers(&fixture), fixture.was_dispatched(second)),
+        (1, false),
+        "more jobs would run than the limit allows"
+    );
     fixture.reply(first);
-    assert!(fixture.was_dispatched(second), "at once, without a start");
+    assert!(
+        fixture.was_dispatched(second),
+        "the job must be dispatched at once, without the start of a worker"
+    );
     assert_ne!(fixture.holder(first), fixture.holder(second));
-    // The next spare does not wait for the exit of a worker that has answered its jobs.
+    // The next spare starts without waiting for the exit of a worker that has completed its jobs.
     assert_eq!((fixture.spawned.len(), fixture.causes[3]), (4, Some(RestartCause::Jobs)));
     fixture.exit_worker(fixture.holder(first), Death::Exit(0));
     assert_eq!(fixture.spawned.len(), 4);
 }
 
-/// A worker that dies without having done a job counts against the slot that it filled, even if a spare has
-/// this slot now.
+/// If a worker dies without having completed a job, the failure counts against the slot that the worker
+/// filled, even if a spare now fills this slot.
 #[test]
 fn spares_do_not_hide_a_crash_loop() {
     let mut limits = with_spares(limits(1, 1, 0), 1);
@@ -77,7 +84,7 @@ fn spares_do_not_hide_a_crash_loop() {
     let mut next = 0;
     while let Some(&worker) = fixture.spawned.get(next) {
         next += 1;
-        assert!(next < 100, "workers are started without end");
+        assert!(next < 100, "workers are started again and again");
         if next > 2 {
             fixture.bring_up(worker);
         }
@@ -93,7 +100,7 @@ fn spares_do_not_hide_a_crash_loop() {
 fn restart_uses_spares_instead_of_successors() {
     let mut fixture = Fixture::ready(with_spares(limits(2, 1, 0), 1));
     fixture.apply(Event::Restart);
-    assert_eq!((fixture.killed.len(), fixture.drained.len()), (1, 0), "the spare is begun anew first");
+    assert_eq!((fixture.killed.len(), fixture.drained.len()), (1, 0), "the spare must be restarted first");
     for _ in 0..3 {
         let worker = fixture.killed[0].0;
         if let Some(leaving) = fixture.drained.last().copied().or(Some(worker)) {
@@ -101,7 +108,7 @@ fn restart_uses_spares_instead_of_successors() {
         }
         fixture.bring_up(fixture.newest_worker());
     }
-    assert_eq!(fixture.drained, fixture.spawned[..2], "one after the other");
+    assert_eq!(fixture.drained, fixture.spawned[..2], "the workers must be drained one after the other");
     assert_eq!(fixture.bulkhead.limit(), 2);
     assert_eq!(fixture.bulkhead.workers(fixture.now).len(), 3);
 }

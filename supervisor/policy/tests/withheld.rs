@@ -1,4 +1,4 @@
-//! Places withheld from a tenant's share after its job has ended a worker.
+//! Places that are withheld from a tenant's quota after one of its jobs has ended a worker.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
@@ -12,7 +12,7 @@ use fixture::{Fixture, MS, SECOND, limits};
 
 const SEGFAULT: Death = Death::Signal(11);
 
-/// Limits of shared workers, with a `share` of jobs in flight for each tenant.
+/// Returns limits for workers that all tenants share. Each tenant can have `share` jobs in flight.
 fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
     let mut limits = limits(processes, max_in_flight, 100);
     limits.tenants = TenantLimits { max_in_flight: Some(share), ..TenantLimits::default() };
@@ -24,10 +24,10 @@ fn shared(processes: u32, max_in_flight: u32, share: u32) -> Limits {
 fn submit(fixture: &mut Fixture, tenant: &str) -> JobId {
     fixture
         .submit_as(Priority::Normal, tenant)
-        .unwrap_or_else(|| panic!("refused: {:?}", fixture.outcomes.last()))
+        .unwrap_or_else(|| panic!("the job was rejected: {:?}", fixture.outcomes.last()))
 }
 
-/// Cancels a job whose worker does not obey, until the worker is killed.
+/// Cancels a job that its worker does not stop, and waits until the worker is killed.
 fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     let worker = fixture.holder(job);
     fixture.apply(Event::Cancel { job, unless_begun: false });
@@ -36,7 +36,7 @@ fn cancel_until_killed(fixture: &mut Fixture, job: JobId) {
     fixture.exit_worker(worker, Death::Signal(9));
 }
 
-/// Returns true if the tenant's next job is dispatched at once.
+/// Returns true if the next job of the tenant is dispatched at once.
 fn may_go(fixture: &mut Fixture, tenant: &str) -> bool {
     let job = submit(fixture, tenant);
     let is_given = fixture.was_dispatched(job);
@@ -53,7 +53,7 @@ fn permit_is_withheld_until_the_next_worker_is_ready() {
     let killer = submit(&mut fixture, "greedy");
     cancel_until_killed(&mut fixture, killer);
     let next = submit(&mut fixture, "greedy");
-    assert!(!fixture.was_dispatched(next), "its one place is withheld, although a worker is idle");
+    assert!(!fixture.was_dispatched(next), "the tenant's only place is withheld, although a worker is idle");
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -76,11 +76,11 @@ fn quota_of_two_kills_at_most_two_workers() {
     assert!(!may_go(&mut fixture, "greedy"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    assert!(may_go(&mut fixture, "greedy"), "one of the two is ready");
+    assert!(may_go(&mut fixture, "greedy"), "one of the two replacements is ready");
 }
 
 #[test]
-fn spare_returns_the_withheld_permit_at_once() {
+fn takeover_by_a_spare_releases_the_withheld_permit() {
     let mut limits = shared(2, 1, 1);
     limits.start.spares = 1;
     let mut fixture = Fixture::ready(limits);
@@ -91,11 +91,11 @@ fn spare_returns_the_withheld_permit_at_once() {
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
-    assert!(!may_go(&mut fixture, "greedy"), "there was only one");
+    assert!(!may_go(&mut fixture, "greedy"), "there was only one spare");
 }
 
 #[test]
-fn withheld_permit_returns_after_start_ready() {
+fn withheld_permit_is_released_after_start_ready() {
     let mut limits = shared(2, 1, 1);
     limits.start.ready = SECOND;
     let mut fixture = Fixture::ready(limits);
@@ -110,7 +110,7 @@ fn withheld_permit_returns_after_start_ready() {
 }
 
 #[test]
-fn withheld_permit_returns_when_the_slot_stops() {
+fn withheld_permit_is_released_when_the_slot_stops() {
     let mut limits = shared(2, 1, 1);
     limits.restart.policy = RestartPolicy::Never;
     let mut fixture = Fixture::ready(limits);
@@ -119,8 +119,8 @@ fn withheld_permit_returns_when_the_slot_stops() {
     fixture.apply(Event::Exited { worker, death: SEGFAULT });
     assert!(!may_go(&mut fixture, "greedy"));
     fixture.apply(Event::Reaped { worker });
-    assert!(may_go(&mut fixture, "greedy"), "no worker follows");
-    // A smaller bulkhead has fewer slots.
+    assert!(may_go(&mut fixture, "greedy"), "no other worker will start");
+    // A slot also stops existing if the bulkhead gets fewer slots.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let (other, job) = (submit(&mut fixture, "other"), submit(&mut fixture, "greedy"));
     let worker = fixture.holder(job);
@@ -133,7 +133,7 @@ fn withheld_permit_returns_when_the_slot_stops() {
 }
 
 #[test]
-fn only_the_late_job_costs_a_withheld_permit() {
+fn permit_is_withheld_only_for_the_overdue_job() {
     let mut limits = shared(2, 2, 2);
     (limits.deadline, limits.deadline_max) = (SECOND, SECOND);
     let mut fixture = Fixture::ready(limits);
@@ -152,15 +152,15 @@ fn only_the_late_job_costs_a_withheld_permit() {
         let job = submit(&mut fixture, tenant);
         fixture.was_dispatched(job)
     });
-    // The remaining worker has room for two jobs.
+    // The remaining worker has two free permits.
     assert_eq!(given, [true, false, true, false]);
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
-    assert_eq!(fixture.bulkhead.in_flight(), 4, "each has its two again");
+    assert_eq!(fixture.bulkhead.in_flight(), 4, "each tenant must have its two permits again");
 }
 
 #[test]
-fn shared_crash_withholds_a_permit_of_each_tenant() {
+fn crash_with_several_jobs_withholds_a_permit_of_each_tenant() {
     let mut fixture = Fixture::ready(shared(2, 4, 1));
     let jobs = ["a", "x", "b"].map(|tenant| submit(&mut fixture, tenant));
     let worker = fixture.holder(jobs[0]);
@@ -174,17 +174,17 @@ fn shared_crash_withholds_a_permit_of_each_tenant() {
 }
 
 #[test]
-fn unread_job_withholds_no_permit() {
+fn unread_job_does_not_withhold_a_permit() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);
     fixture.apply(Event::JobUnread { worker, job });
     fixture.exit_worker(worker, SEGFAULT);
-    assert_ne!(fixture.holder(job), worker, "another worker has it at once");
+    assert_ne!(fixture.holder(job), worker, "another worker must get the job at once");
 }
 
 #[test]
-fn withheld_permit_survives_other_tenants_and_quotas() {
+fn withheld_permit_remains_after_a_change_of_quotas() {
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "greedy");
     let worker = fixture.holder(job);
@@ -223,7 +223,7 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
     let job = fixture.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused"));
     let first = fixture.holder(job);
     fixture.exit_worker(first, SEGFAULT);
-    assert_eq!(fixture.holder(job), first, "it is not tried again in place of other tenants' jobs");
+    assert_eq!(fixture.holder(job), first, "the suspect must not run in place of other tenants' jobs");
     assert!(may_go(&mut fixture, "other"));
     let worker = fixture.newest_worker();
     fixture.bring_up(worker);
@@ -233,13 +233,13 @@ fn suspect_waits_for_a_permit_of_its_tenant() {
 }
 
 #[test]
-fn no_permit_is_withheld_without_quota_or_culprit() {
+fn missing_quota_or_culprit_withholds_no_permit() {
     let mut fixture = Fixture::ready(limits(2, 1, 100));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);
     fixture.exit_worker(worker, SEGFAULT);
     assert!(may_go(&mut fixture, "a"));
-    // A worker's exit without a job, or together with the keeper, was caused by no job.
+    // No job is to blame if a worker exits without a job or is killed because the keeper died.
     let mut fixture = Fixture::ready(shared(2, 1, 1));
     let job = submit(&mut fixture, "a");
     let worker = fixture.holder(job);

@@ -20,22 +20,22 @@ use super::parts::{CombinedWaker, PartWaker};
 use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
-/// Maximum number of iterations in a row that serve only in-process clients.
+/// Maximum number of consecutive iterations that only serve in-process clients.
 const CLIENT_ITERATIONS_MAX: usize = 16;
 
 /// Maximum number of polls before yielding to other tasks of the runtime.
 const POLLS_MAX: usize = 16;
 
-/// A supervisor in this process whose data plane runs on the caller's thread; see
+/// A supervisor in the current process whose data plane runs on the caller's thread; see
 /// [`super::Builder::start_local`].
 ///
-/// The data plane only makes progress inside [`LocalSupervisor::run_until`]. Otherwise all its timers stand
-/// still: no deadline expires, and no worker is started, served or killed. A data plane that resumes more
-/// than half a second late emits the event `held_up`, and does not treat workers as unresponsive. The keeper
-/// does not depend on the data plane, and ends the workers when the application ends.
+/// The data plane only makes progress inside [`LocalSupervisor::run_until`]. At other times, no timer fires:
+/// no deadline expires, and no worker is started, served or killed. If the data plane resumes more than half
+/// a second late, it emits the event `held_up`, and does not consider workers unresponsive because of the
+/// delay. The keeper does not depend on the data plane. It kills the workers when the application exits.
 ///
-/// Dropping the supervisor without [`LocalSupervisor::shutdown`] ends all workers at once, which takes a few
-/// milliseconds.
+/// Dropping the supervisor without a call of [`LocalSupervisor::shutdown`] kills all workers immediately,
+/// which takes a few milliseconds.
 ///
 /// ```no_run
 /// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
@@ -54,13 +54,13 @@ const POLLS_MAX: usize = 16;
 /// }
 /// ```
 pub struct LocalSupervisor {
-    /// `None` once the supervisor has ended.
+    /// Parts of the running supervisor. `None` once the supervisor has ended.
     ready: Option<Ready>,
-    /// Futures that serve the connections of clients.
+    /// Futures that serve the connections of clients of this supervisor.
     served: Mutex<Vec<Served>>,
-    /// Process id of the creator.
+    /// Id of the process that created the supervisor.
     owner: u32,
-    /// The reason if the supervisor ended without being stopped.
+    /// Reason why the supervisor ended although it was not stopped. `None` if it did not fail.
     failed: Option<String>,
 }
 
@@ -78,9 +78,9 @@ impl LocalSupervisor {
         Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id(), failed: None }
     }
 
-    /// Creates a client with a separate connection, which is shared by the clones of the client. Must be
-    /// called within a tokio runtime, preferably on this thread. Jobs are only served inside
-    /// [`LocalSupervisor::run_until`]. Once the supervisor has ended, jobs end as `Disconnected`.
+    /// Creates a client with a new connection, which all clones of the client share. Must be called within a
+    /// tokio runtime, preferably on the thread that runs the supervisor. Jobs are only served inside
+    /// [`LocalSupervisor::run_until`]. After the supervisor has ended, jobs fail with `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
             Some(ready) => {
@@ -92,11 +92,12 @@ impl LocalSupervisor {
         }
     }
 
-    /// Runs the supervisor until `future` completes, and yields to other tasks of the runtime in between.
+    /// Runs the supervisor until `future` completes. Regularly yields to other tasks of the runtime.
     ///
-    /// Cancel safe: the returned future can be dropped and `run_until` called again. `future` is polled
-    /// first. If `future` is ready at once, the supervisor does no work. If the supervisor has been stopped,
-    /// `future` is awaited alone. If the supervisor fails, `future` is dropped and the error has the reason.
+    /// This method is cancel safe: the returned future can be dropped, and `run_until` can be called again.
+    /// `future` is polled before the supervisor. If `future` is ready immediately, the supervisor does no
+    /// work. If the supervisor was stopped, only `future` is awaited. If the supervisor fails, `future` is
+    /// dropped and the error contains the reason.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         self.check()?;
         let mut future = pin!(future);
@@ -104,24 +105,24 @@ impl LocalSupervisor {
             Ok(output) => Ok(output),
             Err(ended) => {
                 self.end(ended)?;
-                // The supervisor was stopped. `future` may be waiting for that.
+                // The supervisor was stopped, and `future` may be waiting for the stop.
                 Ok(future.await)
             }
         }
     }
 
-    /// Stops the supervisor without waiting. Running and queued jobs get up to `drain_timeout` to finish, and
-    /// new jobs are rejected with `draining`. A second call ends all jobs at once. The supervisor only makes
-    /// progress inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
+    /// Begins to stop the supervisor, without waiting. Running jobs have up to `drain_timeout` to finish.
+    /// Queued and new jobs are rejected as `draining`. A second call stops the supervisor immediately. The
+    /// supervisor only makes progress inside [`LocalSupervisor::run_until`] or [`LocalSupervisor::shutdown`].
     pub fn stop(&self) {
         if let Some(ready) = &self.ready {
-            // A send error means that the supervisor has already ended.
+            // An error is ignored, because it means that the supervisor has already ended.
             let _ = ready.commands.stop();
         }
     }
 
-    /// Stops the supervisor like [`LocalSupervisor::stop`], and runs it until all its processes have ended.
-    /// Returns an error if the supervisor has already failed.
+    /// Stops the supervisor like [`LocalSupervisor::stop`], and runs it until all processes that it has
+    /// started have exited. Returns an error if the supervisor had already failed.
     pub async fn shutdown(mut self) -> Result<(), RunError> {
         self.check()?;
         self.stop();
@@ -139,8 +140,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Polls the data plane and the client connections until `future` completes. Returns `Err` with the
-    /// result of the data plane if that ends first.
+    /// Polls the data plane and the client connections until `future` completes. If the data plane ends
+    /// first, returns `Err` with the result of the data plane.
     async fn run_with<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         let combined = Arc::<CombinedWaker>::default();
@@ -150,7 +151,7 @@ impl LocalSupervisor {
         poll_fn(|context| {
             combined.enter(context);
             for _ in 0..POLLS_MAX {
-                // The future goes first, because it may be ready without any work of the data plane.
+                // The future is polled first, because it may be ready without any work of the data plane.
                 if let Some(Poll::Ready(output)) = future_waker.poll(future.as_mut()) {
                     return Poll::Ready(Ok(output));
                 }
@@ -180,7 +181,7 @@ fn is_any_woken(future: &PartWaker, driver: &PartWaker, clients: &[PartWaker]) -
     future.is_woken() || driver.is_woken() || clients.iter().any(PartWaker::is_woken)
 }
 
-/// Runs the event loop and returns when the data plane has ended.
+/// Runs the event loop of the data plane until the data plane has ended.
 async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let Some(ready) = ready else { return Ok(()) };
     let data_plane = &mut ready.data_plane;
@@ -188,25 +189,25 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
         deprecated,
         reason = "the replacement is unsafe; an owned descriptor stays open as long as this value"
     )]
-    let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
-    // Run one iteration before the first await, so that every call makes progress even if its future is
-    // dropped there.
-    if data_plane.goes_on() {
-        guarded(data_plane, |plane| Ok(plane.settle()))?;
-        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
+    let event_descriptor = AsyncFd::with_interest(data_plane.event_descriptor()?, Interest::READABLE)?;
+    // One iteration runs before the first await, so that every call makes progress even if the future is
+    // dropped at the await.
+    if data_plane.is_running() {
+        guarded(data_plane, |plane| Ok(plane.finish_iteration()))?;
+        guarded(data_plane, |plane| plane.run_iteration(Some(Duration::ZERO)))?;
     }
     let mut client_iterations = 0;
-    while data_plane.goes_on() {
-        match guarded(data_plane, |plane| Ok(plane.settle()))? {
+    while data_plane.is_running() {
+        match guarded(data_plane, |plane| Ok(plane.finish_iteration()))? {
             Some(Duration::ZERO) => tokio::task::yield_now().await,
             timeout => {
                 let timeout = timeout.unwrap_or(Duration::MAX);
-                match next(data_plane, &arrivals, timeout).await? {
-                    // Saves the system call of a full iteration. The limit keeps sockets and timers from
-                    // starving.
+                match next(data_plane, &event_descriptor, timeout).await? {
+                    // Serving only in-process clients saves the system calls of a full iteration. The number
+                    // of such iterations is limited, so that sockets and timers do not starve.
                     Next::Clients if client_iterations < CLIENT_ITERATIONS_MAX => {
                         client_iterations += 1;
-                        guarded(data_plane, DataPlane::hear_clients)?;
+                        guarded(data_plane, DataPlane::handle_in_process_clients)?;
                         continue;
                     }
                     Next::Clients => tokio::task::yield_now().await,
@@ -215,14 +216,14 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
             }
         }
         client_iterations = 0;
-        guarded(data_plane, |plane| plane.take_turn(Some(Duration::ZERO)))?;
+        guarded(data_plane, |plane| plane.run_iteration(Some(Duration::ZERO)))?;
     }
     Ok(())
 }
 
 impl LocalSupervisor {
-    /// Hands the client connections over to the tokio runtime, so that clients can read the remaining
-    /// replies. Without a runtime the connections are dropped, and their jobs end as `Disconnected`.
+    /// Moves the client connections to tasks of the tokio runtime, so that clients can read the remaining
+    /// replies. Without a runtime, the connections are dropped, and their jobs fail with `Disconnected`.
     fn release_clients(&mut self) {
         let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
         for connection in served.drain(..) {
@@ -232,8 +233,8 @@ impl LocalSupervisor {
         }
     }
 
-    /// Ends the keeper with all workers, and joins the other threads. `ended` is the result of the data
-    /// plane.
+    /// Stops the keeper, which kills all workers, and joins the other threads. `ended` is the result of the
+    /// data plane.
     fn end(&mut self, ended: io::Result<()>) -> Result<(), RunError> {
         let Some(Ready { data_plane, control, span_thread, threads, counters, .. }) = self.ready.take()
         else {
@@ -256,27 +257,32 @@ fn failed(error: io::Error) -> RunError {
     RunError::System("run the event loop", error)
 }
 
-/// The source of the next work.
+/// Source of the work for the next iteration.
 enum Next {
-    /// Only in-process clients.
+    /// There is only work for in-process clients.
     Clients,
     Other,
 }
 
-/// Waits until an event arrives, for at most `timeout`.
-async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, timeout: Duration) -> io::Result<Next> {
+/// Waits for an event until `timeout` has passed. Returns the source of the event.
+async fn next(
+    data_plane: &DataPlane,
+    event_descriptor: &AsyncFd<OwnedFd>,
+    timeout: Duration,
+) -> io::Result<Next> {
     let event = poll_fn(|context| {
-        // Sockets go first, so that a flood of in-process jobs cannot starve the other events.
-        if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
+        // Sockets are checked first, so that a flood of in-process jobs cannot starve other events.
+        if let Poll::Ready(ready) = event_descriptor.poll_read_ready(context) {
             ready?.clear_ready();
             return Poll::Ready(Ok(Next::Other));
         }
-        data_plane.poll_clients(context).map(|()| Ok(Next::Clients))
+        data_plane.poll_in_process_clients(context).map(|()| Ok(Next::Clients))
     });
     tokio::time::timeout(timeout, event).await.unwrap_or(Ok(Next::Other))
 }
 
-/// Runs `act` and converts a panic of the data plane into an error, so that the caller's thread survives.
+/// Runs `act`, and converts a panic into an error, so that a panic of the data plane does not end the
+/// caller's thread.
 fn guarded<T>(
     data_plane: &mut DataPlane,
     act: impl FnOnce(&mut DataPlane) -> io::Result<T>,
@@ -291,7 +297,8 @@ fn panicked() -> io::Error {
 impl Drop for LocalSupervisor {
     fn drop(&mut self) {
         if self.owner != std::process::id() {
-            // A forked child has only a copy, without the threads to join. The keeper belongs to the parent.
+            // A forked child must drop nothing, because it has none of the threads and the keeper belongs to
+            // the parent.
             std::mem::forget(self.ready.take());
             std::mem::forget(std::mem::take(&mut self.served));
         }
@@ -301,11 +308,11 @@ impl Drop for LocalSupervisor {
         let mut ended = Ok(());
         while ended.is_ok()
             && let Some(ready) = &mut self.ready
-            && ready.data_plane.goes_on()
+            && ready.data_plane.is_running()
         {
             ended = guarded(&mut ready.data_plane, |plane| {
-                let timeout = plane.settle();
-                plane.take_turn(timeout)
+                let timeout = plane.finish_iteration();
+                plane.run_iteration(timeout)
             });
         }
         if self.ready.is_some()

@@ -1,34 +1,36 @@
-//! Combines several futures into one. A part is polled only after a call of its waker. If one part wakes
-//! another during a poll, the other part is polled in the same pass, without going through the runtime.
+//! Combines several futures, called parts, into one. A part is polled only if its waker was called. If one
+//! part wakes another part during a poll, the other part is polled in the same pass, and the runtime is not
+//! involved.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// The combined future, shared by the wakers of all parts.
+/// State of the combined future, which the wakers of all parts share.
 #[derive(Default)]
 pub(super) struct CombinedWaker {
-    /// True while the combined future is polled. Every poll checks all parts again before returning.
+    /// True while the combined future is being polled. A part that is woken during this time need not wake
+    /// the runtime, because the poll checks all parts again before it returns.
     is_polled: AtomicBool,
     waker: Mutex<Option<Waker>>,
 }
 
 impl CombinedWaker {
-    /// Marks the beginning of a poll and stores the runtime's waker.
+    /// Marks the beginning of a poll of the combined future, and stores the waker of the runtime.
     pub(super) fn enter(&self, context: &Context<'_>) {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
         let is_known = waker.as_ref().is_some_and(|known| known.will_wake(context.waker()));
         let unwanted = if is_known { None } else { waker.replace(context.waker().clone()) };
-        // Dropped after the lock is released: dropping the last waker of a task can drop the task, which may
-        // call `wake` here.
+        // The old waker is dropped after the lock has been released. Dropping the last waker of a task can
+        // drop the task, and this can call `wake` on a part, which takes the lock.
         drop(waker);
         drop(unwanted);
         self.is_polled.store(true, Ordering::SeqCst);
     }
 
-    /// Marks the end of a poll. The caller must check the parts once more after this call, because a wake-up
-    /// before it did not reach the runtime.
+    /// Marks the end of a poll of the combined future. The caller must check all parts once more after this
+    /// call, because earlier wake-ups did not reach the runtime.
     pub(super) fn leave(&self) {
         self.is_polled.store(false, Ordering::SeqCst);
     }
@@ -62,7 +64,7 @@ pub(super) struct PartWaker {
 }
 
 impl PartWaker {
-    /// Creates a part that is woken already, so that it gets a first poll.
+    /// Creates the waker of a part. The part counts as woken, so that it is polled for the first time.
     pub(super) fn new(combined: &Arc<CombinedWaker>) -> Self {
         let signal = Arc::new(PartSignal { combined: combined.clone(), is_woken: AtomicBool::new(true) });
         Self { waker: signal.clone().into(), signal }
@@ -72,7 +74,7 @@ impl PartWaker {
         self.signal.is_woken.load(Ordering::SeqCst)
     }
 
-    /// Polls the future if its waker was called. Otherwise returns `None`.
+    /// Polls the future of this part if its waker was called since the last poll. Otherwise returns `None`.
     pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
         if !self.signal.is_woken.swap(false, Ordering::SeqCst) {
             return None;
@@ -98,9 +100,9 @@ mod tests {
         }
     }
 
-    /// A part that was not woken is not polled.
+    /// Also checks that a woken part wakes the combined future, unless the combined future is being polled.
     #[test]
-    fn woken_part_is_polled_and_wakes_the_task() {
+    fn combined_future_polls_only_woken_parts() {
         let (combined, outer) = (Arc::<CombinedWaker>::default(), Arc::<Counts>::default());
         let waker: Waker = outer.clone().into();
         let part = PartWaker::new(&combined);
@@ -109,7 +111,7 @@ mod tests {
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
         assert_eq!(part.poll(future.as_mut()), None);
         part.waker.wake_by_ref();
-        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the combined will look");
+        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the task polls the part anyway");
         assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
         combined.leave();
         part.waker.wake_by_ref();

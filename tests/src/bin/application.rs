@@ -1,6 +1,6 @@
 //! An application with an embedded supervisor, and the keeper of that supervisor. The first argument selects
-//! the scenario. The working folder is private, and the environment names the worker's program. Any failure
-//! is a panic.
+//! the scenario. The current folder is private to the scenario, and the environment variable `MISBEHAVE`
+//! names the worker's program. Panics on any failure.
 
 use std::io::{BufRead, Write};
 use std::os::fd::AsRawFd;
@@ -28,7 +28,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
-    // Longer than each scenario's own limit, and early enough for the test to report the failure.
+    // The alarm fires after the longest wait of any scenario, and early enough for the test to report the
+    // failure.
     nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
@@ -138,7 +139,7 @@ fn lends_files() {
     supervisor.shutdown().unwrap();
 }
 
-/// Checks that in-process clients meet the same limits as clients of a socket.
+/// Checks that in-process clients are subject to the same limits as clients of a socket.
 fn admission() {
     let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
     let config = settings("max_clients = 4", keys);
@@ -147,7 +148,7 @@ fn admission() {
     assert_eq!(outcome(&client.job("b", "").send()), "rejected/not_found");
     assert_eq!(outcome(&send(&client, "echo", &"x".repeat(2000))), "rejected/too_large");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
-    wait_for("one more waits and one is refused", || {
+    wait_for("one more job waits and one is rejected", || {
         let results = [(); 2].map(|()| {
             let job = client.job("a", "").operation("echo").deadline(Duration::from_millis(50));
             job.start().unwrap()
@@ -158,12 +159,12 @@ fn admission() {
     // Dropping the job cancels it, and the next job runs.
     drop(running);
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    // Dropping the client has the same effect.
+    // Dropping the client cancels the client's jobs.
     let other = supervisor.blocking_client().unwrap();
     let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
     std::mem::drop((gone, other));
     assert_eq!(outcome(&send(&client, "echo", "")), "ok");
-    wait_for("clients that are too many are turned away, and come in when there is room", || {
+    wait_for("clients above `max_clients` are rejected and others are served", || {
         let crowd: Vec<_> = (0..8).map(|_| supervisor.blocking_client().unwrap()).collect();
         let send = |client: &Client| client.job("a", "").deadline(Duration::from_secs(2)).send();
         let threads: Vec<_> =
@@ -175,11 +176,11 @@ fn admission() {
         let served = results.iter().filter(|(result, _)| result.is_ok()).count();
         (said && served >= 1).then_some(())
     });
-    wait_for("there is room again", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
+    wait_for("another client is served", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
 }
 
-/// Prints the process ids and waits to be killed. With the argument `forks`, a forked child also holds all
-/// descriptors of this process.
+/// Prints the process ids of the supervisor's processes and waits to be killed. With the argument `forks`, a
+/// forked child also holds all descriptors of this process.
 fn is_killed() {
     let (_supervisor, client) = start("processes = 2");
     let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
@@ -219,8 +220,8 @@ extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void)
     }
 }
 
-/// Checks that the application only sees the death of its own child, while a worker, a keeper and the
-/// supervisor end.
+/// Checks that the application sees only the exit of its own child, although a worker, a keeper and the
+/// supervisor exit as well.
 #[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
 fn waits_for_all() {
     let action = nix::sys::signal::SigAction::new(
@@ -244,10 +245,10 @@ fn waits_for_all() {
     let (supervisor, client) = start("");
     let [worker, keeper, guard] = line(&client);
     assert_eq!(outcome(&send(&client, "abort", "")), "crashed/signal");
-    wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+    wait_for("the worker is dead", || (!is_alive(worker)).then_some(()));
     kill_pid(keeper, Signal::SIGKILL);
-    wait_for("its guard is gone", || (!is_alive(guard)).then_some(()));
-    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    wait_for("the guard of the killed keeper is dead", || (!is_alive(guard)).then_some(()));
+    wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
     let [_, _, second] = line(&client);
     assert_ne!(guard, second);
     supervisor.shutdown().unwrap();
@@ -258,7 +259,8 @@ fn waits_for_all() {
         match libc::fork() {
             0 => {
                 libc::close(may_end.as_raw_fd());
-                // Blocks until the parent, which then knows the child's process id, closes its end.
+                // Blocks until the parent closes its end. At that time, the parent knows the child's process
+                // id.
                 libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
@@ -267,7 +269,7 @@ fn waits_for_all() {
     };
     OWN.store(own, Ordering::SeqCst);
     drop(may_end);
-    wait_for("the own child is seen", || found.lock().unwrap().contains(&own).then_some(()));
+    wait_for("the application's child is reaped", || found.lock().unwrap().contains(&own).then_some(()));
     assert_eq!(*found.lock().unwrap(), [own]);
     assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
 }
@@ -279,7 +281,7 @@ fn signals(status: &str) -> Vec<String> {
     text.lines().filter(wanted).map(str::to_owned).collect()
 }
 
-/// Returns the state of the process that a supervisor must not change.
+/// Returns the state of this process that an embedded supervisor must not change.
 fn process_state() -> Vec<String> {
     let mut state = signals("/proc/thread-self/status");
     for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
@@ -302,8 +304,8 @@ extern "C" fn on_signal(_: i32) {
     HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
 }
 
-/// Checks that the process state is unchanged, that signals arrive on the application's threads, and that no
-/// descriptors are left.
+/// Checks that the supervisor does not change the process state, that signals arrive on the application's
+/// threads, and that no descriptors are left.
 #[expect(unsafe_code, reason = "handlers")]
 fn keeps_its_own() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -321,8 +323,8 @@ fn keeps_its_own() {
         let masks = signals(task.join("status").to_str().unwrap());
         let is_ours = task.ends_with(std::process::id().to_string()) || name.starts_with("bulkhead-client");
         let blocked = u64::from_str_radix(masks[0].split_whitespace().last().unwrap(), 16).unwrap();
-        // All signals except SIGKILL and SIGSTOP, which cannot be blocked, and two that the C library
-        // reserves.
+        // All signals are blocked except SIGKILL and SIGSTOP, which cannot be blocked, and two signals that the C
+        // library reserves.
         assert!(is_ours || blocked | 1 << 31 | 1 << 32 == !(1 << 8 | 1 << 18), "{name}: {masks:?}");
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
@@ -340,14 +342,16 @@ fn keeps_its_own() {
     assert_same_state(&before);
 }
 
-/// Triggers one-time initialization: the C library's signal of its first thread, and tokio's socket pair.
+/// Triggers one-time initialization: the signal that the C library reserves with the first thread, and
+/// tokio's socket pair.
 fn once() {
     std::thread::spawn(|| run(async {})).join().unwrap();
 }
 
-/// Waits until no descriptors are left, because a client's thread ends asynchronously.
+/// Waits until this process has at most `before` open descriptors, because a client's thread ends
+/// asynchronously.
 fn assert_nothing_open(before: usize) {
-    wait_for("nothing is left open", || (descriptors(std::process::id()) <= before).then_some(()));
+    wait_for("no descriptors are left", || (descriptors(std::process::id()) <= before).then_some(()));
 }
 
 fn assert_same_state(before: &[String]) {
@@ -356,8 +360,8 @@ fn assert_same_state(before: &[String]) {
     }
 }
 
-/// Checks that after the keeper's death jobs get outcomes, a new keeper starts, and the application's own
-/// children survive.
+/// Checks that after the death of the keeper, jobs get outcomes, a new keeper starts, and the application's
+/// own children survive.
 fn loses_its_keeper() {
     let mut own =
         Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -366,24 +370,24 @@ fn loses_its_keeper() {
         let line = line(&client);
         let operation = format!("steps:count began-{lost};wait never");
         let running = client.job("a", "").operation(operation).start().unwrap();
-        wait_for("it runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
+        wait_for("the job runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
         kill_pid(line[lost], Signal::SIGKILL);
         let told = outcome(&running.wait());
         assert!(told.starts_with("crashed"), "{lost}: {told}");
-        wait_for("there is another worker", || {
+        wait_for("another worker serves jobs", || {
             let pid = send(&client, "pid", "").ok()?.outcome().worker_pid;
             (pid != Some(line[0])).then_some(())
         });
         assert_gone(&line);
     }
-    assert!(own.try_wait().unwrap().is_none(), "it is not the supervisor's");
+    assert!(own.try_wait().unwrap().is_none(), "the application's own child was killed");
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
 }
 
-/// Runs all attempts of the hostile worker under this profile. `workers.toml` has the bulkheads and `targets`
-/// the targets.
+/// Runs all attempts of the hostile worker under this profile. The file `workers.toml` configures the
+/// bulkheads, and the file `targets` contains the targets.
 fn attempts(profile: &str) {
     let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
     let supervisor = Supervisor::start_blocking(config).unwrap();
@@ -393,7 +397,7 @@ fn attempts(profile: &str) {
     let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
         client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
     };
-    // The first attempt only needs files as targets.
+    // `read-shadow` needs no process as a target.
     let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
     targets["sibling"] = sibling.into();
     targets["supervisor"] = std::process::id().into();
@@ -416,7 +420,7 @@ fn attempts(profile: &str) {
             wrong.push(format!("{}: {ended:?}, expected {expected:?}", attempt.name));
         }
     }
-    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} attempts have an unexpected result:\n{}", wrong.len(), wrong.join("\n"));
     supervisor.shutdown().unwrap();
 }
 
@@ -428,7 +432,7 @@ fn holds() {
     supervisor.shutdown().unwrap();
 }
 
-/// Runs the scenario with the data plane on this thread and clients on other threads.
+/// Runs [`keep_books`] with the data plane on this thread and clients on other threads.
 async fn local_holds() {
     let (mut supervisor, client) = start_local(HOLDS);
     let books =
@@ -438,7 +442,8 @@ async fn local_holds() {
 }
 
 /// Checks that each job has one outcome, that no job begins twice, and that no job reported as not executed
-/// has run, while workers, keepers and guards are killed. The second argument is the duration in seconds.
+/// has run, while workers, keepers and guards are killed. The program's second argument is the duration in
+/// seconds.
 fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
@@ -453,8 +458,8 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
-                // The victim may have ended and its pid may be reused, so only kill processes with these
-                // names.
+                // The victim can have exited and its pid can have been reused, so only processes with these
+                // names are killed.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {
                     continue;
@@ -501,21 +506,21 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
     assert!(killed >= 3);
 }
 
-/// Keys for a bulkhead whose jobs wait, and the number of waiting jobs.
+/// Keys of a bulkhead that runs one job at a time, and the number of jobs that wait in the queue.
 const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
 const WAITS: usize = 1000;
 
-/// Checks the outcome of a job after the supervisor was stopped at once.
+/// Checks that the job failed and is not reported as executed.
 fn assert_told(told: &Result<Reply, JobError>) {
-    let told = told.as_ref().expect_err("none has run");
+    let told = told.as_ref().expect_err("no job was served");
     assert!(told.executed() != Executed::Yes, "{told}");
 }
 
-/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor ends.
+/// Checks that each of a thousand waiting jobs gets an outcome when the supervisor stops.
 fn is_told() {
     let (supervisor, client) = start(WAITING);
     let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
-    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job runs", || Path::new("began").exists().then_some(()));
     let waiting: Vec<_> = (0..WAITS).map(|_| client.job("a", "").start().unwrap()).collect();
     supervisor.stop();
     drop(supervisor);
@@ -524,8 +529,8 @@ fn is_told() {
     assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
 }
 
-/// Runs the scenario on this thread. Also drops the supervisor without an iteration in which it could send
-/// the outcomes.
+/// Runs the scenario of [`is_told`] with the data plane on this thread. Also drops a supervisor before it has
+/// an iteration in which it could send the outcomes.
 async fn local_is_told() {
     for is_dropped in [false, true] {
         let (mut supervisor, client) = start_local(WAITING);
@@ -586,7 +591,7 @@ fn local_goes_on() {
         assert!(threads.block_on(given_up).is_err());
     }
     echo(&mut supervisor, &threads);
-    // From all threads at once, next to a future that keeps this thread busy.
+    // Sends jobs from all threads at once, next to a future that keeps this thread busy.
     let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
     let jobs: Vec<_> = jobs.collect();
     let all = async {
@@ -595,7 +600,7 @@ fn local_goes_on() {
         }
     };
     threads.block_on(supervisor.run_until(all)).unwrap();
-    // From now on another runtime drives the supervisor, while the first one ends.
+    // From now on, another runtime drives the supervisor, and the first runtime is shut down.
     let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     echo(&mut supervisor, &other);
     threads.shutdown_background();
@@ -604,7 +609,7 @@ fn local_goes_on() {
     assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
-/// Drops the future of `run_until` after its first poll, repeatedly, like a `select!` with a channel that is
+/// Repeatedly drops the future of `run_until` after its first poll, like a `select!` with a channel that is
 /// always ready.
 async fn local_polled_once() {
     let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
@@ -632,8 +637,8 @@ async fn local_polled_once() {
     supervisor.shutdown().await.unwrap();
 }
 
-/// Checks that clients get an error at once after the end of the supervisor, and that a copy in a forked
-/// child ends nothing.
+/// Checks that clients get an error immediately after the supervisor has ended, and that the copy of a
+/// supervisor in a forked child cannot shut down the original.
 #[expect(unsafe_code, reason = "a fork has no safe form")]
 fn ends_for_good() {
     let (supervisor, client) = start("");
@@ -641,7 +646,9 @@ fn ends_for_good() {
     // SAFETY: the child only uses its copy and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let refused = supervisor.shutdown().is_err_and(|error| error.to_string().contains("is a fork of it"));
+        let refused = supervisor
+            .shutdown()
+            .is_err_and(|error| error.to_string().contains("was forked from that process"));
         // SAFETY: only exits.
         unsafe { libc::_exit(if refused { 7 } else { 8 }) };
     }
@@ -654,7 +661,7 @@ fn ends_for_good() {
     assert_eq!(outcome(&send(&another, "echo", "")), "ok");
     supervisor.shutdown().unwrap();
     for client in [&client, &another] {
-        wait_for("it is told for good", || {
+        wait_for("the client reports the end of the supervisor", || {
             let told = send(client, "echo", "").unwrap_err();
             assert!(matches!(told, JobError::Disconnected { executed: Executed::No, .. }), "{told}");
             told.to_string().contains("in this process has ended").then_some(())
@@ -662,7 +669,7 @@ fn ends_for_good() {
     }
 }
 
-/// Names of the supervisor's processes.
+/// Process names of workers, keepers and guards.
 const OURS: [&str; 3] = ["misbehave", "bulkhead-keeper", "bulkhead-guard"];
 
 fn two() {
@@ -677,7 +684,7 @@ fn two() {
     assert_eq!(line(&of_second), other);
     second.shutdown().unwrap();
     assert_gone(&other);
-    // Then one after the other.
+    // Starts more supervisors, one after the other.
     for _ in 0..3 {
         let (third, client) = start("");
         assert_eq!(outcome(&send(&client, "echo", "")), "ok");
@@ -685,7 +692,7 @@ fn two() {
     }
 }
 
-/// Checks that each invalid start is an error and leaves nothing behind.
+/// Checks that each start with invalid settings fails and leaves nothing behind.
 fn refused() {
     once();
     let open = descriptors(std::process::id());
@@ -710,7 +717,7 @@ fn refused() {
         let error = started(program);
         assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
     }
-    // An application without the call gets an error instead of starting itself recursively.
+    // An application that does not call `keeper_main_if_asked` gets an error and does not start itself recursively.
     let own = std::env::current_exe().unwrap();
     let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
     assert!(forgets.status.success(), "{forgets:?}");
@@ -741,16 +748,16 @@ fn drains() {
     let (supervisor, client) = start("max_in_flight = 2");
     let line = line(&client);
     let running = client.job("a", "").operation("steps:count began;wait go;echo").start().unwrap();
-    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    wait_for("the job runs", || Path::new("began").exists().then_some(()));
     let dropped = std::thread::spawn(move || drop(supervisor));
-    wait_for("no job is taken any more", || {
+    wait_for("new jobs are rejected", || {
         (outcome(&send(&client, "echo", "")) == "rejected/draining").then_some(())
     });
     std::fs::write("go", "").unwrap();
     assert_eq!(outcome(&running.wait()), "ok");
     dropped.join().unwrap();
     assert_gone(&line);
-    // After two stops, running jobs are not awaited.
+    // After a second stop, the supervisor does not wait for running jobs.
     std::fs::remove_file("go").unwrap();
     let (supervisor, client) = start("");
     let running = client.job("a", "").operation("steps:wait go").start().unwrap();
@@ -770,7 +777,7 @@ async fn in_a_runtime() {
                     for bytes in 10_000..10_020 {
                         std::hint::black_box(vec![0_u8; bytes]);
                     }
-                    // Shorter sleeps would use up all processors for timers.
+                    // Shorter sleeps would use too much processor time.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             })
@@ -805,8 +812,8 @@ async fn in_a_runtime() {
     .unwrap();
 }
 
-/// Prints how a misbehaving job ends, with the data plane on a separate thread and on this thread. Checks
-/// that the next job is served.
+/// Prints the outcome of a misbehaving job, with the data plane on a separate thread and on this thread.
+/// Checks that the next job is served.
 fn after(operation: &str, payload: &str) {
     let (supervisor, client) = start("deadline = \"20s\"");
     let told = client.job("a", payload).operation(operation).send();
@@ -844,7 +851,7 @@ async fn pid_of(client: &bulkhead_client::Client) -> u32 {
     send_to(client, "pid").await.unwrap().outcome().worker_pid.unwrap()
 }
 
-/// Runs the data plane on this thread.
+/// Checks a supervisor whose data plane runs on this thread.
 async fn local() {
     std::thread::spawn(|| run(async {})).join().unwrap();
     let before = process_state();
@@ -883,7 +890,7 @@ async fn local() {
     let next = supervisor.run_until(async {
         loop {
             match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
-                // The worker may answer once more before the kernel ends it.
+                // The worker can reply once more before the kernel kills it.
                 Ok(pid) if pid == line[0] => {}
                 Ok(pid) => return pid,
                 Err(_) => {}
@@ -898,7 +905,7 @@ async fn local() {
     assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
 }
 
-/// Ends the supervisor by a stop, by dropping it, and by the loss of an essential thread.
+/// Ends supervisors with a stop, by dropping, and by dropping before the first iteration.
 async fn local_ends() {
     let (mut supervisor, client) = start_local("max_in_flight = 2");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -923,11 +930,12 @@ async fn local_ends() {
     let line = [pid, parent(pid), parent(parent(pid))];
     drop(supervisor);
     assert_gone(&line);
-    // A supervisor that was never driven.
+    // Drops a supervisor that was never driven.
     drop(start_local(""));
 }
 
-/// Checks that the keeper notices the end of the application without the data plane.
+/// Waits to be killed without driving the data plane. The keeper must notice the end of the application by
+/// itself.
 async fn local_is_killed() {
     let (mut supervisor, client) = start_local("");
     let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
@@ -945,13 +953,13 @@ fn adopts() {
     let line = line(&client);
     assert_eq!(parent(line[2]), std::process::id());
     kill_pid(line[1], Signal::SIGKILL);
-    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    wait_for("another keeper serves jobs", || send(&client, "echo", "").ok());
     assert!(own.try_wait().unwrap().is_none());
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
     let left = nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-    assert_eq!(left, Err(nix::errno::Errno::ECHILD), "not even one that has ended");
+    assert_eq!(left, Err(nix::errno::Errno::ECHILD), "the application has a leftover child");
 }
 
 /// Checks that dropping the copy of a supervisor in a forked child has no effect.

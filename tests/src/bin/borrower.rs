@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::memory_files::{LeaseRef, receive_with_files};
 use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
 
-/// Files of the payload and of the result, by lease.
+/// Payload file and result file of each lease.
 type Lent = HashMap<u64, (File, File)>;
 
 struct Worker {
@@ -55,7 +55,9 @@ impl Worker {
         let named = named.map(LeaseRef::to_bytes);
         let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
         let mut outbox = Outbox::default();
-        outbox.push(kind, number, message, named.as_slice(), Payload::Copied(payload)).expect("it fits");
+        outbox
+            .push(kind, number, message, named.as_slice(), Payload::Copied(payload))
+            .expect("the message fits into a frame");
         while matches!(outbox.flush(&self.socket, &mut BufferPool::default()), Ok(false)) {
             std::thread::yield_now();
         }
@@ -77,8 +79,10 @@ impl Worker {
                         kind::WORKER_WELCOME => self.send(kind::READY, 0, &Empty, None, b""),
                         kind::FILES => {
                             let mut came = files.drain(..).map(File::from);
-                            let pair =
-                                (came.next().expect("the payload's"), came.next().expect("the result's"));
+                            let pair = (
+                                came.next().expect("the payload file"),
+                                came.next().expect("the result file"),
+                            );
                             drop(came);
                             self.lent.insert(header.number, pair);
                             if self.takes {
@@ -128,9 +132,9 @@ impl Worker {
                     tries.into_iter().filter(|(_, is_done)| *is_done).map(|(name, _)| name).collect();
                 self.send(kind::RESULT, job, &Empty, None, format!("done: {}", done.join(" ")).as_bytes());
             }
-            // Sends a correct answer and continues to write.
+            // Sends a correct result, and continues to write to the result file.
             "scribble" => {
-                result.write_all_at(&vec![1; named.bytes as usize], 0).expect("it is writable");
+                result.write_all_at(&vec![1; named.bytes as usize], 0).expect("the result file is writable");
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
                 (0..200).for_each(|n| {
                     let _ = result.write_all_at(&vec![n; size as usize], 0);
@@ -147,8 +151,8 @@ impl Worker {
             }
             _ => {
                 let mut bytes = vec![0; named.bytes as usize];
-                payload.read_exact_at(&mut bytes, 0).expect("it is as long as that");
-                result.write_all_at(&bytes, 0).expect("it is writable");
+                payload.read_exact_at(&mut bytes, 0).expect("the payload file has the announced length");
+                result.write_all_at(&bytes, 0).expect("the result file is writable");
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
             }
         }

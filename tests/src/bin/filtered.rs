@@ -1,5 +1,5 @@
-//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. This
-//! simulates a kernel without these calls, a container, or a supervisor above ours.
+//! Runs a program under a seccomp filter that makes system calls fail, or succeed without effect. The filter
+//! simulates a kernel without these system calls, or the sandbox of a container or of another supervisor.
 //!
 //! Usage: `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`. The error 0 means success without effect.
 
@@ -60,7 +60,7 @@ fn install(program: &[sock_filter]) -> std::io::Result<()> {
     }
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
     #[expect(unsafe_code, reason = "no library has it in this form")]
-    // SAFETY: the pointer is to a local variable, which points to an array of the given length.
+    // SAFETY: the pointer is to a local variable, which holds a pointer to an array of the given length.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }

@@ -47,7 +47,8 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
-        // Becomes ready at once the first time, and later only when the file `go` exists.
+        // The first process becomes ready immediately. Later processes become ready when the file `go`
+        // exists.
         ["slow-again", once] => {
             let once = once.to_owned();
             Server::new()
@@ -76,8 +77,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Answers with the process ids of the template and of the worker. After `forks_max` forks the template sets
-/// a process limit that makes further forks fail.
+/// Runs a template. The operation `who` returns the process ids of the template and of the worker. After
+/// `forks_max` forks, the template sets a process limit that makes further forks fail.
 fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
@@ -144,7 +145,7 @@ fn attributes() -> String {
     format!("{processors}\nnice {nice}\nI/O {io}\n{rest}")
 }
 
-/// Changes as many of these attributes of another process as permitted.
+/// Tries to change the attributes of [`attributes`] in another process. Ignores errors.
 #[expect(unsafe_code, reason = "these calls have no safe form for another process")]
 fn alter(pid: u32) {
     let first = nix::sched::sched_getaffinity(Pid::from_raw(0)).unwrap();
@@ -190,7 +191,8 @@ fn leave_chains(count: u64) {
     }
 }
 
-/// Forks processes that return from the initialization and from a handler.
+/// Runs a worker that forks in its initialization and in a handler. The forked processes return from there as
+/// well.
 fn forked_stray() -> ExitCode {
     Server::new()
         .init(|_| Ok::<_, HandlerError>(fork_stray()))
@@ -200,7 +202,8 @@ fn forked_stray() -> ExitCode {
         .serve()
 }
 
-/// Returns in both processes. The parent returns how the child ended.
+/// Forks a child, and returns in both processes. The parent waits for the child and returns the result of the
+/// wait.
 fn fork_stray() -> String {
     // SAFETY: the child only does what the SDK does when a handler returns.
     #[expect(unsafe_code, reason = "fork(2) has no safe form")]
@@ -274,8 +277,7 @@ impl Drop for Running {
     }
 }
 
-/// Carries out steps separated by semicolons. They come from the operation, so that the payload stays
-/// available.
+/// Runs the steps of an operation, which are separated by semicolons. Each step can use the payload.
 fn take_steps(
     steps: &str,
     job: &Job,
@@ -285,13 +287,13 @@ fn take_steps(
     let mut answer = b"done".to_vec();
     for step in steps.split(';') {
         match step.split(' ').collect::<Vec<_>>()[..] {
-            // The first `count` jobs die. The file counts all jobs.
+            // The first `count` jobs abort the worker. The file counts all jobs.
             ["die-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     std::process::abort();
                 }
             }
-            // The first `count` jobs stop the whole process, which then reads nothing.
+            // The first `count` jobs stop the whole worker process, so that it reads nothing.
             ["freeze-first", count, path] => {
                 if count_up(path)? < count.parse().unwrap_or(0) {
                     kill(Pid::this(), Signal::SIGSTOP)?;
@@ -304,7 +306,7 @@ fn take_steps(
             ["count", path] => drop(count_up(path)?),
             // Appends the trace context to a file.
             ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
-            // Waits for a file that is meant for this process only.
+            // Waits for a file whose name contains the id of this process.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
@@ -336,7 +338,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // Writes the result in place if possible.
+        // Inverts the bytes of the payload. Writes the result in place if possible.
         "invert" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
             if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
@@ -355,7 +357,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         }
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
-        // Ends when cancelled.
+        // Returns when the job is cancelled.
         "yield" => {
             while !ctx.is_cancelled() {
                 std::thread::sleep(Duration::from_millis(1));
@@ -373,7 +375,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             kill(Pid::this(), Signal::SIGSTOP)?;
             forever();
         }
-        // Rust's SIGSEGV handler takes the first signal for a stack overflow and then removes itself.
+        // Rust's SIGSEGV handler treats the first signal as a stack overflow and then removes itself.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },
@@ -401,7 +403,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             });
         }
         "big" => return Ok(vec![b'x'; usize::try_from(number(job)).unwrap_or(0)]),
-        // Dies while its large answer is being sent.
+        // Aborts the worker while its large result is being sent.
         "die-answering" => {
             die_later(Duration::from_millis(2), || std::process::abort());
             return Ok(vec![b'x'; 32 << 20]);
@@ -412,7 +414,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
-        // Leaks this many MiB.
+        // Leaks memory. The payload is the number of MiB to leak.
         "hoard" => {
             let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
             std::mem::forget(vec![1_u8; bytes]);
@@ -433,7 +435,8 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
-        // Starts a process tree that tries to outlive the worker. The payload marks the command lines.
+        // Starts a process tree that tries to outlive the worker. The payload is a marker in the command
+        // lines of these processes.
         "tree" => {
             let marker = String::from_utf8_lossy(job.payload()).into_owned();
             shell(&format!(
@@ -443,14 +446,15 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             ));
             forever();
         }
-        // Kills every process named in the payload.
+        // Sends SIGKILL to all process ids in the payload.
         "kill" => {
             for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
                 let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Appends a line at its beginning and at its end, which shows the number of concurrent jobs.
+        // Writes `+` to a file at the beginning and `-` at the end, which shows the number of concurrent
+        // jobs.
         "mark" => {
             use std::io::Write;
             let path = String::from_utf8_lossy(job.payload()).into_owned();
@@ -462,7 +466,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                // Slow enough that the client receives each update.
+                // The pauses are long enough for the client to receive each update.
                 std::thread::sleep(Duration::from_millis(110));
             }
         }
@@ -471,14 +475,14 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 ctx.progress(step as f32 / 20_000.0, &format!("step {step}"));
             }
         }
-        // Reports progress twice, and then nothing until the file exists.
+        // Reports progress twice, and then nothing until the file named in the payload exists.
         "progress-and-wait" => {
             ctx.progress(0.5, "first");
             ctx.progress(0.6, "second");
             let path = String::from_utf8_lossy(job.payload()).into_owned();
             wait_for_file(&path, || ctx.is_cancelled());
         }
-        // Stops another process.
+        // Stops the process whose id is the payload.
         "freeze" => kill(Pid::from_raw(number(job) as i32), Signal::SIGSTOP)?,
         other => return Err(HandlerError::new("unknown_operation", other)),
     }
@@ -491,7 +495,7 @@ struct Raw {
     socket: UnixStream,
     inbox: Inbox,
     scratch: Scratch,
-    /// Unprocessed jobs: number and operation.
+    /// Number and operation of each unprocessed job.
     jobs: std::collections::VecDeque<(u64, String)>,
 }
 
@@ -521,9 +525,9 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
-/// A worker that cannot be resized. Keeps its jobs until the file `go` exists, and answers each with the
-/// largest number of jobs held at once. More jobs than the welcome allows create the file `too-many`, and a
-/// LIMITS frame creates the file `told`.
+/// Runs a worker that cannot be resized. The worker keeps its jobs until the file `go` exists. The result of
+/// each job is the largest number of jobs that were held at the same time. If the worker gets more jobs than
+/// the welcome allows, it creates the file `too-many`. If it gets a LIMITS frame, it creates the file `told`.
 fn hoard() -> ExitCode {
     use std::os::fd::AsFd;
     let mut raw = Raw::by_hand();
@@ -577,9 +581,9 @@ fn hoard() -> ExitCode {
 /// Capabilities needed to receive prefetched jobs.
 const LOOKS_AHEAD: u64 = capability::RESIZE | capability::PREFETCH;
 
-/// Answers every job at once, with these exceptions. For the operation `lie` it answers the next job instead.
-/// At `ignore` it begins the job, and at the first `ignore all` not even that. After either operation the
-/// worker no longer reads, answers or sends heartbeats.
+/// Runs a worker that replies to every job immediately, except for three operations. For `lie`, the worker
+/// sends a result for the next job instead. For `ignore`, the worker begins the job and then stops reading,
+/// replying and sending heartbeats. For the first `ignore all`, the worker stops without beginning the job.
 fn liar() -> ExitCode {
     let mut raw = Raw::by_hand();
     raw.hello_as(1, LOOKS_AHEAD);
@@ -607,8 +611,9 @@ fn liar() -> ExitCode {
     }
 }
 
-/// Answers every job at once, with two exceptions. `scribble garbage` writes garbage into the journal and
-/// dies. `scribble results` writes a result for this job behind results for other numbers, and dies.
+/// Runs a worker that replies to every job immediately, except for two operations. For `scribble garbage`,
+/// the worker writes garbage into the journal and dies. For `scribble results`, the worker writes results for
+/// other jobs into the journal, followed by a result for this job, and dies.
 fn scribbler() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -643,12 +648,16 @@ fn scribbler() -> ExitCode {
         let begun = if operation.ends_with("garbage") { u64::MAX } else { begun };
         journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
         journal.write_all_at(&frames, 64).expect("a journal is writable");
-        assert!(journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(), "its size is sealed");
+        assert!(
+            journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(),
+            "the size of the journal is sealed"
+        );
         std::process::abort();
     }
 }
 
-/// Writes heartbeats into its journal until the file `still` exists, instead of sending them.
+/// Runs a worker that writes heartbeats into its journal instead of sending them, until the file `still`
+/// exists.
 fn beater() -> ExitCode {
     use std::os::unix::fs::FileExt;
     let mut raw = Raw::by_hand();
@@ -685,14 +694,16 @@ impl Raw {
         if is_taken() {
             let mut outbox = Outbox::default();
             let extension = (bulkhead_shared::codec::tag::ARRIVAL, &arrival.to_le_bytes()[..]);
-            outbox.push(kind::RETURNED, job, &Empty, &[extension], Payload::NONE).expect("it fits");
+            outbox
+                .push(kind::RETURNED, job, &Empty, &[extension], Payload::NONE)
+                .expect("the message fits into a frame");
             let _ = outbox.flush(&self.socket, &mut BufferPool::default());
             return false;
         }
         true
     }
 
-    /// Receives the descriptor that comes before the welcome.
+    /// Receives the descriptor of the journal, which is sent before the welcome.
     fn lent(&mut self) -> Option<OwnedFd> {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
         let (mut frame, mut space) =
@@ -724,7 +735,9 @@ impl Raw {
 
     fn frame(&mut self, kind: u8, number: u64, message: &impl bincode::Encode, payload: &[u8]) {
         let mut outbox = Outbox::default();
-        outbox.push(kind, number, message, &[], Payload::Copied(payload)).expect("it fits");
+        outbox
+            .push(kind, number, message, &[], Payload::Copied(payload))
+            .expect("the message fits into a frame");
         if outbox.flush(&self.socket, &mut BufferPool::default()).is_err() {
             std::process::exit(0);
         }
@@ -751,12 +764,12 @@ impl Raw {
         self.frame(kind::HELLO, MAGIC, &hello, b"");
     }
 
-    /// Waits for the next job or the welcome. Returns the number.
+    /// Waits for the next job or the welcome. Returns the frame's number.
     fn next(&mut self) -> u64 {
         self.next_job().0
     }
 
-    /// Waits for the next job or the welcome. Returns the number and the operation.
+    /// Waits for the next job or the welcome. Returns the frame's number and the operation.
     fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {

@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// Start time in µs of CLOCK_MONOTONIC, and name of a disturbance.
+/// A disturbance: its start time in µs of CLOCK_MONOTONIC, and its name.
 pub type Deed = (u64, &'static str);
 
 /// Disturbs a supervisor until the run is over.
@@ -52,7 +52,7 @@ pub struct Chaos {
 }
 
 impl Chaos {
-    /// Starts the disturbances. They end soon after `is_over` is set.
+    /// Starts the disturbances, which end soon after `is_over` is set.
     pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),
@@ -69,7 +69,7 @@ impl Chaos {
         Self { threads }
     }
 
-    /// Waits for the end and returns all disturbances.
+    /// Waits until the disturbances have ended, and returns all of them.
     pub fn end(self) -> Vec<Deed> {
         self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
     }
@@ -157,7 +157,7 @@ impl Target {
             _ => {
                 self.ask("GET", "/v1/bulkheads");
                 let _ = request(&self.folder.join("admin.sock"), "GET", "/metrics", "");
-                "looked at"
+                "admin API requested"
             }
         }
     }
@@ -186,7 +186,7 @@ impl Target {
                     let metadata = announced.len() - 16;
                     announced[..4].copy_from_slice(&(metadata as u32 + (1 << 20)).to_le_bytes());
                     announced.extend(*b"xx");
-                    // The rest of the connection would be read as payload.
+                    // The supervisor reads all further bytes of the connection as payload.
                     push(socket, &announced) && number == 0
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),
@@ -222,14 +222,14 @@ pub fn pause(ms: usize) {
     std::thread::sleep(Duration::from_millis(ms as u64));
 }
 
-/// Returns true if everything was written.
+/// Writes bytes to a socket. Returns true if all bytes were written.
 fn push(socket: &mut UnixStream, bytes: &[u8]) -> bool {
     socket.write_all(bytes).is_ok()
 }
 
 fn frame<M: bincode::Encode>(kind: u8, number: u64, message: &M) -> Vec<u8> {
     let mut metadata = Vec::new();
-    codec::encode(message, &[], &mut metadata).expect("it fits");
+    codec::encode(message, &[], &mut metadata).expect("the metadata fits into a frame");
     let length = metadata.len() as u32;
     let header = Header { length, kind, flags: 0, metadata_length: metadata.len() as u16, number };
     let mut bytes = header.encode().to_vec();

@@ -14,11 +14,11 @@ use super::chaos::Random;
 use super::{AHEAD, BULKHEADS, Bulkhead, Plan, worker};
 use crate::PATIENCE;
 
-/// Number of connections, and of concurrent jobs on each.
+/// Number of connections, and number of concurrent jobs on each connection.
 pub const CONNECTIONS: usize = 4;
 const LANES: usize = 12;
 
-/// Maximum time for the last jobs to get their outcomes.
+/// Maximum time to wait for the outcomes of the last jobs.
 const LAST_OUTCOMES_WITHIN: Duration = Duration::from_secs(60);
 
 /// A client's record of a job.
@@ -33,19 +33,19 @@ pub struct Entry {
 /// Outcome of a job as seen by the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// No outcome yet.
+    /// The job has no outcome yet.
     Nothing,
     /// The client cancelled the job.
     Dropped,
-    /// The correct result.
+    /// The client received the correct result.
     Ok,
-    /// The result of another job.
+    /// The client received the result of another job.
     WrongResult,
     /// Any other outcome.
     Ended {
-        /// Outcome and reason.
+        /// Name of the outcome and of the reason.
         name: String,
-        /// Whether the job may have run.
+        /// Whether the supervisor reports the job as executed.
         executed: Executed,
     },
     /// The connection was lost, which is a fault because the supervisor does not end during the load.
@@ -53,7 +53,7 @@ pub enum Told {
 }
 
 impl Told {
-    /// Returns a name for the counts.
+    /// Returns the name under which the outcome is counted.
     pub fn name(&self) -> String {
         match self {
             Self::Nothing => "no outcome".into(),
@@ -65,23 +65,23 @@ impl Told {
         }
     }
 
-    /// True for the outcome `ok`.
+    /// Returns true for the outcome `ok`.
     pub fn is_ok(&self) -> bool {
         matches!(self, Self::Ok)
     }
 
-    /// True if the supervisor reports that the job was executed.
+    /// Returns true if the supervisor reports that the job was executed.
     pub fn says_executed(&self) -> bool {
         matches!(self, Self::Ended { executed: Executed::Yes, .. })
     }
 
-    /// True if the supervisor reports that the job was not executed.
+    /// Returns true if the supervisor reports that the job was not executed.
     pub fn says_not_executed(&self) -> bool {
         matches!(self, Self::Ended { executed: Executed::No, .. })
     }
 }
 
-/// Connects to the socket and runs [`drive`].
+/// Connects several clients to the jobs socket and runs [`drive`].
 pub fn run(socket: &Path, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     on_this_thread(async {
         let mut clients = Vec::new();
@@ -99,12 +99,12 @@ pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
     tokio::task::LocalSet::new().block_on(&runtime, future)
 }
 
-/// Sends jobs until the time is up and waits for the last outcomes. Returns the records by job number. Each
-/// `round` uses separate numbers. Must run within a `LocalSet`.
+/// Sends jobs until the time is up, and waits for the last outcomes. Returns the clients' records by job
+/// number. Each `round` uses different job numbers. Must run within a `LocalSet`.
 pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
     let book = Rc::new(RefCell::new(HashMap::new()));
     for client in &clients {
-        // Connect first, because some deadlines are shorter than the time to connect.
+        // Connects first, because some deadlines are shorter than the time to connect.
         let asked = client.job("missing", "").deadline(LAST_OUTCOMES_WITHIN).send().await;
         assert!(asked.is_err_and(|error| error.outcome().is_some()), "the supervisor answers");
     }
@@ -123,7 +123,7 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
             lanes.spawn_local(lane.run(until));
         }
     }
-    // Unanswered jobs stay `Nothing`, which is a fault.
+    // Jobs without an outcome stay `Nothing`, which is a fault.
     let _ = tokio::time::timeout(plan.lasts + LAST_OUTCOMES_WITHIN, async {
         while let Some(ended) = lanes.join_next().await {
             ended.expect("no lane panics");
@@ -133,20 +133,21 @@ pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64,
     book.take()
 }
 
-/// Waits until every bulkhead runs its maximum number of jobs at once, which proves that no permit was lost.
+/// Waits until every bulkhead runs its maximum number of jobs at the same time, which proves that no permit
+/// was lost.
 pub async fn fill_all(client: &Client) {
-    // An adaptive limit can be lower for a while.
+    // An adaptive limit can be lower than the maximum for a while.
     for bulkhead in BULKHEADS.iter().filter(|bulkhead| !bulkhead.keys.contains("adaptive")) {
         let began = Instant::now();
         while let Err(told) = fill(client, bulkhead).await {
             let name = bulkhead.name;
-            assert!(began.elapsed() < PATIENCE, "{name}: not all of its room can be taken: {told:?}");
+            assert!(began.elapsed() < PATIENCE, "{name}: not all permits can be used at once: {told:?}");
         }
     }
 }
 
-/// Runs the maximum number of jobs at once, which wait for each other. Returns their outcomes unless all are
-/// `ok`.
+/// Runs the maximum number of jobs of a bulkhead at the same time. Each job waits until all of them run.
+/// Returns the outcomes as an error unless all are `ok`.
 async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     let operation = format!("meet {}", worker::now_us());
     let jobs = (0..bulkhead.bound()).map(|_| {
@@ -155,7 +156,7 @@ async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
     });
     let mut told = Vec::new();
     for job in jobs.collect::<Vec<_>>() {
-        told.push(crate::outcome(&job.await.expect("it does not panic")));
+        told.push(crate::outcome(&job.await.expect("the job does not panic")));
     }
     if told.iter().all(|told| told == "ok") { Ok(()) } else { Err(told) }
 }

@@ -1,5 +1,6 @@
 //! The ledger for an embedded supervisor in the process of the clients. The data plane runs on a separate
-//! thread or on the clients' thread. There is no admin API, so all observations are external.
+//! thread or on the clients' thread. An embedded supervisor has no admin API, so the ledger observes it only
+//! from outside.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -18,8 +19,8 @@ use super::worker::now_us;
 use super::{Findings, LOOKS_AT_REST, Plan};
 use crate::{descriptors, kill_pid, name, parent, processes_with, programs};
 
-/// Runs the ledger in a separate process, as the program `ledger` with these arguments, and checks for
-/// remains afterwards.
+/// Runs the ledger in a separate process, as the program `ledger` with these arguments. Afterwards checks
+/// that no processes and no files are left.
 pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
     let (notes, temporary) = (folder(), folder());
     super::open_to_all(notes.path());
@@ -56,7 +57,7 @@ pub fn keep(notes: &Path, plan: Plan, is_local: bool) -> Findings {
 
 type Kept = (HashMap<u64, Entry>, Vec<Deed>, Findings);
 
-/// Runs the data plane on a separate thread.
+/// Runs the ledger with the data plane on a separate thread.
 fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     let supervisor = Supervisor::start_blocking(config).unwrap_or_else(|error| panic!("{error}"));
     let kept = on_this_thread(keep_with(|| supervisor.client(), notes, plan));
@@ -64,13 +65,13 @@ fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     kept
 }
 
-/// Runs the data plane on the clients' thread.
+/// Runs the ledger with the data plane on the clients' thread.
 fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
     on_this_thread(async {
         let mut supervisor =
             Supervisor::builder(config).start_local().unwrap_or_else(|error| panic!("{error}"));
         let mut clients: Vec<Client> = (0..CLIENTS).map(|_| supervisor.client()).collect();
-        let next = || clients.pop().expect("there are as many");
+        let next = || clients.pop().expect("there are enough clients");
         let kept = supervisor.run_until(keep_with(next, notes, plan)).await;
         supervisor.shutdown().await.unwrap_or_else(|error| panic!("{error}"));
         kept.unwrap_or_else(|error| panic!("{error}"))
@@ -98,15 +99,15 @@ async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan)
     (told, deeds, findings)
 }
 
-/// Returns the smallest number of descriptors of this process, because recycling briefly uses more. Memory is
-/// not measured, because the clients' records grow in this process.
+/// Returns the minimum of several counts of this process's open descriptors, because recycling a worker
+/// briefly uses more. Memory is not measured, because the clients' records grow in this process.
 async fn at_rest() -> usize {
     let mut counts = Vec::new();
     while counts.len() < LOOKS_AT_REST {
         counts.push(descriptors(std::process::id()));
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    counts.into_iter().min().expect("there are some")
+    counts.into_iter().min().expect("at least one measurement")
 }
 
 /// Disturbs the embedded supervisor until the run is over.
@@ -188,14 +189,15 @@ impl Disturbs {
         }
     }
 
-    /// Returns a random worker or template.
+    /// Returns the pid of a random worker or template.
     fn worker(&self, random: &mut Random) -> Option<u32> {
         let workers = processes_with(text(&self.notes));
         let workers: Vec<u32> = workers.into_iter().filter(|pid| *pid != std::process::id()).collect();
         (!workers.is_empty()).then(|| workers[random.below(workers.len())])
     }
 
-    /// Returns an ancestor of a random worker with this name: the keeper or the guard.
+    /// Returns the pid of a random worker's ancestor with the name `wanted`, which is the keeper or the
+    /// guard.
     fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
         let worker = self.worker(random)?;
         let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
@@ -203,7 +205,7 @@ impl Disturbs {
     }
 }
 
-/// Runs bursts of hostile jobs: for an unknown bulkhead, or dropped at once.
+/// Runs bursts of hostile jobs, which are for an unknown bulkhead or are dropped immediately.
 fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
     let mut done = Vec::new();
     while !is_over.load(Ordering::SeqCst) {

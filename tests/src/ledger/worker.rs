@@ -1,6 +1,7 @@
-//! Workers of the ledger. All workers append a record of each beginning and end of a job to one file. Each
-//! running job locks one of as many bytes as jobs may run at once. The kernel releases the locks of a dying
-//! process before its death is visible.
+//! Workers of the ledger. They append a record to one file when a job begins and when it ends. A running job
+//! locks one byte of another file. This file has one byte (a place) for each job that is allowed to run at
+//! the same time. The kernel releases the locks of a dying process before the death of the process is
+//! visible.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
@@ -16,11 +17,12 @@ use nix::fcntl::{FcntlArg, fcntl};
 /// Name of the file with the records.
 const RECORDS: &str = "records";
 
-/// Number of scans over all places before they count as taken.
+/// Number of scans of all places after which a job without a place counts as above the limit.
 const SCANS: usize = 4;
 
-/// Held for writing while a process is spawned, and for reading while a place is released. Until a new process
-/// has executed its program, it has copies of all files of the worker, and with them the locks of other jobs.
+/// Held for writing while a process is spawned, and for reading while a place is released. Until a new
+/// process has executed its program, it has copies of all open files of the worker, and therefore holds the
+/// locks of other jobs.
 static SPAWNING: RwLock<()> = RwLock::new(());
 
 /// Kind of a record.
@@ -30,9 +32,9 @@ pub enum Mark {
     Begun,
     /// The handler of the job is about to return.
     Ended,
-    /// The job began while all places were taken. `Held` records follow.
+    /// The job began while all places were taken. `Held` records name the jobs that held the places.
     OverBound,
-    /// The job held one of the places at that moment.
+    /// The job held a place when another job began above the limit.
     Held,
 }
 
@@ -40,10 +42,10 @@ impl Mark {
     const ALL: [Self; 4] = [Self::Begun, Self::Ended, Self::OverBound, Self::Held];
 }
 
-/// A record.
+/// A worker's record about a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The client's number of the job.
+    /// Number that the client has given to the job.
     pub job: u64,
     /// Time in µs of CLOCK_MONOTONIC.
     pub at_us: u64,
@@ -75,7 +77,7 @@ impl Record {
 /// Reads all records, in the order in which they were written.
 pub fn read(notes: &Path) -> Vec<Record> {
     let bytes = std::fs::read(notes.join(RECORDS)).unwrap_or_default();
-    assert_eq!(bytes.len() % Record::BYTES, 0, "a record is written as one");
+    assert_eq!(bytes.len() % Record::BYTES, 0, "a record was written in part");
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
@@ -85,12 +87,12 @@ pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
     job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
 
-/// Serves jobs until the supervisor ends the worker.
+/// Runs a worker until the supervisor stops it.
 pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let notes = PathBuf::from(notes);
     let places = notes.join(format!("places-{bulkhead}"));
     let bound: usize = bound.parse().expect("a number");
-    // Workers may run as different users, and the folder is sticky.
+    // The file is opened for all users, because workers can run as different users and the folder is sticky.
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
@@ -131,7 +133,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 
 fn open(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
@@ -141,8 +143,8 @@ fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
     records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
 }
 
-/// Stops the whole process for a tenth of a second, like a call that holds the interpreter's lock. Meanwhile
-/// no thread of the worker reads the link or begins a job.
+/// Stops the whole worker process for a tenth of a second, like a call that holds an interpreter's lock.
+/// During this time, no thread of the worker reads the link or begins a job.
 fn freeze() -> std::io::Result<()> {
     let mut waker = spawn("sleep 0.1; kill -CONT $PPID")?;
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
@@ -159,7 +161,7 @@ fn start_chains() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Runs a shell script beside the job.
+/// Starts a shell script that runs at the same time as the job.
 fn spawn(script: &str) -> std::io::Result<Child> {
     let _spawning = SPAWNING.write();
     let mut command = Command::new("/bin/sh");
@@ -172,7 +174,7 @@ pub fn now_us() -> u64 {
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
-/// Returns a lock on one byte.
+/// Returns the description of a write lock on one byte.
 fn lock_of(byte: usize) -> nix::libc::flock {
     nix::libc::flock {
         l_type: nix::libc::F_WRLCK as i16,
@@ -183,11 +185,12 @@ fn lock_of(byte: usize) -> nix::libc::flock {
     }
 }
 
-/// Maximum time in µs that a job waits for the others of its round. If workers are being replaced, the jobs
-/// meet in a later round.
+/// Maximum time in µs that a job waits for the other jobs of its round. If workers are being replaced, a later round
+/// succeeds.
 const MEETS_WITHIN_US: u64 = 1_000_000;
 
-/// Waits until all places are taken at once. The first job that sees this informs the others through a file.
+/// Waits until all places are taken at the same time. The first job that finds all places taken creates a
+/// file to inform the other jobs.
 fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
     let began_us = now_us();
     let met = places.with_file_name(format!("met-{round}"));
@@ -204,7 +207,7 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
             File::create(&met)?;
         }
         if now_us() - began_us > MEETS_WITHIN_US {
-            return Err(HandlerError::new("alone", "the others have not come"));
+            return Err(HandlerError::new("alone", "the other jobs of the round have not begun"));
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -213,20 +216,20 @@ fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
 
 /// Result of taking a place.
 enum Place {
-    /// A lock on one byte, held until the file is closed. The job's number is written in the file.
+    /// The job holds a lock on one byte until the file is closed. The file contains the job's number.
     Taken(File),
-    /// All places were taken from this time on, in µs, by these jobs.
+    /// The jobs in `holders` have taken all places since `since_us`, in µs.
     None { since_us: u64, holders: Vec<u64> },
 }
 
-/// Takes one of `bound` places.
+/// Tries to take one of `bound` places for a job.
 fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
     let file =
         OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
-    // Only the owner of the file can do this, and once is enough.
+    // Fails unless this worker's user owns the file. It is enough if one worker succeeds.
     let _ = file.set_permissions(Permissions::from_mode(0o666));
     let mut since_us = now_us();
-    // Several scans, because a place can be freed and another taken between two attempts.
+    // Scans several times, because one place can be freed and another one taken between two attempts.
     for byte in (0..SCANS).flat_map(|_| 0..bound) {
         if byte == 0 {
             since_us = now_us();

@@ -1,4 +1,4 @@
-//! The supervisor program and its admin socket as an operator's tools use them: command line, sockets, HTTP, events,
+//! Tests of the supervisor program and its admin socket, from an operator's view: command line, sockets, HTTP, events,
 //! logs and signals.
 
 use std::collections::BTreeMap;
@@ -53,7 +53,7 @@ fn read_head(socket: UnixStream) -> Option<Answer> {
 
 fn ask(supervisor: &Supervisor, method: &str, path: &str, headers: &[&str]) -> Answer {
     let answer = try_ask(supervisor.folder.path(), method, path, headers);
-    answer.unwrap_or_else(|| panic!("no answer to {method} {path}"))
+    answer.unwrap_or_else(|| panic!("no response to {method} {path}"))
 }
 
 fn get(supervisor: &Supervisor, path: &str) -> Answer {
@@ -168,7 +168,7 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// The grace period is long so that a cancelled `yield` job can return in time even on a busy machine.
+/// The grace period is long so that a cancelled `yield` job ends before the worker is killed, even on a busy machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"300s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {
@@ -191,7 +191,9 @@ impl Started {
     }
 
     fn wait_ready(&self) {
-        wait_for("it is ready", || (try_ask(&self.1, "GET", "/readyz", &[])?.status == 200).then_some(()));
+        wait_for("the supervisor is ready", || {
+            (try_ask(&self.1, "GET", "/readyz", &[])?.status == 200).then_some(())
+        });
     }
 
     fn log(&self) -> String {
@@ -200,7 +202,7 @@ impl Started {
 
     fn stop(&mut self) -> Option<i32> {
         kill_pid(self.0.id(), Signal::SIGTERM);
-        wait_for("it ends", || self.0.try_wait().unwrap()).code()
+        wait_for("the supervisor exits", || self.0.try_wait().unwrap()).code()
     }
 }
 
@@ -215,7 +217,7 @@ impl Drop for Started {
 // Health.
 
 #[test]
-fn health_and_readiness_from_start_to_stop() {
+fn readyz_follows_supervisor_from_start_to_stop() {
     let folder = tempfile::tempdir().unwrap();
     let mut supervisor = Supervisor::launch(
         folder,
@@ -237,13 +239,15 @@ fn health_and_readiness_from_start_to_stop() {
         body["degraded"].as_array().unwrap().iter().map(|b| (text(&b["name"]), text(&b["state"]))).collect()
     };
     let pair = |name: &str, state: &str| (name.to_owned(), state.to_owned());
-    wait_for("it listens", || try_ask(supervisor.folder.path(), "GET", "/healthz", &[]).map(drop));
-    wait_for("the others have started", || {
+    wait_for("the supervisor listens", || {
+        try_ask(supervisor.folder.path(), "GET", "/healthz", &[]).map(drop)
+    });
+    wait_for("the bulkheads `good` and `broken` have started", || {
         (supervisor.snapshot("good")["state"] == "ready"
             && supervisor.snapshot("broken")["state"] == "failed")
             .then_some(())
     });
-    assert_eq!(get(&supervisor, "/healthz").status, 200, "it is alive before it is ready");
+    assert_eq!(get(&supervisor, "/healthz").status, 200, "the supervisor is healthy before it is ready");
     let (status, body) = ready("/readyz");
     assert_eq!((status, &body["status"]), (503, &"starting".into()));
     assert_eq!(named(&body), [pair("slow", "starting"), pair("broken", "failed")]);
@@ -259,22 +263,26 @@ fn health_and_readiness_from_start_to_stop() {
     }
 
     std::fs::write(supervisor.folder.path().join("gate"), "").unwrap();
-    wait_for("it is ready", || (ready("/readyz").0 == 200).then_some(()));
+    wait_for("the supervisor is ready", || (ready("/readyz").0 == 200).then_some(()));
     let (_, body) = ready("/readyz");
-    assert_eq!(named(&body), [pair("broken", "failed")], "one broken bulkhead does no harm, and is named");
+    assert_eq!(
+        named(&body),
+        [pair("broken", "failed")],
+        "a failed bulkhead is listed but does not prevent readiness"
+    );
     assert_eq!(ready("/readyz?bulkhead=slow").0, 200);
     assert_eq!(ready("/readyz?bulkhead=broken").0, 503);
     assert_eq!(supervisor.post("/v1/bulkheads/good/drain").0, 200);
-    assert_eq!(ready("/readyz").0, 200, "a bulkhead that drains is not the supervisor");
+    assert_eq!(ready("/readyz").0, 200, "a draining bulkhead does not affect readiness");
     assert_eq!(ready("/readyz?bulkhead=good").0, 503);
 
     let client = Client::connect(supervisor.socket()).unwrap();
     let _job = client.job("slow", "").operation("hang").start().unwrap();
     supervisor.wait_number("slow", "in_flight", 1);
     supervisor.signal(Signal::SIGTERM);
-    wait_for("it drains", || (get(&supervisor, "/readyz").status == 503).then_some(()));
+    wait_for("the supervisor drains", || (get(&supervisor, "/readyz").status == 503).then_some(()));
     assert_eq!(get(&supervisor, "/readyz").json()["status"], "draining");
-    assert_eq!(get(&supervisor, "/healthz").status, 200, "it is alive until it ends");
+    assert_eq!(get(&supervisor, "/healthz").status, 200, "the supervisor is healthy until it exits");
     for verb in ["restart", "drain", "resume", "reset"] {
         let path = format!("/v1/bulkheads/slow/{verb}");
         check_problem(ask(&supervisor, "POST", &path, &[]), 409, &path);
@@ -286,7 +294,7 @@ fn health_and_readiness_from_start_to_stop() {
 // Routes and errors.
 
 #[test]
-fn every_error_is_a_problem_document() {
+fn invalid_requests_get_problem_documents() {
     let supervisor = Supervisor::start(ONE);
     let not_found = [
         ("GET", "/nope"),
@@ -348,11 +356,11 @@ fn every_error_is_a_problem_document() {
     let head = ask(&supervisor, "HEAD", "/healthz", &[]).bytes();
     assert!(head.is_empty());
     assert_eq!(get(&supervisor, "/healthz").status, 200);
-    assert_eq!(supervisor.snapshot("b")["state"], "ready", "nothing of this has done anything");
+    assert_eq!(supervisor.snapshot("b")["state"], "ready", "the invalid requests had no effect");
 }
 
 #[test]
-fn the_four_verbs() {
+fn operator_drains_resumes_restarts_and_resets_bulkhead() {
     let supervisor = Supervisor::start(&format!("{ONE}processes = 2\n"));
     supervisor.wait_number("b", "limit", 2);
     let post = |verb: &str| {
@@ -377,8 +385,8 @@ fn the_four_verbs() {
 
     let before = supervisor.worker_pids("b");
     post("restart");
-    wait_for("both workers are new", || {
-        // Each replacement is ready before its predecessor stops, so the limit never drops.
+    wait_for("both workers are replaced", || {
+        // Each replacement is ready before the old worker stops, so the limit never drops.
         assert!(supervisor.number("b", "limit") >= 2);
         let now = supervisor.worker_pids("b");
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
@@ -391,7 +399,7 @@ fn the_four_verbs() {
 // Snapshots.
 
 #[test]
-fn a_snapshot_has_every_field_and_its_numbers_agree() {
+fn snapshot_counts_every_outcome() {
     let supervisor = Supervisor::start(&format!(
         "{ONE}processes = 2\nmax_in_flight = 2\nmax_queue = 3\n[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"
     ));
@@ -418,7 +426,10 @@ fn a_snapshot_has_every_field_and_its_numbers_agree() {
     assert_eq!((answer.status, answer.header("content-type")), (200, "application/json"));
     let snapshot = answer.json();
     let whole = all["bulkheads"][0].as_object().unwrap();
-    assert!(whole.keys().eq(snapshot.as_object().unwrap().keys()), "the list shows the same");
+    assert!(
+        whole.keys().eq(snapshot.as_object().unwrap().keys()),
+        "the list and the single snapshot have the same fields"
+    );
 
     let numbers = [
         ("limit", 4),
@@ -476,7 +487,7 @@ const KINDS: &str = "worker_started worker_ready worker_exited worker_killed wor
     restart_backoff bulkhead_failed job_timeout job_crashed draining stopped";
 
 #[test]
-fn each_kind_of_event_says_what_happened() {
+fn events_have_the_fields_of_their_kind() {
     let mut supervisor = Supervisor::start(
         "[defaults]\ngrace = \"20ms\"\ndeadline = \"60s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
@@ -506,7 +517,7 @@ fn each_kind_of_event_says_what_happened() {
     assert_eq!(supervisor.wait().code(), Some(0));
 
     for (index, event) in seen.iter().enumerate() {
-        assert_eq!(event["seq"], index + 1, "none is missing, and none comes twice: {event}");
+        assert_eq!(event["seq"], index + 1, "event numbers have no gap and no duplicate: {event}");
         let at = event["at"].as_str().unwrap();
         assert!(at.len() >= 20 && at.as_bytes()[10] == b'T' && at.ends_with('Z'), "RFC 3339: {event}");
         assert!(matches!(event["severity"].as_str(), Some("info" | "warning" | "critical")), "{event}");
@@ -543,14 +554,18 @@ fn each_kind_of_event_says_what_happened() {
         seen.iter().filter(|e| e["kind"] == "worker_exited" && e["bulkhead"] == "broken").collect();
     for exit in exits {
         assert_eq!(exit["exit_code"], 3);
-        assert_eq!(exit["stderr_tail"], "last words\n", "each of them said something: {exit}");
+        assert_eq!(exit["stderr_tail"], "last words\n", "each exit has its own output: {exit}");
     }
     let last = seen.last().unwrap();
-    assert_eq!((&last["kind"], &last["bulkhead"]), (&"stopped".into(), &Value::Null), "the last word");
+    assert_eq!(
+        (&last["kind"], &last["bulkhead"]),
+        (&"stopped".into(), &Value::Null),
+        "`stopped` is the last event"
+    );
 }
 
 #[test]
-fn events_since_and_live_have_no_gap() {
+fn event_stream_continues_stored_events_without_gap() {
     let supervisor = Supervisor::start(&format!("{ONE}[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"));
     let kept = || get(&supervisor, "/v1/events?follow=false").lines();
     let before = kept();
@@ -602,7 +617,7 @@ fn events_since_and_live_have_no_gap() {
 // Logs.
 
 #[test]
-fn rubbish_from_workers_is_harmless_in_logs() {
+fn logs_escape_control_characters_of_workers() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\nenv = { PATH = \"/usr/bin:/bin\" }\nexec = [\"sh\", \"-c\", \"cat >&2\"]\n\
          [bulkhead.w]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
@@ -617,9 +632,9 @@ fn rubbish_from_workers_is_harmless_in_logs() {
     rubbish.extend_from_slice(&vec![b'y'; 100_000]);
     rubbish.extend_from_slice(b"\nno end");
     client.job("x", rubbish).send().unwrap();
-    let lines = wait_for("its last line is there", || {
+    let lines = wait_for("the log has four lines", || {
         let lines = get(&supervisor, "/v1/bulkheads/x/logs").lines();
-        // The last line has no line end, so the supervisor does not show the line yet.
+        // The last line is not terminated, so the supervisor does not show the line yet.
         (lines.len() >= 4).then_some(lines)
     });
     let pid = supervisor.worker_pids("x")[0];
@@ -638,13 +653,13 @@ fn rubbish_from_workers_is_harmless_in_logs() {
     assert!(!raw.contains(is_raw), "{raw:?}");
     let raw = live.chunk();
     assert!(!String::from_utf8(raw).unwrap().contains(is_raw));
-    let log = wait_for("it is in the supervisor's log, escaped", || {
+    let log = wait_for("the supervisor's log has the escaped output", || {
         Some(supervisor.log()).filter(|log| log.contains(r"\u{1b}") && log.contains("[cut]"))
     });
     assert!(!log.chars().any(|c| c.is_control() && c != '\n'), "{log:?}");
     assert_eq!(get(&supervisor, "/v1/bulkheads/x/logs?limit=2").lines().len(), 2);
 
-    let lines = wait_for("both streams are read", || {
+    let lines = wait_for("the log has a line of both streams", || {
         let lines = get(&supervisor, "/v1/bulkheads/w/logs").lines();
         (lines.len() == 2).then_some(lines)
     });
@@ -655,7 +670,7 @@ fn rubbish_from_workers_is_harmless_in_logs() {
 }
 
 #[test]
-fn a_flood_of_output_is_bounded() {
+fn logs_keep_at_most_1000_lines() {
     let _turn = heavy();
     let supervisor = Supervisor::start(ONE);
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -673,7 +688,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn sockets_are_private_and_folders_are_made() {
+fn sockets_and_created_folders_are_private() {
     let folder = configured(&format!(
         "[supervisor]\nsocket = \"new/run/jobs.sock\"\nsocket_mode = \"0660\"\nadmin = \"admin.sock\"\n{ONE}"
     ));
@@ -685,7 +700,7 @@ fn sockets_are_private_and_folders_are_made() {
     assert_eq!((mode(&jobs), mode(&path.join("admin.sock"))), (0o660, 0o600));
     assert_eq!((mode(&path.join("new")), mode(&path.join("new/run"))), (0o700, 0o700));
     assert_eq!(supervisor.stop(), Some(0));
-    assert!(!jobs.exists() && !path.join("admin.sock").exists(), "both sockets are gone");
+    assert!(!jobs.exists() && !path.join("admin.sock").exists(), "both sockets are removed");
 
     // By default both sockets are private, and the admin socket is in the folder of the jobs socket.
     let folder = configured(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{ONE}"));
@@ -697,7 +712,7 @@ fn sockets_are_private_and_folders_are_made() {
 }
 
 #[test]
-fn a_place_that_is_taken_is_not_taken_again() {
+fn start_fails_if_socket_path_is_in_use() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path();
     let refused = |arguments: &[&str], text: &str| {
@@ -712,12 +727,16 @@ fn a_place_that_is_taken_is_not_taken_again() {
     first.wait_ready();
     refused(&[], "another supervisor");
 
-    // A different jobs socket does not help while the admin socket is in use.
+    // The start also fails with a different jobs socket, because the admin socket is still in use.
     let config = std::fs::read_to_string(path.join("workers.toml")).unwrap();
     std::fs::write(path.join("workers.toml"), config.replace("jobs.sock", "others.sock")).unwrap();
     refused(&["--log-format", "json"], "another supervisor");
-    assert!(!path.join("others.sock").exists(), "what it had bound is gone again");
-    assert_eq!(try_ask(path, "GET", "/readyz", &[]).unwrap().status, 200, "the first one goes on");
+    assert!(!path.join("others.sock").exists(), "the rejected supervisor removed its jobs socket");
+    assert_eq!(
+        try_ask(path, "GET", "/readyz", &[]).unwrap().status,
+        200,
+        "the first supervisor is not affected"
+    );
     assert_eq!(first.stop(), Some(0));
 
     std::fs::write(path.join("admin.sock"), "precious").unwrap();
@@ -725,7 +744,7 @@ fn a_place_that_is_taken_is_not_taken_again() {
     assert_eq!(std::fs::read_to_string(path.join("admin.sock")).unwrap(), "precious");
     std::fs::remove_file(path.join("admin.sock")).unwrap();
     let other = UnixListener::bind(path.join("admin.sock")).unwrap();
-    refused(&[], "listens there");
+    refused(&[], "already listens on this socket");
     drop(other);
     let second = Started::start(path, &[]);
     second.wait_ready();
@@ -734,7 +753,7 @@ fn a_place_that_is_taken_is_not_taken_again() {
 // The command line.
 
 #[test]
-fn a_good_file_is_checked_and_told() {
+fn check_prints_the_effective_configuration() {
     let folder = configured(&format!("{SOCKETS}{ONE}processes = 3\n"));
     let output = program(folder.path(), &["--check"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
@@ -752,18 +771,18 @@ fn a_good_file_is_checked_and_told() {
 }
 
 #[test]
-fn the_schema_for_editors_is_printed() {
+fn schema_option_prints_the_documented_schema() {
     let mut command = Command::new(programs().join("bulkhead-supervisor"));
     let output = command.arg("--schema").stdin(Stdio::null()).output().unwrap();
     assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
     let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
     let file: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
-    assert!(printed == file, "docs/workers.schema.json is another one");
+    assert!(printed == file, "docs/workers.schema.json differs");
 }
 
 #[test]
-fn what_cannot_be_written_is_no_success() {
+fn unwritable_standard_output_exits_with_status_74() {
     let folder = configured("[bulkhead.one]\nexec = [\"cat\"]\n");
     for arguments in [&["--config", "workers.toml", "--check"][..], &["--schema"], &["doctor"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
@@ -778,12 +797,12 @@ fn what_cannot_be_written_is_no_success() {
         let output = shell.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
-        assert!(said.contains("standard output: the descriptor is closed"), "{arguments:?}: {said}");
+        assert!(said.contains("standard output: standard output is closed"), "{arguments:?}: {said}");
     }
 }
 
 #[test]
-fn a_bad_file_is_refused_with_all_its_errors() {
+fn invalid_configuration_reports_all_errors_with_lines() {
     let config = "[supervisor]\nmax_client = 5\ndrain_timeout = 30\n\n\
                   [bulkhead.one]\nexec = [\"no-such-program\"]\nprocesses = 0\nfallback = [\"nobody\"]\n\n\
                   [bulkhead.TWO]\ncommand = \"x\"\n\n\
@@ -798,20 +817,20 @@ fn a_bad_file_is_refused_with_all_its_errors() {
         let said = String::from_utf8(output.stderr).unwrap();
         for line in [2, 3, 6, 7, 8, 10, 11, 15, 17] {
             let place = format!("{}:{line}:", path.display());
-            assert!(said.contains(&place), "line {line} is named: {said}");
+            assert!(said.contains(&place), "the message names line {line}: {said}");
             let text = config.lines().nth(line - 1).unwrap();
-            assert!(said.contains(text), "line {line} is shown: {said}");
+            assert!(said.contains(text), "the message shows line {line}: {said}");
         }
         for part in ["max_clients", "no-such-program", "cannot fork its workers", "help"] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        assert!(!said.contains('\u{1b}'), "no colours where there is no terminal");
+        assert!(!said.contains('\u{1b}'), "no colours without a terminal");
     }
     assert!(!folder.path().join("jobs.sock").exists());
 }
 
 #[test]
-fn a_wrong_command_line_is_a_usage_error() {
+fn invalid_command_line_exits_with_status_2() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let program = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead-supervisor"));
@@ -844,7 +863,7 @@ fn a_wrong_command_line_is_a_usage_error() {
 // Signals and the log.
 
 #[test]
-fn the_log_is_one_json_object_a_line() {
+fn json_log_has_one_object_per_line() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let mut supervisor = Started::start(folder.path(), &["--log-format", "json", "--log-level", "info"]);
     supervisor.wait_ready();
@@ -855,30 +874,38 @@ fn the_log_is_one_json_object_a_line() {
         whole.lines().map(parse).collect()
     };
     let message = |object: &Value| object["message"].as_str().unwrap_or_default().to_owned();
-    wait_for("it says so", || objects(&supervisor).iter().any(|o| message(o) == "ready").then_some(()));
+    wait_for("the log says that the supervisor is ready", || {
+        objects(&supervisor).iter().any(|o| message(o) == "ready").then_some(())
+    });
     kill_pid(supervisor.0.id(), Signal::SIGUSR1);
     let summary = wait_for("the summary is logged", || {
         objects(&supervisor).into_iter().find(|o| message(o).starts_with("summary") && o["bulkhead"] == "b")
     });
     assert_eq!((&summary["kind"], &summary["state"]), (&"summary".into(), &"ready".into()), "{summary}");
-    assert_eq!(message(&summary), "summary", "the rest are fields");
+    assert_eq!(message(&summary), "summary", "all values of the summary are fields");
     for (field, number) in [("workers", 1), ("in_flight", 0), ("queued", 0), ("done", 0), ("restarts", 0)] {
         assert_eq!(summary[field], number, "{field}: {summary}");
     }
     kill_pid(supervisor.0.id(), Signal::SIGHUP);
-    wait_for("it goes on", || (try_ask(folder.path(), "GET", "/readyz", &[])?.status == 200).then_some(()));
+    wait_for("the supervisor is ready after the reload", || {
+        (try_ask(folder.path(), "GET", "/readyz", &[])?.status == 200).then_some(())
+    });
     assert_eq!(supervisor.stop(), Some(0));
     let all = objects(&supervisor);
     for object in &all {
         assert!(object["timestamp"].is_string() && object["level"].is_string(), "{object}");
         assert!(object["target"].is_string() && object["message"].is_string(), "{object}");
     }
-    assert_eq!(all.iter().filter(|o| message(o) == "ready").count(), 1, "ready is said once");
+    assert_eq!(
+        all.iter().filter(|o| message(o) == "ready").count(),
+        1,
+        "the log says once that the supervisor is ready"
+    );
     assert_eq!(message(all.last().unwrap()), "stopped", "{all:?}");
 }
 
 #[test]
-fn the_log_is_text_by_default_and_quiet_on_request() {
+fn log_defaults_to_text_without_colours() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let mut supervisor = Started::start(folder.path(), &[]);
     supervisor.wait_ready();
@@ -895,7 +922,7 @@ fn the_log_is_text_by_default_and_quiet_on_request() {
 }
 
 #[test]
-fn the_service_manager_is_told() {
+fn systemd_is_notified_of_start_reload_and_stop() {
     let folder = configured(&format!("{SOCKETS}{ONE}"));
     let path = folder.path().join("notify.sock");
     let manager = UnixDatagram::bind(&path).unwrap();
@@ -927,7 +954,7 @@ fn the_service_manager_is_told() {
 }
 
 #[test]
-fn a_stop_answers_all_and_leaves_nothing() {
+fn shutdown_answers_every_job_and_removes_sockets() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let mut supervisor = Supervisor::start(
             "[bulkhead.b]\nmax_queue = 5\ndeadline = \"60s\"\ncwd = \".\"\n\
@@ -949,7 +976,7 @@ fn a_stop_answers_all_and_leaves_nothing() {
         assert_eq!(supervisor.wait().code(), Some(0), "{signal}");
         assert!(workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)), "{signal}");
         for name in ["jobs.sock", "admin.sock"] {
-            assert!(!supervisor.folder.path().join(name).exists(), "{name} is gone");
+            assert!(!supervisor.folder.path().join(name).exists(), "{name} is removed");
         }
         assert!(Client::connect(supervisor.socket()).is_err());
     }
@@ -957,7 +984,7 @@ fn a_stop_answers_all_and_leaves_nothing() {
 
 /// Clients that open connections and then neither send nor read must not block operators permanently.
 #[test]
-fn idle_connections_do_not_lock_the_admin_socket() {
+fn admin_socket_answers_despite_idle_connections() {
     let _turn = heavy();
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let connect = || UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
@@ -967,7 +994,7 @@ fn idle_connections_do_not_lock_the_admin_socket() {
         let _ = socket.write_all(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n");
         held.push(socket);
     }
-    let health = wait_for("it answers again", || {
+    let health = wait_for("the admin socket answers again", || {
         let socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).ok()?;
         socket.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
         (&socket).write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n").ok()?;
@@ -983,6 +1010,8 @@ fn idle_connections_do_not_lock_the_admin_socket() {
     assert_eq!(get(&supervisor, "/v1/events").status, 503);
     assert_eq!(get(&supervisor, "/v1/events?follow=false").status, 200);
     drop(streams);
-    wait_for("there is room again", || (get(&supervisor, "/v1/events").status == 200).then_some(()));
+    wait_for("another event stream is accepted", || {
+        (get(&supervisor, "/v1/events").status == 200).then_some(())
+    });
     assert_eq!(get(&supervisor, "/v1/events?bulkhead=nobody").status, 404);
 }

@@ -34,7 +34,7 @@ max_queue = 20
 env = { PATH = "/usr/bin:/bin" }
 "#;
 
-/// A name that would do harm if it were taken for markup or for terminal control characters.
+/// Text that would run a script if the page treated it as markup. The text also contains terminal control characters.
 const HOSTILE: &str = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\u{202e}\u{1b}[31m";
 /// Expected text of `HOSTILE` on the page.
 const HARMLESS: &str =
@@ -58,7 +58,7 @@ impl Site {
         let place = Place::tcp(&supervisor);
         let Place::Tcp(address) = &place else { panic!() };
         let address = address.to_string();
-        // The next supervisor must listen on the same address.
+        // A restarted supervisor must listen on the same address, so the configuration names the port.
         supervisor.configure(&keys(&address), bulkheads);
         Self { supervisor, place, address }
     }
@@ -96,7 +96,7 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
-    // Discards the requests that the browser made before loading the page.
+    // Discards the log of requests before the page is loaded.
     browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
@@ -105,8 +105,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Checks that the page logged no errors and sent requests to the supervisor only. Requests that fail while the
-/// supervisor is away do not count as errors.
+/// Checks that the page logged no errors and sent requests only to the supervisor. Ignores failed requests during a
+/// restart of the supervisor.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser
         .log("browser")
@@ -122,7 +122,7 @@ fn check(site: &Site, browser: &Browser) {
             continue;
         }
         let params = &message["message"]["params"];
-        // The browser may still be loading start pages (chrome:, chrome-untrusted:).
+        // The browser can still be loading its start pages (chrome:, chrome-untrusted:).
         if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
             continue;
         }
@@ -131,7 +131,7 @@ fn check(site: &Site, browser: &Browser) {
         assert!(is_own || url.starts_with("data:"), "{url}");
         asked += 1;
     }
-    assert!(asked > 3, "{asked} requests were seen");
+    assert!(asked > 3, "the browser made only {asked} requests");
     assert_eq!(browser.value("window.hacked ?? null"), Value::Null);
 }
 
@@ -140,7 +140,7 @@ fn card(name: &str) -> String {
 }
 
 #[test]
-fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
+fn dashboard_shows_every_bulkhead_and_new_crashes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let names = browser.value("[...document.querySelectorAll('.card h3')].map((e) => e.textContent)");
@@ -181,7 +181,7 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
 }
 
 #[test]
-fn the_worst_card_comes_first() {
+fn dashboard_lists_failing_bulkheads_first() {
     let _turn = heavy();
     let broken =
         "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
@@ -199,8 +199,8 @@ fn the_worst_card_comes_first() {
         "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
     );
     assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
-    // The count varies because the page can show an earlier moment. Also, the last job can run instead of waiting, if
-    // the first job ends before the last one arrives.
+    // The exact count varies, because the page can show an earlier moment and because the last job can run before its
+    // deadline.
     browser.wait(&format!(
         "/deadline_exceeded\\/queued: \\d+ of 11/.test(document.querySelector('{} .why')?.textContent)",
         card("sql")
@@ -209,7 +209,7 @@ fn the_worst_card_comes_first() {
 }
 
 #[test]
-fn what_changes_something_is_confirmed_first() {
+fn dashboard_asks_for_confirmation_before_changes() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
@@ -228,7 +228,7 @@ fn what_changes_something_is_confirmed_first() {
     assert!(browser.text("#dialog").contains("rejected as draining"));
     browser.press(&["\u{e00c}"]);
     browser.wait("!document.querySelector('#dialog').open");
-    assert_eq!(browser.text("#details h2"), "thumbnail", "Esc closes one thing");
+    assert_eq!(browser.text("#details h2"), "thumbnail", "Esc closes only the dialog");
     assert_eq!(
         (limit("thumbnail"), site.supervisor.state("thumbnail").state.to_string()),
         (4, "ready".to_owned())
@@ -270,14 +270,14 @@ fn what_changes_something_is_confirmed_first() {
     let before = site.supervisor.worker_pids("thumbnail");
     browser.click("[data-action=restart]");
     browser.click("#dialog .primary");
-    wait_for("the workers are others", || {
+    wait_for("both workers are replaced", || {
         let now = site.supervisor.worker_pids("thumbnail");
         (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
     });
     browser.press(&["\u{e00c}"]);
     browser.wait("document.querySelector('#details').hidden");
 
-    // A reload shows the changes before applying any.
+    // The reload dialog lists the changes before they are applied.
     let keys = keys(&site.address);
     site.supervisor.configure(&keys, &BULKHEADS.replace("max_queue = 10", "max_queue = 11"));
     browser.click("#reload");
@@ -299,7 +299,7 @@ fn what_changes_something_is_confirmed_first() {
 }
 
 #[test]
-fn it_comes_back_after_the_supervisor_and_says_so() {
+fn dashboard_reconnects_after_supervisor_restart() {
     let _turn = heavy();
     let Some((mut site, browser)) = open(BULKHEADS) else { return };
     for _ in 0..3 {
@@ -316,7 +316,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
     browser.wait(
         "[...document.querySelectorAll('#feed .fields')].some((e) => e.textContent.includes('was restarted'))",
     );
-    // The new supervisor uses event numbers again that the page has already seen.
+    // The restarted supervisor numbers its events from 1, so the page sees the same numbers again.
     site.crash("sql");
     browser.wait("[...document.querySelectorAll('#feed .who')].some((e) => e.textContent === 'sql' && e.parentElement.textContent.includes('job crashed'))");
     let negative = browser
@@ -326,7 +326,7 @@ fn it_comes_back_after_the_supervisor_and_says_so() {
 }
 
 #[test]
-fn hostile_text_is_shown_and_does_nothing() {
+fn dashboard_shows_markup_in_job_data_as_text() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let client = Client::connect(site.supervisor.socket()).unwrap();
@@ -359,7 +359,7 @@ fn hostile_text_is_shown_and_does_nothing() {
     shows("#details pre");
     let made = "document.querySelectorAll('main img, main script, aside img, aside script, pre *').length";
     assert_eq!(browser.value(made), 0);
-    // Even if the page had a bug, the browser would refuse to run injected code.
+    // The Trusted Types policy of the page makes the browser reject injected markup.
     let tried = browser.run(
         "try { document.body.innerHTML += '<img src=x onerror=window.hacked=1>'; return 'done' } catch (e) { return e.name }",
     );
@@ -369,7 +369,7 @@ fn hostile_text_is_shown_and_does_nothing() {
 }
 
 #[test]
-fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
+fn dashboard_works_with_keyboard_and_on_phone() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let focused = || browser.value("document.activeElement.textContent");
@@ -383,7 +383,7 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
     browser.wait("document.querySelector('#details h2')?.textContent === 'sql'");
     browser.press(&["\u{e00c}"]);
     browser.wait("document.querySelector('#details').hidden");
-    assert_eq!(focused(), "sql", "the focus is where it was");
+    assert_eq!(focused(), "sql", "the focus returns to the card");
     browser.press(&["?"]);
     browser.wait("document.querySelector('#dialog').open && document.querySelector('#dialog').textContent.includes('Keyboard')");
     browser.press(&["\u{e00c}"]);
@@ -402,7 +402,7 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
 }
 
 #[test]
-fn a_storm_leaves_the_page_its_bounds() {
+fn dashboard_keeps_at_most_500_events() {
     let _turn = heavy();
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let threads = (0..4).map(|_| {
@@ -416,7 +416,7 @@ fn a_storm_leaves_the_page_its_bounds() {
     });
     threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
     browser.wait("Number(document.querySelector('#feed-count').textContent.replace(/[^0-9]/g, '')) > 500 && document.querySelector('#feed').children.length === 500");
-    // The failures of the storm moved this card to the front.
+    // The failures moved this card to the front.
     browser.wait("document.querySelector('.card h3').textContent === 'script'");
     browser.press(&["j"]);
     assert_eq!(browser.value("document.activeElement.textContent"), "script");
@@ -427,7 +427,7 @@ fn a_storm_leaves_the_page_its_bounds() {
     check(&site, &browser);
 }
 
-/// Checks that nothing on the page is wider than a phone.
+/// Checks that the page has no horizontal overflow on a phone.
 fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
     site.crash("thumbnail");
     browser.wait("document.querySelector('#crashes summary')");
@@ -543,7 +543,7 @@ fn save(browser: &Browser, name: &str) {
 }
 
 #[test]
-fn pictures_for_the_documentation() {
+fn updates_screenshots_of_documentation() {
     if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
         return;
     }

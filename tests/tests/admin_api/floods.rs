@@ -1,4 +1,4 @@
-//! Clients that flood the admin socket slow down only themselves. Jobs and shutdown continue.
+//! Floods of requests on the admin socket. Jobs and shutdown must not be delayed.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -9,12 +9,12 @@ use bulkhead_tests::tenants::{assert_balanced, isolated};
 use bulkhead_tests::{PATIENCE, Supervisor, heavy, outcome, wait_for};
 use nix::sys::signal::Signal;
 
-/// Number of tenants, just below the maximum that a supervisor remembers for a bulkhead (4096).
+/// Number of tenants. A supervisor remembers at most 4096 tenants of a bulkhead.
 const TENANTS: usize = 4000;
 
 const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Starts a supervisor that remembers many tenants whose jobs were all rejected.
+/// Starts a supervisor with records of [`TENANTS`] tenants. All jobs of these tenants were rejected.
 fn crowded() -> (Supervisor, Client) {
     let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
     let supervisor = Supervisor::start(&bulkheads);
@@ -29,7 +29,7 @@ fn crowded() -> (Supervisor, Client) {
     (supervisor, client)
 }
 
-/// Requests these pages continuously while `meanwhile` runs. Returns the number of responses.
+/// Requests all `pages` continuously while `meanwhile` runs. Returns the number of responses.
 fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
     let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -41,7 +41,7 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
                 }
             });
         }
-        wait_for("some are answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
+        wait_for("a request is answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(meanwhile));
         is_over.store(true, Ordering::Relaxed);
         if let Err(panic) = done {
@@ -51,9 +51,9 @@ fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -
     answers.into_inner()
 }
 
-/// The pages describe thousands of tenants.
+/// The requested pages describe thousands of tenants.
 #[test]
-fn jobs_continue_while_large_pages_are_requested() {
+fn large_admin_responses_do_not_block_jobs() {
     let _turn = heavy();
     let (supervisor, client) = crowded();
     let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
@@ -64,7 +64,7 @@ fn jobs_continue_while_large_pages_are_requested() {
             jobs += 1;
         }
     });
-    // A job needs two or three iterations of the event loop, and each iteration builds one part of a large page.
+    // Requests delay a job only slightly, because each iteration of the event loop builds one part of a large response.
     assert!(jobs == 100 && answers > 0);
     let snapshot = supervisor.snapshot("b");
     assert_balanced(&snapshot);
@@ -74,7 +74,7 @@ fn jobs_continue_while_large_pages_are_requested() {
 
 /// A tenant that is forgotten while the snapshot is being built counts exactly once.
 #[test]
-fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
+fn snapshot_counts_forgotten_tenants_exactly_once() {
     let _turn = heavy();
     let (supervisor, client) = crowded();
     let submitted = TENANTS + 1;
@@ -96,10 +96,10 @@ fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
 }
 
 #[test]
-fn a_stop_is_not_lost_in_a_crowd_of_commands() {
+fn many_pending_commands_do_not_delay_shutdown() {
     let _turn = heavy();
     let (mut supervisor, _client) = crowded();
-    // The supervisor is stopped, so more commands pile up than one iteration takes. No client waits for the response.
+    // While the supervisor is stopped, more commands arrive than one iteration handles. No client waits for a response.
     supervisor.signal(Signal::SIGSTOP);
     let admin = supervisor.folder.path().join("admin.sock");
     let ask = || {

@@ -13,7 +13,7 @@ const ONE: &str =
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Checks the fields that the problem document of every job has.
+/// Checks the fields that every problem document of a job has.
 #[track_caller]
 fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &str) -> Value {
     let problem = answer.problem(status);
@@ -35,7 +35,7 @@ fn check(answer: &Answer, status: u16, outcome: &str, reason: &str, executed: &s
 }
 
 #[test]
-fn a_result_comes_back_as_it_is_with_its_outcome_in_headers() {
+fn http_job_returns_result_and_outcome_headers() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let sizes = [0, 1, 65_536, 65_537, 3_000_000];
@@ -65,7 +65,7 @@ fn a_result_comes_back_as_it_is_with_its_outcome_in_headers() {
             socket.write_all(b"\r\n").unwrap();
         }
         socket.write_all(b"0\r\n\r\n").unwrap();
-        let answer = Answer::read(socket).expect("an answer");
+        let answer = Answer::read(socket).expect("a response");
         assert_eq!(answer.status, 200, "{}", answer.text());
         assert!(answer.body == payload, "{size} bytes come back");
     }
@@ -73,7 +73,7 @@ fn a_result_comes_back_as_it_is_with_its_outcome_in_headers() {
 }
 
 #[test]
-fn what_a_client_asks_for_is_asked_of_the_data_plane() {
+fn request_headers_set_deadline_tenant_and_trace() {
     let supervisor = Supervisor::start(&format!("{ONE}deadline_max = \"30s\"\n"));
     let place = Place::of(&supervisor);
     let late = place.job(
@@ -90,7 +90,7 @@ fn what_a_client_asks_for_is_asked_of_the_data_plane() {
     assert_eq!(event["tenant"], "größe");
     assert_eq!(event["trace_id"], &TRACEPARENT[3..35]);
 
-    // Waits for all permits, so that the job does not spend its deadline in the queue.
+    // Waits until all permits are free, so that the next job does not spend its deadline in the queue.
     supervisor.wait_number("b", "available", 4);
     let late =
         place.job("b", "sleep", &["Bulkhead-Deadline-Ms: 2000", "Bulkhead-Idempotent: true"], b"20000");
@@ -117,7 +117,7 @@ fn what_a_client_asks_for_is_asked_of_the_data_plane() {
 }
 
 #[test]
-fn what_ends_otherwise_is_a_problem_with_its_fields() {
+fn failed_jobs_get_problem_documents() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\nmax_result = 1000\n\
                  deadline = \"20s\"\nmax_queue = 4\n\
@@ -147,8 +147,8 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     let mut chunked = place.connect();
     chunked.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
     write!(chunked, "{:x}\r\n", 102_401).and_then(|()| chunked.write_all(&[0; 102_401])).unwrap();
-    // The answer comes before the end of the payload.
-    check(&Answer::read(chunked).expect("an answer"), 413, "rejected", "too_large", "no");
+    // The client has not sent the last chunk yet.
+    check(&Answer::read(chunked).expect("a response"), 413, "rejected", "too_large", "no");
     check(&place.job("b", &"o".repeat(257), &[], b""), 400, "rejected", "invalid", "no");
 
     let problem = check(&place.job("b", "exit", &[], b"3"), 502, "crashed", "exit", "unknown");
@@ -187,9 +187,9 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
-    // A cost above the burst can never be served. The answer has `retry_after_ms` all the same.
+    // A cost above the burst can never be served. The response still has `retry_after_ms`.
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 9"], b""), 429, "rejected", "rate_limited", "no");
-    let broken = "the one that is broken has failed";
+    let broken = "the bulkhead `broken` has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
     check(&place.job("broken", "echo", &[], b""), 503, "rejected", "unavailable", "no");
 
@@ -215,7 +215,7 @@ fn crowd(
 }
 
 #[test]
-fn a_crowd_is_told_why_it_is_turned_away() {
+fn overloaded_bulkhead_names_the_reject_reason() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"6MiB\"\n",
         "[defaults]\ndeadline = \"10m\"\ncwd = \".\"\n\
@@ -263,7 +263,7 @@ fn a_crowd_is_told_why_it_is_turned_away() {
     supervisor.resize("breaker", r#"{"breaker": "forced_open"}"#);
     check(&place.job("breaker", "echo", &[], b""), 503, "rejected", "circuit_open", "no");
 
-    // Two waiting payloads would exceed the memory budget.
+    // The memory budget holds one of these payloads, but not two.
     let waiting = {
         let place = place.clone();
         std::thread::spawn(move || place.job("late", "echo", &[], &vec![1; 4 << 20]))
@@ -280,7 +280,7 @@ fn a_crowd_is_told_why_it_is_turned_away() {
         }
     }
     let _ = chunked.write_all(b"0\r\n\r\n");
-    check(&Answer::read(chunked).expect("an answer"), 503, "rejected", "overloaded", "no");
+    check(&Answer::read(chunked).expect("a response"), 503, "rejected", "overloaded", "no");
 
     supervisor.touch("go");
     for waited in [lucky, second, waiting] {
@@ -289,7 +289,7 @@ fn a_crowd_is_told_why_it_is_turned_away() {
 }
 
 #[test]
-fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
+fn too_large_payload_is_rejected_before_it_arrives() {
     let supervisor = Supervisor::start(&format!("{ONE}max_payload = 1000\n"));
     let place = Place::of(&supervisor);
     let begin = |headers: &[&str], length: Option<usize>| {
@@ -303,7 +303,7 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
         assert!(detail.contains(&length.to_string()) && detail.contains("1000"), "{detail}");
-        // A client that sends `Expect: 100-continue` gets the rejection instead of the permission to send.
+        // A client that sends `Expect: 100-continue` gets the rejection instead of `100 Continue`.
         let mut socket = begin(&["Expect: 100-continue"], Some(length));
         let mut text = String::new();
         socket.read_to_string(&mut text).unwrap();
@@ -314,9 +314,9 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
     socket.write_all(b"3e9\r\n").unwrap();
     socket.write_all(&[0; 1001]).unwrap();
     let problem = check(&Answer::read(socket).unwrap(), 413, "rejected", "too_large", "no");
-    assert!(problem["detail"].as_str().unwrap().contains("max_payload is 1000"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("max_payload (1000 bytes)"), "{problem}");
     let rejected = supervisor.snapshot("b")["rejected"]["too_large"].as_u64().unwrap();
-    assert_eq!(rejected, 11, "each counts where the others count");
+    assert_eq!(rejected, 11, "all rejections have the reason `too_large`");
 
     // A client that never stops sending can still read the rejection.
     let mut socket = begin(&[], Some(64 << 20));
@@ -326,7 +326,7 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
 }
 
 #[test]
-fn a_client_that_goes_away_cancels() {
+fn disconnecting_client_cancels_its_job() {
     let supervisor = Supervisor::start(&format!("{ONE}grace = \"10s\"\n"));
     let place = Place::of(&supervisor);
     let begin = |bytes: usize, more: &[u8]| {
@@ -344,7 +344,7 @@ fn a_client_that_goes_away_cancels() {
         supervisor.wait_number("b", "cancelled", count);
         supervisor.wait_number("b", "in_flight", 0);
     }
-    // HTTP cannot tell a half-closed connection from a client that has left.
+    // Over HTTP, the supervisor cannot tell a half-closed connection from a client that has left.
     let socket = begin(5, b"");
     supervisor.wait_number("b", "in_flight", 1);
     socket.end_sending();
@@ -358,12 +358,12 @@ fn a_client_that_goes_away_cancels() {
         socket.write_all(&vec![0; bytes / 2]).unwrap();
         drop(socket);
     }
-    wait_for("the places are free again", || (place.job("b", "echo", &[], b"x").status == 200).then_some(()));
+    wait_for("another job is accepted", || (place.job("b", "echo", &[], b"x").status == 200).then_some(()));
     assert_eq!(supervisor.number("b", "submitted"), 5);
 }
 
 #[test]
-fn a_connection_is_for_one_job() {
+fn http_connection_serves_only_one_job() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     let mut socket = place.connect();
@@ -377,7 +377,7 @@ fn a_connection_is_for_one_job() {
 }
 
 #[test]
-fn other_methods_and_rubbish_are_problems() {
+fn malformed_requests_are_rejected() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     for method in ["GET", "PUT", "DELETE", "OPTIONS"] {
@@ -436,7 +436,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
 
 /// Covers rejections in the control plane, which never reach the data plane.
 #[test]
-fn jobs_that_are_refused_where_they_come_in_are_counted() {
+fn metrics_count_jobs_with_invalid_headers() {
     let supervisor = Supervisor::start(ONE);
     let place = Place::of(&supervisor);
     for _ in 0..3 {
@@ -455,7 +455,7 @@ fn jobs_that_are_refused_where_they_come_in_are_counted() {
 }
 
 #[test]
-fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
+fn slow_clients_are_disconnected_without_delaying_others() {
     let supervisor = Supervisor::start(&format!("{ONE}max_result = \"64MiB\"\n"));
     let place = Place::of(&supervisor);
     let head = |length: Option<usize>, headers: &[&str]| {
@@ -491,13 +491,13 @@ fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
     assert!(began.elapsed() >= Duration::from_secs(9));
     // A client that stops reading gets only bytes that were already in the socket buffers.
-    wait_for("the reader is cut off", || (descriptors(supervisor.pid()) <= before).then_some(()));
+    wait_for("all slow clients are disconnected", || (descriptors(supervisor.pid()) <= before).then_some(()));
     assert!(drain(reader).len() < 50_000_000);
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
 }
 
 #[test]
-fn more_jobs_than_there_are_places_for_are_told_so() {
+fn http_job_beyond_128_concurrent_jobs_is_rejected() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\ncwd = \".\"\ndeadline = \"60s\"\n",
     );
@@ -522,19 +522,19 @@ fn more_jobs_than_there_are_places_for_are_told_so() {
     supervisor.touch("go");
     assert!(by_socket.wait().is_ok());
     for socket in held {
-        assert_eq!(Answer::read(socket).expect("an answer").status, 200);
+        assert_eq!(Answer::read(socket).expect("a response").status, 200);
     }
 }
 
 /// Returns the peak resident memory in MiB.
 fn peak_mib(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process of ours");
-    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("its memory");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the supervisor runs");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("VmHWM is listed");
     line.split_ascii_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number") / 1024
 }
 
 #[test]
-fn payloads_of_unknown_length_share_the_memory_for_all() {
+fn chunked_payloads_stay_within_memory_budget() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"\n", ONE);
     let place = Place::of(&supervisor);
     let before = peak_mib(supervisor.pid());
@@ -559,22 +559,25 @@ fn payloads_of_unknown_length_share_the_memory_for_all() {
         .collect();
     let sockets: Vec<Socket> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
     let grown = peak_mib(supervisor.pid()) - before;
-    assert!(grown < 100, "{grown} MiB more");
+    assert!(grown < 100, "memory grew by {grown} MiB");
     // Accepted senders can finish. The others have been rejected.
     let statuses = sockets.into_iter().map(|mut socket| {
         let _ = socket.write_all(b"0\r\n\r\n");
-        Answer::read(socket).expect("an answer").status
+        Answer::read(socket).expect("a response").status
     });
     let statuses: Vec<u16> = statuses.collect();
     assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{statuses:?}");
     assert!(statuses.iter().filter(|status| **status == 503).count() >= 64, "{statuses:?}");
     // All of the memory is free again.
     assert_eq!(place.job("b", "echo", &[], &vec![1; 4 << 20]).status, 200);
-    println!("{grown} MiB at most, {} served", statuses.iter().filter(|status| **status == 200).count());
+    println!(
+        "memory grew by at most {grown} MiB, {} served",
+        statuses.iter().filter(|status| **status == 200).count()
+    );
 }
 
 #[test]
-fn the_admin_socket_asks_no_entry_of_the_jobs_socket() {
+fn access_rules_do_not_apply_to_admin_socket() {
     let supervisor = Supervisor::start(&format!("[[access]]\nuid = 4242\n{ONE}"));
     assert!(bulkhead_client::blocking::Client::connect(supervisor.socket()).is_err());
     let answer = Place::of(&supervisor).job("b", "echo", &["Bulkhead-Tenant: any"], b"x");
@@ -582,7 +585,7 @@ fn the_admin_socket_asks_no_entry_of_the_jobs_socket() {
 }
 
 #[test]
-fn a_stop_answers_jobs_over_http() {
+fn shutdown_answers_all_http_jobs() {
     let mut supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 9\ncwd = \".\"\ndeadline = \"60s\"\n",
     );

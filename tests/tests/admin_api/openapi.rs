@@ -28,10 +28,10 @@ fn start() -> (Supervisor, Place) {
     (supervisor, place)
 }
 
-/// Causes a crash report and events. Returns the id of the report.
+/// Crashes a worker, so that there is a crash report. Returns the id of the report.
 fn crash(supervisor: &Supervisor, place: &Place) -> String {
     place.job("b", "abort", &[BEARER], b"").problem(502);
-    wait_for("there is a report", || {
+    wait_for("there is a crash report", || {
         let crashes = supervisor.get("/v1/crashes");
         Some(crashes["crashes"].get(0)?["id"].as_str()?.to_owned())
     })
@@ -67,7 +67,7 @@ fn compare(document: &Value, said: &Value, answer: &Answer, asked: &str) {
 #[track_caller]
 fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
     if let Some(name) = schema["$ref"].as_str() {
-        let named = document.pointer(name.trim_start_matches('#')).expect("what is referred to");
+        let named = document.pointer(name.trim_start_matches('#')).expect("the referenced schema exists");
         return fits(document, named, value, asked);
     }
     let is_of = |kind: &Value| match kind.as_str() {
@@ -78,12 +78,12 @@ fn fits(document: &Value, schema: &Value, value: &Value, asked: &str) {
         Some("number") => value.is_number(),
         Some("boolean") => value.is_boolean(),
         Some("null") => value.is_null(),
-        _ => panic!("{asked}: {kind} is no type"),
+        _ => panic!("{asked}: {kind} is not a type"),
     };
     match &schema["type"] {
         Value::Array(kinds) => assert!(kinds.iter().any(is_of), "{asked}: {value} is none of {kinds:?}"),
         Value::Null => {}
-        kind => assert!(is_of(kind), "{asked}: {value} is no {kind}"),
+        kind => assert!(is_of(kind), "{asked}: {value} is not of type {kind}"),
     }
     for name in schema["required"].as_array().into_iter().flatten() {
         assert!(value.get(name.as_str().unwrap()).is_some(), "{asked}: {name} is missing in {value}");
@@ -122,13 +122,13 @@ fn body_of(said: &Value) -> (Vec<String>, &'static [u8]) {
 }
 
 #[test]
-fn every_route_answers_as_the_document_says() {
+fn every_route_matches_the_openapi_document() {
     let (supervisor, place) = start();
     let id = crash(&supervisor, &place);
     let document = place.ask("GET", "/openapi.json", &[BEARER], b"").json();
     let mut operations = operations(&document);
     assert!(operations.len() >= 20, "{}", operations.len());
-    // `/v1/watch` never ends. `watch.rs` tests it.
+    // `/v1/watch` never ends. `watch.rs` tests this route.
     operations.retain(|(path, ..)| path != "/v1/watch");
     // Sorts `drain` last, so that all other requests find the bulkhead ready.
     operations.sort_by_key(|(path, ..)| path.ends_with("drain"));
@@ -160,7 +160,7 @@ fn every_route_answers_as_the_document_says() {
             };
             let answer = with(&[], &joined(&fitting(&parameter["schema"])), body);
             compare(&document, said, &answer, &format!("{asked}?{name}"));
-            // This value is valid only for strings.
+            // The value `ä` is valid only for strings.
             if parameter["schema"]["type"] != "string" {
                 let answer = with(&[], &joined("%C3%A4"), body);
                 assert_eq!(answer.status, 400, "{asked}?{name}: {}", answer.text());
@@ -227,7 +227,7 @@ fn every_route_answers_as_the_document_says() {
             }
         }
     }
-    // All operations again, for a bulkhead with isolated tenants.
+    // Calls all operations again, for a bulkhead with isolated tenants.
     for (path, method, said) in &operations {
         let path = path.replace("{name}", "own").replace("{id}", &id).replace("{tenant}", "acme");
         let path = path.replace("{file}", "style.css");
@@ -249,7 +249,7 @@ fn schemathesis() -> Option<PathBuf> {
 }
 
 #[test]
-fn made_up_requests_are_answered_as_the_document_says() {
+fn generated_requests_match_the_openapi_document() {
     let Some(program) = schemathesis() else {
         not_run!(
             "schemathesis is not installed: run `pip install schemathesis`, and put the program into PATH or \
@@ -259,7 +259,7 @@ fn made_up_requests_are_answered_as_the_document_says() {
     };
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // The requests name an existing bulkhead and crash report, because most would end as 404 otherwise.
+    // The requests name an existing bulkhead and crash report. Otherwise most responses would have status 404.
     let names = format!("[parameters]\nname = \"b\"\nid = \"{}\"\n", crash(&supervisor, &place));
     std::fs::write(supervisor.file("schemathesis.toml"), names).unwrap();
     let output = Command::new("timeout")

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
-/// `me:a-token-of-the-tests`, encoded as a browser sends it.
+/// HTTP basic authentication with the user `me` and the token as the password.
 const BASIC: &str = "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdHM=";
 const CHALLENGES: &str = "Bearer realm=\"bulkhead\", Basic realm=\"bulkhead\", charset=\"UTF-8\"";
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nenv = { KEY = \"sesame\" }\n";
@@ -49,7 +49,7 @@ fn raw(place: &Place, request: &str) -> String {
 }
 
 #[test]
-fn probes_that_name_no_host_are_answered() {
+fn health_checks_need_no_host_header() {
     let (_supervisor, place) = start();
     for request in [
         "GET /healthz HTTP/1.0\r\n\r\n",
@@ -60,8 +60,7 @@ fn probes_that_name_no_host_are_answered() {
         let answer = raw(&place, request);
         assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
     }
-    // Browsers always send a Host header. Without a Host header nothing but probes is open, even with the
-    // token.
+    // Browsers always send a Host header. Without a Host header, only health checks are permitted, even with the token.
     for request in [
         "GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_owned(),
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n".to_owned(),
@@ -73,7 +72,7 @@ fn probes_that_name_no_host_are_answered() {
 }
 
 #[test]
-fn refuses_keep_alive_with_one_connection_header() {
+fn response_has_one_connection_close_header() {
     let (supervisor, place) = start();
     for place in [place, Place::of(&supervisor)] {
         for path in ["/healthz", "/v1/nothing"] {
@@ -86,12 +85,12 @@ fn refuses_keep_alive_with_one_connection_header() {
 }
 
 #[test]
-fn only_the_token_opens_and_health_needs_none() {
+fn routes_except_health_checks_require_the_token() {
     let (supervisor, place) = start();
     for open in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(place.ask("GET", open, &[], b"").status, 200, "{open}");
     }
-    // The page can still be empty, but needs no token.
+    // The metrics may not be available yet, but the request needs no token.
     assert_ne!(place.ask("GET", "/metrics", &[], b"").status, 401);
     let closed = [
         ("GET", "/v1/bulkheads"),
@@ -120,7 +119,7 @@ fn only_the_token_opens_and_health_needs_none() {
         "Authorization: Bearer a-token-of-the-tests-and-more",
         "Authorization: Bearer A-TOKEN-OF-THE-TESTS",
         "Authorization: Basic a-token-of-the-tests",
-        // "me:a-token-of-the-test", "a-token-of-the-tests", "a-token-of-the-tests:"
+        // Decoded: "me:a-token-of-the-test", "a-token-of-the-tests", "a-token-of-the-tests:".
         "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdA==",
         "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM=",
         "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM6",
@@ -155,16 +154,16 @@ fn only_the_token_opens_and_health_needs_none() {
     assert_eq!(place.ask("GET", "/", &[BASIC], b"").header("content-type"), "text/html; charset=utf-8");
     assert_eq!(place.job("b", "echo", &[BASIC], b"").status, 200);
     place.job("b", "fail", &[BEARER], b"").problem(422);
-    assert!(!supervisor.log().contains(TOKEN), "the log does not tell it");
+    assert!(!supervisor.log().contains(TOKEN), "the log does not contain the token");
     // The Unix socket needs no token.
     assert_eq!(Place::of(&supervisor).job("b", "echo", &[], b"").status, 200);
 }
 
 #[test]
-fn web_pages_of_others_change_nothing_and_see_nothing() {
+fn foreign_web_pages_are_forbidden() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
-    // DNS rebinding: a foreign host name that resolves to this address.
+    // DNS rebinding: the Host header has a foreign name that resolves to the address of the supervisor.
     for host in [
         "Host: evil.example",
         "Host: evil.example:9464",
@@ -179,7 +178,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     for host in ["Host: localhost", "Host: LOCALHOST:1", "Host: 127.0.0.1:8080", "Host: [::1]"] {
         assert_eq!(place.ask("GET", "/v1/bulkheads", &[host, BEARER], b"").status, 200, "{host}");
     }
-    // Requests of foreign scripts and forms.
+    // Cross-origin requests by scripts and forms of other sites.
     let host = format!("Host: {address}");
     for origin in ["http://evil.example", "null", "https://localhost", "http://127.0.0.1:1"] {
         let origin = format!("Origin: {origin}");
@@ -194,7 +193,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     let same = format!("Origin: http://{address}");
     assert_eq!(place.ask("POST", "/v1/bulkheads/b/reset", &[&host, &same, BEARER], b"").status, 200);
 
-    // A form cannot send the required content type, so changes by a form are refused even with the token.
+    // Changes require the content type `application/json`, which a form of another site cannot send.
     let change = br#"{"max_queue": 5}"#;
     for kind in [
         "text/plain",
@@ -211,7 +210,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
-    // A browser adds the saved password to a job even if the form belongs to another site.
+    // A browser adds saved credentials to a request even if a form of another site sends the request.
     for from in [
         "Origin: http://evil.example",
         "Origin: null",
@@ -241,13 +240,13 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
             .ask("GET", path, &["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", BASIC], b"")
             .problem(403);
     }
-    // A user can have forwarded a local port to the Unix socket for a browser.
+    // The same rules apply on the Unix socket, because a user can forward a local TCP port to the socket.
     let unix = Place::of(&supervisor);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Host: localhost:1", "Origin: http://evil.example"], b"")
         .problem(403);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
 
-    // CORS gives no rights to any other site.
+    // A CORS preflight request of another site is rejected.
     let ask = [
         "Origin: http://evil.example",
         "Access-Control-Request-Method: POST",
@@ -259,8 +258,8 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     assert_eq!(supervisor.number("b", "queue_capacity"), 5);
 }
 
-/// Fills all places with clients that have begun a request and stopped, and connects many more that send
-/// nothing.
+/// Occupies all connections with clients that stall in the middle of a request. Then connects hundreds of clients that
+/// send nothing.
 #[test]
 fn idle_connections_do_not_block_health_checks() {
     let (_supervisor, place) = start();
@@ -281,17 +280,17 @@ fn idle_connections_do_not_block_health_checks() {
         assert_eq!(place.ask("GET", page, &[], b"").status, 200, "{page}");
         silent.extend((0..100).map(|_| begin(b"")));
     }
-    // Room was made without disconnecting the clients that had begun a request.
+    // Most of the clients that have begun a request are still connected.
     let open = begun.iter().filter(|socket| is_open(socket)).count();
     assert!(open > 384 / 2, "{open} of {} are still open", begun.len());
-    // Only the oldest silent connections were closed, and no more than necessary.
-    wait_for("the oldest is closed", || (!is_open(&silent[0])).then_some(()));
+    // The supervisor closed the oldest silent connections and kept the newest.
+    wait_for("the oldest silent connection is closed", || (!is_open(&silent[0])).then_some(()));
     assert!(is_open(silent.last().unwrap()));
     drop(also);
 }
 
 #[test]
-fn the_configuration_is_told_without_its_secrets() {
+fn config_response_redacts_secrets() {
     let (supervisor, place) = start();
     for place in [place, Place::of(&supervisor)] {
         let answer = place.ask("GET", "/v1/config", &[BEARER], b"");
@@ -308,7 +307,7 @@ fn the_configuration_is_told_without_its_secrets() {
 }
 
 #[test]
-fn a_worker_cannot_read_the_token() {
+fn worker_cannot_read_the_token() {
     let (_supervisor, place) = start_at(
         "127.0.0.1:0",
         "[bulkhead.x]\nexec = [\"cat\", \"token\"]\ncwd = \".\"\nenv = { PATH = \"/usr/bin:/bin\" }\n\
@@ -323,12 +322,12 @@ fn a_worker_cannot_read_the_token() {
 }
 
 #[test]
-fn a_place_that_cannot_be_had_is_told_at_start() {
+fn start_fails_if_http_address_is_unavailable() {
     let (_first, place) = start();
     let Place::Tcp(address) = place else { panic!() };
     for (address, hint) in [
         (address.to_string(), "choose another port"),
-        ("192.0.2.1:9464".into(), "not an address of this machine"),
+        ("192.0.2.1:9464".into(), "the address does not belong to this machine"),
     ] {
         let folder = folder();
         let config = format!(
@@ -341,12 +340,12 @@ fn a_place_that_cannot_be_had_is_told_at_start() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(&address) && said.contains(hint), "{said}");
-        assert!(!folder.path().join("jobs.sock").exists(), "nothing is left behind");
+        assert!(!folder.path().join("jobs.sock").exists(), "the failed start leaves no socket");
     }
 }
 
 #[test]
-fn the_network_may_send_what_it_likes() {
+fn malformed_and_stalled_requests_do_not_block_others() {
     let (supervisor, place) = start();
     let mut held = Vec::new();
     for begin in [
@@ -372,7 +371,7 @@ fn the_network_may_send_what_it_likes() {
     if let Some(answer) = Answer::read(socket) {
         answer.problem(401);
     }
-    assert!(sent < 64, "it was cut off");
+    assert!(sent < 64, "the connection was closed");
 
     for rubbish in [
         &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],
@@ -399,7 +398,7 @@ fn the_network_may_send_what_it_likes() {
     assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{text}");
 
     assert_eq!(place.ask("GET", "/healthz", &[], b"").status, 200);
-    wait_for("those who say nothing are cut off", || {
+    wait_for("stalled clients are disconnected", || {
         held.retain_mut(|socket| {
             socket.give_up_after(Duration::from_millis(1));
             let mut byte = [0];
@@ -411,7 +410,7 @@ fn the_network_may_send_what_it_likes() {
 }
 
 #[test]
-fn an_address_of_the_sixth_version_will_do() {
+fn admin_api_listens_on_ipv6() {
     if std::net::TcpListener::bind("[::1]:0").is_err() {
         not_run!("this machine has no ::1");
         return;

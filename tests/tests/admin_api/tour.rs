@@ -11,7 +11,7 @@ fn commands(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations/http.md");
     let text = std::fs::read_to_string(path).expect("the documentation is there");
     let (_, rest) = text.split_once(&format!("\n## {section}\n")).expect("the section is there");
-    let section = rest.split("\n## ").next().expect("its end");
+    let section = rest.split("\n## ").next().expect("the end of the section");
     let blocks = section.split("\n```sh\n").skip(1).filter_map(|block| block.split("\n```").next());
     let whole = blocks.map(|block| block.replace("\\\n", "")).collect::<Vec<_>>().join("\n");
     whole.lines().map(str::to_owned).collect()
@@ -38,7 +38,7 @@ fn run(folder: &Path, command: &str, address: &str) -> String {
 }
 
 #[test]
-fn the_tour_can_be_taken() {
+fn documented_curl_commands_succeed() {
     if Command::new("curl").arg("--version").stdout(Stdio::null()).status().is_err() {
         not_run!("curl is not installed");
         return;

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\n";
 
-/// Message of the stream.
+/// A message of the stream.
 #[derive(Debug)]
 struct Said {
     event: String,
@@ -56,7 +56,7 @@ impl Watcher {
 
     fn next_of(&mut self, event: &str) -> Said {
         loop {
-            let said = self.next().expect("the stream goes on");
+            let said = self.next().expect("the stream continues");
             if said.event == event {
                 return said;
             }
@@ -65,7 +65,7 @@ impl Watcher {
 }
 
 #[test]
-fn state_and_events_come_on_one_stream() {
+fn watch_streams_snapshots_and_events() {
     let supervisor = Supervisor::start(ONE);
     let mut watcher = Watcher::begin(&supervisor, "", &[]);
     let hello = watcher.next().unwrap();
@@ -106,39 +106,39 @@ fn state_and_events_come_on_one_stream() {
 }
 
 #[test]
-fn many_watch_and_those_who_leave_are_forgotten() {
+fn watch_accepts_128_concurrent_clients() {
     let supervisor = Supervisor::start(ONE);
     let mut watchers: Vec<_> = (0..100).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     for watcher in &mut watchers {
         watcher.next_of("bulkheads");
     }
-    // All watchers are shown the same snapshots.
+    // All watchers share the same snapshots.
     let moments: Vec<String> =
         watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
     let different = bulkhead_tests::tally(moments).len();
     assert!(different <= 50, "{different} moments for 100 watchers");
-    // The number of watchers is bounded, and a watcher that leaves frees its place.
+    // At most 128 watchers can connect. A watcher that disconnects makes room for another one.
     let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
     drop((watchers, rest));
-    wait_for("there are places again", || {
+    wait_for("another watcher is accepted", || {
         let mut socket = Place::of(&supervisor).connect();
         socket.send_head("GET", "/v1/watch", &[], None);
         let mut line = String::new();
         BufReader::new(socket).read_line(&mut line).ok()?;
         line.starts_with("HTTP/1.1 200").then_some(())
     });
-    // The first watcher after a time without watchers sees the current state.
+    // If there was no watcher for a while, a new watcher still gets the current state.
     let done = supervisor.number("b", "done");
     Place::of(&supervisor).job("b", "echo", &[], b"");
     let mut late = Watcher::begin(&supervisor, "", &[]);
-    wait_for("it is up to date", || {
+    wait_for("the new watcher sees the completed job", || {
         (late.next_of("bulkheads").data["bulkheads"][0]["done"] == done + 1).then_some(())
     });
 }
 
 #[test]
-fn a_data_plane_that_does_not_answer_is_told() {
+fn watch_reports_stuck_data_plane() {
     let supervisor = Supervisor::start(ONE);
     let mut watcher = Watcher::begin(&supervisor, "", &[]);
     watcher.next_of("bulkheads");

@@ -1,5 +1,5 @@
-//! Checks that each link leads somewhere: from page to page, to a heading of a page, and from code and messages to
-//! pages. Addresses of other sites are not checked.
+//! Checks the links of the repository: between pages, to headings, and from code and messages to pages. Links to other
+//! sites are not checked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,10 +7,10 @@ use std::path::{Component, Path, PathBuf};
 
 use super::workspace;
 
-/// Endings of files whose comments and messages can name a page.
+/// Extensions of files whose comments and messages can name a page.
 const CODE: [&str; 11] = ["c", "cfg", "h", "html", "js", "py", "rs", "service", "sh", "toml", "yml"];
 
-/// Collects files below a folder, without hidden folders, build results and copies of other projects.
+/// Collects the files below a folder, except in hidden folders, build output and vendored projects.
 fn files(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let entry = entry.unwrap();
@@ -30,7 +30,7 @@ fn has_ending(path: &Path, endings: &[&str]) -> bool {
     path.extension().and_then(|ending| ending.to_str()).is_some_and(|ending| endings.contains(&ending))
 }
 
-/// Removes blocks and spans of code from a page.
+/// Removes code blocks and code spans from a page.
 fn prose(page: &str) -> String {
     let mut fence = None;
     let mut out = String::with_capacity(page.len());
@@ -41,7 +41,7 @@ fn prose(page: &str) -> String {
             (Some(open), Some(marker)) if open == marker => fence = None,
             (Some(_), _) => {}
             (None, None) => {
-                // Every second part is a span of code, if the last span is closed.
+                // Every second part is a code span. An unclosed span at the end of the line is text.
                 let parts: Vec<_> = line.split('`').collect();
                 for (at, part) in parts.iter().enumerate() {
                     if at % 2 == 0 || at + 1 == parts.len() {
@@ -88,7 +88,7 @@ fn anchors(page: &str) -> BTreeSet<String> {
     found
 }
 
-/// Returns the anchor of a heading. Of a link only its text counts.
+/// Returns the anchor of a heading. A link in the heading counts as its text.
 fn anchor(title: &str) -> String {
     let mut text = String::new();
     let mut rest = title;
@@ -130,7 +130,7 @@ fn problem(target: &str, folders: &[&Path], page: Option<&Path>) -> Option<Strin
 }
 
 #[test]
-fn links_between_pages_lead_to_files_and_headings() {
+fn page_links_have_existing_targets() {
     let mut all = Vec::new();
     files(&workspace(), &mut all);
     let pages: Vec<_> = all.iter().filter(|path| has_ending(path, &["md"])).collect();
@@ -148,7 +148,7 @@ fn links_between_pages_lead_to_files_and_headings() {
     assert!(broken.is_empty(), "{broken:#?}");
 }
 
-/// Returns the pages that a source names, with headings.
+/// Returns the pages that a source file names, with their anchors.
 fn named_pages(text: &str) -> BTreeSet<&str> {
     let is_part = |char: char| char.is_ascii_alphanumeric() || "/._#-".contains(char);
     let words = text.split(|char| !is_part(char)).map(|word| word.trim_end_matches(['.', '#', '-']));
@@ -174,7 +174,7 @@ fn code_and_messages_name_existing_pages() {
         let folder = source.parent().unwrap();
         for page in named_pages(&text) {
             named += 1;
-            // Behind `concat!`, the path begins at the folder of the crate.
+            // A path in `concat!` continues another folder, so only the part from `docs/` counts.
             let page = page.find("docs/").map_or(page, |at| &page[at..]);
             broken.extend(
                 problem(page, &[folder, &root, &docs], None)
@@ -187,7 +187,7 @@ fn code_and_messages_name_existing_pages() {
 }
 
 #[test]
-fn broken_links_are_found() {
+fn check_finds_broken_links() {
     let folder = tempfile::tempdir().unwrap();
     let page = "# A `b` & [c](d.md)\n## Twice\n## Twice\n```\n# no heading, [no](link.md)\n```\n`[no](link.md)`\n\
                 [x](#a-b--c) [y](#twice-1) <a id=\"here\" href=\"#here\">\n[z]: other.md#there\n";

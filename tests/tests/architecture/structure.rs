@@ -1,6 +1,6 @@
 //! Checks on the structure of the code: crates depend on each other as `docs/architecture.md` says, and the files of a
-//! crate have no circular imports. Imports between a module and a submodule do not count, because the parent owns a
-//! type and the submodules are parts of the parent.
+//! crate have no circular imports. Imports between a module and its submodules are allowed, because
+//! submodules implement parts of a type that the parent owns.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,7 +23,7 @@ fn members() -> Vec<PathBuf> {
     members
 }
 
-/// Returns the name of a crate, and its dependencies in the workspace, without those of tests.
+/// Returns the name of a crate and its dependencies in the workspace, without dev-dependencies.
 fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
     let text = fs::read_to_string(member.join("Cargo.toml")).unwrap();
     let mut section = "";
@@ -43,7 +43,7 @@ fn dependencies(member: &Path) -> (String, BTreeSet<String>) {
 }
 
 #[test]
-fn crates_depend_on_each_other_as_the_documentation_says() {
+fn crate_dependencies_match_documentation() {
     let page = fs::read_to_string(workspace().join("docs/architecture.md")).unwrap();
     let section = page.split("\n## Crates\n").nth(1).unwrap().split("\n## ").next().unwrap();
     let mut told = BTreeMap::new();
@@ -56,12 +56,12 @@ fn crates_depend_on_each_other_as_the_documentation_says() {
             .map(|name| name.trim().trim_matches('`').to_owned())
             .filter(|n| n != "–")
             .collect();
-        assert!(names.is_subset(&above), "{name} depends on a crate that stands below it: {names:?}");
+        assert!(names.is_subset(&above), "{name} depends on a crate further down in the table: {names:?}");
         above.insert(name.clone());
         told.insert(name, names);
     }
     let found: BTreeMap<_, _> = members().iter().map(|member| dependencies(member)).collect();
-    assert_eq!(found, told, "left: what Cargo.toml has; right: what the table has");
+    assert_eq!(found, told, "left: Cargo.toml, right: docs/architecture.md");
 }
 
 /// Removes comments, literals and tests from source text.
@@ -265,7 +265,7 @@ fn in_circles(edges: &BTreeMap<&Module, BTreeSet<Module>>) -> Vec<String> {
 }
 
 #[test]
-fn no_files_import_each_other_in_a_circle() {
+fn modules_have_no_circular_imports() {
     for member in members() {
         let circles = in_circles(&Imports::of(&member).edges());
         assert!(circles.is_empty(), "{}:\n    {}", member.display(), circles.join("\n    "));
@@ -273,7 +273,7 @@ fn no_files_import_each_other_in_a_circle() {
 }
 
 #[test]
-fn a_circle_is_found() {
+fn check_finds_circular_imports() {
     let crate_of = |files: &[(&str, &str)]| {
         let folder = tempfile::tempdir().unwrap();
         for (file, text) in files {
@@ -293,9 +293,175 @@ fn a_circle_is_found() {
         [("lib.rs", "pub use a::A;"), ("a.rs", "use crate::b;"), ("b.rs", "fn f() -> crate::A {}")];
     assert_eq!(crate_of(&by_reexport).len(), 2);
     let parts = [("lib.rs", "mod a;"), ("a.rs", "mod b;\nuse b::B;"), ("a/b.rs", "use super::A;")];
-    assert!(crate_of(&parts).is_empty(), "a parent and its parts");
+    assert!(crate_of(&parts).is_empty(), "imports between a parent and its submodule are allowed");
     let quoted = [("a.rs", "// crate::b\nconst B: &str = \"crate::b\";"), ("b.rs", "use crate::a::A;")];
     assert!(crate_of(&quoted).is_empty());
     let tested = [("a.rs", "#[cfg(test)]\nmod tests {\n    use crate::b;\n}"), ("b.rs", "use crate::a::A;")];
     assert!(crate_of(&tested).is_empty());
+}
+
+// The data plane: parts and wiring.
+
+/// Recorded structure of the data plane. Each number may shrink, and must then be lowered here.
+const METHOD_LINES_MAX: usize = 3045;
+const VISIBLE_FIELDS_MAX: usize = 86;
+const CALLS_BETWEEN_FILES_MAX: usize = 33;
+const CALL_CIRCLE_MAX: usize = 6;
+
+/// Returns the module that counts as one file with all its children. Each child of `wiring` counts alone.
+fn file_of(module: &Module) -> Module {
+    let levels = if module.first().is_some_and(|first| first == "wiring") { 2 } else { 1 };
+    module.iter().take(levels).cloned().collect()
+}
+
+/// Returns the bodies of all blocks that begin with `start`, such as `impl DataPlane {`.
+fn blocks<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
+    let body = |(at, _): (usize, &str)| {
+        let body = &text[at + start.len()..];
+        let mut depth = 1;
+        let end = body.find(|char| {
+            depth += i32::from(char == '{') - i32::from(char == '}');
+            depth == 0
+        });
+        &body[..end.unwrap_or(body.len())]
+    };
+    text.match_indices(start).map(body).collect()
+}
+
+/// Returns the names that follow `start` in a text, if an opening parenthesis follows the name.
+fn names_after<'t>(text: &'t str, start: &str) -> Vec<&'t str> {
+    let name = |(at, _): (usize, &str)| {
+        let rest = text[at + start.len()..].trim_start();
+        let end = rest.find(|char: char| !char.is_alphanumeric() && char != '_')?;
+        rest[end..].starts_with(['(', '<']).then_some(&rest[..end])
+    };
+    text.match_indices(start).filter_map(name).collect()
+}
+
+/// Returns the calls of methods of `owner` between the files of a crate, without calls from the root. Also returns the
+/// number of lines in the methods.
+fn method_calls(
+    files: &BTreeMap<Module, String>,
+    owner: &str,
+) -> (BTreeMap<Module, BTreeSet<Module>>, usize) {
+    let start = format!("impl {owner} {{");
+    let bodies: Vec<(Module, String)> =
+        files.iter().map(|(module, text)| (file_of(module), blocks(text, &start).concat())).collect();
+    let lines = bodies.iter().flat_map(|(_, body)| body.lines()).filter(|line| !line.trim().is_empty());
+    let lines = lines.count();
+    let mut methods = BTreeMap::new();
+    for (file, body) in &bodies {
+        methods.extend(names_after(body, "fn ").into_iter().map(|name| (name.to_owned(), file)));
+    }
+    let mut calls: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
+    for (file, body) in bodies.iter().filter(|(file, _)| !file.is_empty()) {
+        let compact = body.replace(char::is_whitespace, "");
+        let called = ["self.", "Self::"].into_iter().flat_map(|start| names_after(&compact, start));
+        let targets = called.filter_map(|name| methods.get(name)).filter(|target| **target != file);
+        calls.entry(file.clone()).or_default().extend(targets.map(|target| (*target).clone()));
+    }
+    (calls, lines)
+}
+
+/// Returns the size of the largest circle: the files that reach each other.
+fn largest_circle(calls: &BTreeMap<Module, BTreeSet<Module>>) -> usize {
+    let reached = |start: &Module| {
+        let (mut seen, mut open) = (BTreeSet::new(), vec![start]);
+        while let Some(file) = open.pop() {
+            let next = calls.get(file).into_iter().flatten();
+            open.extend(next.filter(|file| seen.insert((*file).clone())));
+        }
+        seen
+    };
+    let reached: BTreeMap<&Module, BTreeSet<Module>> =
+        calls.keys().map(|file| (file, reached(file))).collect();
+    let circle = |file: &Module| {
+        let is_mutual = |other: &&Module| reached.get(other).is_some_and(|back| back.contains(file));
+        reached[file].iter().filter(is_mutual).count()
+    };
+    calls.keys().map(circle).max().unwrap_or(0)
+}
+
+/// Returns the number of fields that a struct shows outside of its file, but not outside of its crate.
+fn visible_fields(text: &str) -> usize {
+    let is_visible = |line: &str| {
+        let line = line.trim_start();
+        let name = line.strip_prefix("pub(super) ").or_else(|| line.strip_prefix("pub(crate) "));
+        let name = name.and_then(|rest| rest.split_once(": ")).map(|(name, _)| name);
+        name.is_some_and(|name| name.chars().all(|char| char.is_alphanumeric() || char == '_'))
+    };
+    let tuple = |line: &&str| line.contains("struct ") && line.contains('(') && line.ends_with(");");
+    let fields_of_tuple = |line: &str| {
+        let fields = line.split_once("struct ").and_then(|(_, rest)| rest.split_once('('));
+        fields.map_or(0, |(_, fields)| fields.matches("pub(").count())
+    };
+    text.lines().filter(|line| is_visible(line)).count()
+        + text.lines().filter(tuple).map(fields_of_tuple).sum::<usize>()
+}
+
+fn data_plane() -> Imports {
+    Imports::of(&workspace().join("supervisor/dataplane"))
+}
+
+#[test]
+fn parts_of_data_plane_do_not_know_data_plane() {
+    for (module, text) in &data_plane().modules {
+        let is_wiring = module.first().is_none_or(|first| first == "wiring");
+        let mut words = text.split(|char: char| !char.is_alphanumeric() && char != '_');
+        assert!(is_wiring || words.all(|word| word != "DataPlane"), "{} is a part", module.join("::"));
+    }
+}
+
+#[test]
+fn data_plane_files_do_not_call_each_other_in_a_circle() {
+    let imports = data_plane();
+    let mut edges: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
+    for (module, targets) in imports.edges() {
+        let file = file_of(module);
+        let targets = targets.iter().map(file_of).filter(|target| *target != file && !target.is_empty());
+        edges.entry(file.clone()).or_default().extend(targets);
+    }
+    let edges = edges.iter().map(|(file, targets)| (file, targets.clone())).collect();
+    let circles = in_circles(&edges);
+    assert!(circles.is_empty(), "\n    {}", circles.join("\n    "));
+}
+
+#[test]
+fn recorded_structure_of_data_plane_does_not_grow() {
+    let files = data_plane().modules;
+    let (calls, lines) = method_calls(&files, "DataPlane");
+    let between = calls.values().map(BTreeSet::len).sum::<usize>();
+    let fields: usize = files.values().map(|text| visible_fields(text)).sum();
+    let found = [lines, fields, between, largest_circle(&calls)];
+    let most = [METHOD_LINES_MAX, VISIBLE_FIELDS_MAX, CALLS_BETWEEN_FILES_MAX, CALL_CIRCLE_MAX];
+    let names =
+        ["lines in methods of DataPlane", "visible fields", "calls between files", "files in a circle"];
+    for ((name, found), most) in names.into_iter().zip(found).zip(most) {
+        assert!(found <= most, "{name}: {found} instead of {most}; calls: {calls:#?}");
+        assert!(found == most, "{name}: {found}, which is better than the recorded {most}: record it here");
+    }
+}
+
+#[test]
+fn calls_between_files_of_one_impl_are_found() {
+    let file = |name: &str, text: &str| (vec![name.to_owned()], text.to_owned());
+    let wiring = |name: &str, text: &str| (vec!["wiring".to_owned(), name.to_owned()], text.to_owned());
+    let files = BTreeMap::from([
+        (Vec::new(), "impl P {\n    fn apply(&self) { self.a() }\n}".to_owned()),
+        wiring(
+            "a",
+            "impl P {\n    fn a(&self) {\n        self\n            .b();\n        self.apply()\n    }\n}",
+        ),
+        wiring("b", "impl P {\n    fn b(&self) { Self::a(self) }\n}\nimpl Q { fn q() { self.a() } }"),
+        (
+            vec!["wiring".to_owned(), "b".to_owned(), "c".to_owned()],
+            "impl P { fn c() { self.b() } }".to_owned(),
+        ),
+        file("part", "struct Part;"),
+    ]);
+    let (calls, lines) = method_calls(&files, "P");
+    assert_eq!(calls.values().map(BTreeSet::len).sum::<usize>(), 3, "{calls:?}");
+    assert_eq!((largest_circle(&calls), lines), (2, 8));
+    let fields = "pub(super) struct A {\n    pub(super) a: u8,\n    b: u8,\n}\npub(super) struct B(pub(super) u8, u8);";
+    assert_eq!(visible_fields(fields), 2);
 }

@@ -1,4 +1,4 @@
-//! Access control: `[[access]]` entries for clients of the jobs socket, and attempts of workers to reach their
+//! Access control: `[[access]]` rules for clients of the jobs socket, and attempts of workers to connect to their
 //! supervisor.
 
 use std::io::Read;
@@ -18,11 +18,11 @@ const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
 const NOBODYS: u32 = 61_999;
 
-/// Configuration of two bulkheads that echo their payload.
+/// Configuration of two bulkheads whose workers return the payload.
 const ECHO: &str =
     "[bulkhead.front]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.back]\ncommand = [\"MISBEHAVE\"]\n";
 
-/// Returns true if this test can run programs as other users. Otherwise prints that the test did not run.
+/// Returns true if this test can run programs as other users. Otherwise prints `NOT RUN`.
 fn may_be_others() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -31,7 +31,7 @@ fn may_be_others() -> bool {
     false
 }
 
-/// Starts a supervisor whose folder other users can enter. The modes of the sockets still apply.
+/// Starts a supervisor whose folder other users can enter. The file modes of the sockets still apply.
 fn start(access: &str, bulkheads: &str) -> Supervisor {
     let supervisor = Supervisor::start(&format!("{bulkheads}{access}"));
     open(&supervisor);
@@ -101,7 +101,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn entries_are_for_users_and_groups() {
+fn access_rules_match_user_and_group_ids() {
     if !may_be_others() {
         return;
     }
@@ -111,12 +111,12 @@ fn entries_are_for_users_and_groups() {
     submit(&supervisor, (ALICE, NOBODYS, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, STAFF, ""), &["front"]).is_ok();
     submit(&supervisor, (BOB, NOBODYS, &format!("7,{STAFF},61200")), &["back"]).is_ok();
-    // More groups than the supervisor's first buffer for `SO_PEERGROUPS` can hold (64).
+    // The list does not fit into the supervisor's first buffer for `SO_PEERGROUPS` (64 groups).
     let many: Vec<String> = (62_000..62_300).chain([STAFF]).map(|gid| gid.to_string()).collect();
     submit(&supervisor, (BOB, NOBODYS, &many.join(",")), &["back"]).is_ok();
     submit(&supervisor, nobody, &["front"]).is_forbidden("user 61002 cannot submit jobs here");
     submit(&supervisor, (BOB, NOBODYS, "62000"), &["front"]).is_forbidden("[[access]]");
-    // Only entries count: not even the supervisor's own user has one, which is root here.
+    // Without a matching rule, even the supervisor's own user (here root) is rejected.
     submit(&supervisor, (0, 0, ""), &["front"]).is_forbidden("user 0 cannot");
     // `[[access]]` does not apply to operators on the admin socket.
     assert_eq!(supervisor.snapshot("front")["done"], 2);
@@ -124,7 +124,7 @@ fn entries_are_for_users_and_groups() {
 }
 
 #[test]
-fn entries_are_for_names_of_users_and_groups() {
+fn access_rules_match_user_and_group_names() {
     let users = ["nobody", "daemon", "mail"].into_iter().filter_map(|name| User::from_name(name).ok()?);
     let groups = ["users", "mail", "daemon"].into_iter().filter_map(|name| Group::from_name(name).ok()?);
     let (Some(user), Some(group)) = (users.clone().next(), groups.clone().next()) else {
@@ -142,7 +142,7 @@ fn entries_are_for_names_of_users_and_groups() {
 }
 
 #[test]
-fn an_entry_may_name_bulkheads_and_tenants() {
+fn access_rule_limits_bulkheads_and_tenants() {
     if !may_be_others() {
         return;
     }
@@ -155,9 +155,10 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let (alice, bob) = ((ALICE, NOBODYS, ""), (BOB, NOBODYS, ""));
     submit(&supervisor, alice, &["front"]).is_ok();
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
-    // Whether there is such a bulkhead is not told to those that may use a few.
-    submit(&supervisor, alice, &["back"]).is_forbidden("you cannot use a bulkhead 'back'");
-    submit(&supervisor, alice, &["missing"]).is_forbidden("you cannot use a bulkhead 'missing'");
+    // The message is the same for a bulkhead that does not exist. A client with limited access must not learn which
+    // bulkheads exist.
+    submit(&supervisor, alice, &["back"]).is_forbidden("you have no access to a bulkhead named 'back'");
+    submit(&supervisor, alice, &["missing"]).is_forbidden("you have no access to a bulkhead named 'missing'");
 
     for tenant in ["acme", "größe 3"] {
         submit(&supervisor, bob, &["front", "--tenant", tenant]).is_ok();
@@ -168,13 +169,14 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));
 
-    // A client that matches several entries gets the rights of each entry, but no combination of entries.
+    // A client that matches several rules can use any of them, but cannot combine the bulkheads of one rule with the
+    // tenants of another.
     let both = (ALICE, STAFF, "");
     submit(&supervisor, both, &["front", "--tenant", "other"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "other"]).is_forbidden("of tenant 'other'");
 
-    // The bulkhead counts the rejections. The tenants do not.
+    // The bulkhead counts the rejections, but creates no records of the tenants.
     let back = supervisor.snapshot("back");
     assert_eq!((&back["rejected"]["forbidden"], &back["done"]), (&3.into(), &1.into()), "{back}");
     let tenants = back["tenants"].to_string();
@@ -182,7 +184,7 @@ fn an_entry_may_name_bulkheads_and_tenants() {
 }
 
 #[test]
-fn a_refused_tenant_gets_no_workers_of_its_own() {
+fn forbidden_tenant_gets_no_isolated_workers() {
     if !may_be_others() {
         return;
     }
@@ -197,7 +199,7 @@ fn a_refused_tenant_gets_no_workers_of_its_own() {
 }
 
 #[test]
-fn a_fallback_is_entered_without_another_check() {
+fn fallback_serves_client_without_access_to_it() {
     if !may_be_others() {
         return;
     }
@@ -213,7 +215,7 @@ fn a_fallback_is_entered_without_another_check() {
 }
 
 #[test]
-fn a_payload_that_is_announced_is_checked_before_it_comes() {
+fn access_rules_apply_to_jobs_with_large_payloads() {
     if !may_be_others() {
         return;
     }
@@ -227,7 +229,7 @@ fn a_payload_that_is_announced_is_checked_before_it_comes() {
 }
 
 #[test]
-fn modes_are_those_of_the_file_whatever_the_umask() {
+fn umask_does_not_change_socket_modes() {
     let launch = |keys: &str, access: &str| {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
@@ -247,7 +249,7 @@ fn modes_are_those_of_the_file_whatever_the_umask() {
             .unwrap();
         let supervisor = Supervisor { child, folder };
         let run = supervisor.file("run");
-        wait_for("the sockets are there", || run.join("admin.sock").exists().then_some(()));
+        wait_for("the admin socket exists", || run.join("admin.sock").exists().then_some(()));
         let modes = [&run, &run.join("jobs.sock"), &run.join("admin.sock")].map(|path| mode(path));
         let locks = [run.join("jobs.sock.lock"), run.join("admin.sock.lock")].map(|path| mode(&path));
         assert_eq!(locks, [0o600, 0o600]);
@@ -261,7 +263,7 @@ fn modes_are_those_of_the_file_whatever_the_umask() {
 }
 
 #[test]
-fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
+fn other_user_can_only_use_the_jobs_socket() {
     if !may_be_others() {
         return;
     }
@@ -269,11 +271,13 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     // The folder exists before the supervisor starts, and is closed to other users.
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
     let supervisor = Supervisor::launch(folder, "", &format!("{ECHO}[[access]]\nuid = {ALICE}\n"));
-    wait_for("it warns", || {
+    wait_for("the supervisor warns about the closed folder", || {
         supervisor.log().contains("so other users cannot reach the jobs socket").then_some(())
     });
     open(&supervisor);
-    wait_for("it is ready", || supervisor.try_get("/readyz").filter(|(status, _)| *status == 200));
+    wait_for("the supervisor is ready", || {
+        supervisor.try_get("/readyz").filter(|(status, _)| *status == 200)
+    });
     let alice = (ALICE, NOBODYS, "");
     submit(&supervisor, alice, &["front"]).is_ok();
 
@@ -281,7 +285,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
     assert_eq!(ran.code, Some(77), "{ran:?}");
-    // If the file mode lets the user connect, the supervisor rejects the request and says why.
+    // With a permissive file mode the user can connect, and the supervisor rejects the request with a reason.
     std::fs::set_permissions(&admin, PermissionsExt::from_mode(0o666)).unwrap();
     let mut status = by(&supervisor, alice, "bulkhead");
     let ran = Ran::of(status.arg("--admin").arg(&admin).arg("status"));
@@ -304,7 +308,7 @@ fn a_stranger_in_the_folder_touches_nothing_but_the_jobs_socket() {
 }
 
 #[test]
-fn a_crowd_that_is_turned_away_floods_nothing() {
+fn rejected_clients_do_not_flood_events_and_log() {
     let _turn = heavy();
     if !may_be_others() {
         return;
@@ -322,18 +326,18 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
     }
     for child in crowd {
         let ran = child.wait_with_output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each is told why");
+        assert_eq!(String::from_utf8_lossy(&ran.stdout), "2000\n", "each rejected client gets a reason");
     }
     // Many rejected jobs on one connection.
     let repeat = ["back", "--repeat", "3000", "--concurrency", "50"];
     assert_eq!(submit(&supervisor, (ALICE, NOBODYS, ""), &repeat).code, Some(77));
     supervisor.wait_number("back", "submitted", 3000);
-    // Rejections that were not reported at once are summed up in a later event.
+    // An event can summarise several rejections. The field `refused` has their number.
     let count = |events: &[Value], uid: u32| -> u64 {
         let of = events.iter().filter(|event| event["uid"] == uid);
         of.filter_map(|event| event["refused"].as_u64()).sum()
     };
-    let events = wait_for("all are counted", || {
+    let events = wait_for("the events count all rejections", || {
         let events = supervisor.events("access_refused");
         (count(&events, BOB) == 8000 && count(&events, ALICE) == 3000).then_some(events)
     });
@@ -372,7 +376,7 @@ fn run_in_worker(supervisor: &Supervisor, text: &str) -> String {
 }
 
 #[test]
-fn a_worker_reaches_neither_socket() {
+fn worker_cannot_connect_to_jobs_or_admin_socket() {
     let supervisor = Supervisor::start(SHELL);
     let told = run_in_worker(&supervisor, "SUBMIT 2>&1; echo code=$?; STATUS 2>&1; echo code=$?");
     assert_eq!(told.matches("code=77").count(), 2, "{told}");
@@ -390,7 +394,7 @@ fn a_worker_reaches_neither_socket() {
     // Clients that are not workers can still connect.
     let ran = Ran::of(supervisor.command().args(["submit", "b", "--json"]));
     ran.is_ok();
-    // A detached daemon. The parent has exited, and the daemon leads a session.
+    // A detached daemon that leads its own session and whose parent has exited.
     let daemon = "sleep 0.1; SUBMIT > out 2>&1; echo code=$? >> out; STATUS >> out 2>&1; \
                   echo code=$? >> out; mv out all";
     std::fs::write(supervisor.file("daemon"), script(&supervisor, daemon)).unwrap();
@@ -402,7 +406,7 @@ fn a_worker_reaches_neither_socket() {
 }
 
 #[test]
-fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
+fn worker_without_access_rule_is_reported_as_worker() {
     if !may_be_others() {
         return;
     }
@@ -416,9 +420,10 @@ fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
 }
 
 #[test]
-fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
+fn connection_of_exited_worker_process_is_rejected() {
     let supervisor = Supervisor::start(SHELL);
-    // While the supervisor is stopped, it accepts no connections, so the connecting process exits first.
+    // The stopped supervisor accepts no connections, so the connecting process exits before the supervisor looks up its
+    // credentials.
     let pid = supervisor.pid();
     let script = "touch begun; while [ ! -e stopped ]; do sleep 0.01; done; CALLER leave JOBS > said; \
                   touch left; while [ ! -s said ]; do sleep 0.01; done; cat said";
@@ -427,7 +432,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
         wait_for("the script runs", || supervisor.file("begun").exists().then_some(()));
         kill_pid(pid, Signal::SIGSTOP);
         supervisor.touch("stopped");
-        wait_for("it has left", || supervisor.file("left").exists().then_some(()));
+        wait_for("the connecting process has exited", || supervisor.file("left").exists().then_some(()));
         kill_pid(pid, Signal::SIGCONT);
         told.join().unwrap()
     });
@@ -435,7 +440,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
 }
 
 #[test]
-fn a_client_that_cannot_be_seen_is_no_worker() {
+fn client_outside_pid_namespace_is_accepted() {
     if !may_be_others() {
         return;
     }
@@ -474,7 +479,7 @@ fn a_client_that_cannot_be_seen_is_no_worker() {
 }
 
 #[test]
-fn knocking_workers_harm_no_client() {
+fn connection_attempts_of_workers_do_not_block_clients() {
     let _turn = heavy();
     let supervisor = Supervisor::start(SHELL);
     let began = Instant::now();
@@ -485,7 +490,7 @@ fn knocking_workers_harm_no_client() {
         }
         assert_eq!(knocks.join().unwrap(), "3000\n");
     });
-    let events = wait_for("all are counted", || {
+    let events = wait_for("the events count all rejections", || {
         let events = supervisor.events("worker_refused");
         let count: u64 = events.iter().filter_map(|event| event["refused"].as_u64()).sum();
         (count == 3000).then_some(events)
@@ -494,7 +499,7 @@ fn knocking_workers_harm_no_client() {
 }
 
 #[test]
-fn a_connection_from_a_process_that_is_gone_is_refused() {
+fn connection_of_exited_client_process_is_rejected() {
     let supervisor = Supervisor::start(ECHO);
     supervisor.signal(Signal::SIGSTOP);
     let mut caller = Command::new(programs().join("caller"))

@@ -1,4 +1,4 @@
-//! The client library, against a real supervisor, and against a fake supervisor that violates the protocol.
+//! The client library with a real supervisor, and with a fake supervisor that violates the protocol.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,10 +15,12 @@ use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for
 use tempfile::TempDir;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    // Tests wait for conditions by blocking, so the client needs another thread.
+    // Tests block their thread while they wait for conditions, so the client needs another thread.
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, future).await.expect("nothing hangs") })
+    runtime.block_on(async {
+        tokio::time::timeout(PATIENCE, future).await.expect("the test ends within the time limit")
+    })
 }
 
 /// Returns whether the job ran, and the error message. Panics if the job succeeded or has an outcome.
@@ -34,7 +36,7 @@ fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n";
 
 #[test]
-fn a_client_reconnects_when_its_supervisor_is_started_again() {
+fn client_reconnects_to_restarted_supervisor() {
     let mut supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -45,7 +47,7 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
         supervisor.wait();
 
         let error = running.await.unwrap_err();
-        assert_eq!(error.executed(), Executed::Unknown, "it was running");
+        assert_eq!(error.executed(), Executed::Unknown, "the job was running when the supervisor was killed");
         assert!(!error.is_retryable(), "{error}");
         assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
 
@@ -66,12 +68,12 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
                 Ok(reply) => break assert_eq!(reply.payload(), b"again"),
                 Err(error) => assert_eq!(error.executed(), Executed::No, "{error}"),
             }
-            assert!(began.elapsed() < PATIENCE, "it never reconnected");
+            assert!(began.elapsed() < PATIENCE, "the client did not reconnect");
         }
     });
 }
 
-/// The jobs have no deadline, so a job that the client forgets would wait forever.
+/// The jobs have no deadline. If the client lost a job, the test would time out.
 #[test]
 fn reconnected_client_sends_all_waiting_jobs() {
     const TASKS: usize = 200;
@@ -90,7 +92,7 @@ fn reconnected_client_sends_all_waiting_jobs() {
                     loop {
                         match client.job("b", "x").send().await {
                             Ok(reply) => break reply.payload().to_vec(),
-                            // This job found the connection closed, or the client gave up reconnecting.
+                            // The connection was lost before the job was sent, or the client gave up reconnecting.
                             Err(error) => assert_ne!(error.executed(), Executed::Yes, "{error}"),
                         }
                     }
@@ -102,14 +104,17 @@ fn reconnected_client_sends_all_waiting_jobs() {
         runtime.block_on(async {
             for task in tasks {
                 let reply = tokio::time::timeout(PATIENCE, task).await;
-                assert_eq!(reply.unwrap_or_else(|_| panic!("one waits in round {round}")).unwrap(), b"x");
+                assert_eq!(
+                    reply.unwrap_or_else(|_| panic!("a job of round {round} still waits")).unwrap(),
+                    b"x"
+                );
             }
         });
     }
 }
 
 #[test]
-fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
+fn jobs_fail_quickly_after_reconnecting_has_failed() {
     let mut supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -117,27 +122,27 @@ fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
         supervisor.child.kill().unwrap();
         supervisor.wait();
 
-        // Only the first of these jobs waits until the client gives up reconnecting (5 s). Otherwise the loop would
+        // Only the first job waits until the client gives up reconnecting (5 s). If every job waited, the loop would
         // take minutes.
         let began = Instant::now();
         for job in 0..100 {
             let error = client.job("b", "x").send().await.unwrap_err();
             assert_eq!(error.executed(), Executed::No, "{error}");
-            // The first job can fail because of the closed connection.
+            // The first job can fail with another error, because the client may not have noticed the loss.
             assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
         }
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
 
-        // The client tries to connect at once and does not wait for the backoff.
+        // The next job makes the client reconnect immediately instead of after the backoff.
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
-        wait_for("it listens", || UnixStream::connect(supervisor.socket()).ok());
+        wait_for("the supervisor listens", || UnixStream::connect(supervisor.socket()).ok());
         assert_eq!(client.job("b", "again").send().await.unwrap().payload(), b"again");
     });
 }
 
 #[test]
-fn a_job_outlives_the_client_that_sent_it() {
+fn job_continues_after_its_client_is_dropped() {
     let supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -145,7 +150,7 @@ fn a_job_outlives_the_client_that_sent_it() {
         drop(client);
         assert_eq!(handle.await.unwrap().payload(), b"done");
 
-        // Cancelling a job does not need the client either.
+        // Dropping the handle cancels the job even after the client was dropped.
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
@@ -154,18 +159,18 @@ fn a_job_outlives_the_client_that_sent_it() {
         supervisor.wait_number("b", "cancelled", 1);
         supervisor.wait_number("b", "available", 1);
     });
-    assert_eq!(supervisor.number("b", "restarts"), 0, "the handler saw that it was cancelled");
+    assert_eq!(supervisor.number("b", "restarts"), 0, "the handler returned when its job was cancelled");
 }
 
 #[test]
-fn a_job_that_is_no_longer_awaited_is_cancelled() {
+fn dropping_a_handle_cancels_its_job() {
     let supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let handle = client.job("b", "").operation("yield").start().await.unwrap();
         supervisor.wait_number("b", "in_flight", 1);
         drop(handle);
-        // The handler returns only when it is cancelled, and its worker survives.
+        // The handler returns only when the job is cancelled, and the worker survives.
         supervisor.wait_number("b", "available", 1);
         assert_eq!(supervisor.number("b", "cancelled"), 1);
         assert_eq!(supervisor.number("b", "restarts"), 0);
@@ -180,7 +185,7 @@ fn a_job_that_is_no_longer_awaited_is_cancelled() {
 }
 
 #[test]
-fn many_jobs_share_one_connection() {
+fn cloned_clients_share_one_connection() {
     const JOBS: u64 = 2000;
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\nmax_queue = 4000\ndeadline = \"60s\"\n",
@@ -208,7 +213,7 @@ fn many_jobs_share_one_connection() {
 }
 
 #[test]
-fn progress_comes_in_order_and_ends_with_the_job() {
+fn progress_arrives_in_order_before_the_result() {
     let supervisor = Supervisor::start(ONE);
     let expected: Vec<(f32, String)> = (1..=4).map(|i| (i as f32 / 4.0, format!("step {i}"))).collect();
     run(async {
@@ -231,9 +236,9 @@ fn progress_comes_in_order_and_ends_with_the_job() {
     assert_eq!(handle.wait().unwrap().payload(), b"done");
 }
 
-/// The client gets the last report before the result.
+/// Also checks that the client gets the last report before the result.
 #[test]
-fn frequent_progress_is_limited_to_ten_reports_a_second() {
+fn client_gets_at_most_ten_progress_reports_per_second() {
     let supervisor = Supervisor::start(ONE);
     let client = blocking::Client::connect(supervisor.socket()).unwrap();
     let began = Instant::now();
@@ -243,12 +248,12 @@ fn frequent_progress_is_limited_to_ten_reports_a_second() {
         seen.push((progress.fraction, progress.text));
     }
     handle.wait().unwrap();
-    // The first report arrives at once, and the last report when the job is done.
+    // The limit does not apply to the first and to the last report.
     let most = 2 + began.elapsed().as_millis() / 100;
     assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
     assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
 
-    // A report must not be held back until the job ends.
+    // The second report must arrive although the job has not ended.
     let go = supervisor.file("go").display().to_string();
     let mut handle = client.job("b", go).operation("progress-and-wait").start().unwrap();
     let mut texts = std::iter::from_fn(|| handle.progress()).map(|progress| progress.text);
@@ -259,7 +264,7 @@ fn frequent_progress_is_limited_to_ten_reports_a_second() {
 }
 
 #[test]
-fn the_blocking_twin_does_the_same() {
+fn blocking_client_runs_and_cancels_jobs() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n",
     );
@@ -280,7 +285,7 @@ fn the_blocking_twin_does_the_same() {
     let limit = Duration::from_millis(30);
     let late = client.job("b", "10000").operation("sleep").deadline(limit).send().unwrap_err();
     assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late}");
-    assert!(late.to_string().contains("not within 30 ms"), "{late}");
+    assert!(late.to_string().contains("did not finish within 30 ms"), "{late}");
 
     let handle = client.job("b", "").operation("yield").start().unwrap();
     drop(client);
@@ -295,24 +300,24 @@ fn the_blocking_twin_does_the_same() {
 }
 
 #[test]
-fn what_to_do_is_said_when_no_supervisor_is_there() {
-    let text = |path: &Path| run(Client::connect(path)).expect_err("no supervisor is there").to_string();
+fn connect_error_suggests_checking_the_supervisor() {
+    let text = |path: &Path| run(Client::connect(path)).expect_err("no supervisor listens").to_string();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("jobs.sock");
     let missing = text(&path);
     assert!(missing.starts_with(&format!("connect to {}", path.display())), "{missing}");
-    assert!(missing.contains("there is no such socket; is the supervisor running?"), "{missing}");
+    assert!(missing.contains("the socket does not exist; is the supervisor running?"), "{missing}");
 
     drop(UnixListener::bind(&path).unwrap());
     let stale = text(&path);
-    assert!(stale.contains("nothing listens there; is the supervisor running?"), "{stale}");
+    assert!(stale.contains("no process is listening on the socket; is the supervisor running?"), "{stale}");
 
     let too_long = text(&folder.path().join("x".repeat(200)));
-    assert!(too_long.contains("check that the path is right"), "{too_long}");
+    assert!(too_long.contains("check that the path is correct"), "{too_long}");
 }
 
 #[test]
-fn a_job_error_says_what_to_do() {
+fn job_error_says_whether_to_retry() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\nrestart = { max = 100 }\n",
     );
@@ -335,7 +340,7 @@ fn a_job_error_says_what_to_do() {
 }
 
 #[test]
-fn the_end_of_the_runtime_ends_its_jobs() {
+fn runtime_shutdown_fails_pending_jobs() {
     let supervisor = Supervisor::start(ONE);
     let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let client = server.block_on(Client::connect(supervisor.socket())).unwrap();
@@ -374,13 +379,13 @@ fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
     bytes
 }
 
-/// `main` prints a returned error with `Debug`.
+/// If `main` returns an error, Rust prints the error with `Debug`.
 #[test]
-fn debug_of_errors_is_their_sentence() {
+fn debug_format_of_errors_is_their_message() {
     let error = blocking::Client::connect("/nonexistent/jobs.sock").unwrap_err();
     assert_eq!(format!("{error:?}"), error.to_string());
-    let lost = JobError::Disconnected { executed: Executed::No, message: "it is gone".into() };
-    assert_eq!(format!("{lost:?}"), "it is gone");
+    let lost = JobError::Disconnected { executed: Executed::No, message: "the supervisor is gone".into() };
+    assert_eq!(format!("{lost:?}"), "the supervisor is gone");
     let failed = bulkhead_worker::HandlerError::new("bad_header", "the magic is missing");
     assert_eq!(format!("{failed:?}"), "bad_header: the magic is missing");
 }
@@ -432,13 +437,13 @@ impl Fake {
 
     /// Accepts a client and reads the hello.
     fn accept(&self) -> Peer {
-        let mut peer = Peer(wait_for("a client comes", || self.listener.accept().ok()).0);
+        let mut peer = Peer(wait_for("a client connects", || self.listener.accept().ok()).0);
         peer.0.set_nonblocking(false).unwrap();
         peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
         let (header, metadata, _) = peer.next().expect("a hello");
         assert_eq!((header.kind, header.number), (kind::HELLO, MAGIC));
         let (hello, _) = codec::decode::<Hello<'_>>(&metadata, &[]).unwrap();
-        assert!(hello.frame_bytes_max < u32::MAX, "the client has a bound, and says so");
+        assert!(hello.frame_bytes_max < u32::MAX, "the client announces a frame limit");
         peer
     }
 
@@ -476,7 +481,7 @@ impl Peer {
     /// Waits until the client closes the connection.
     fn end(mut self) {
         while self.next().is_some() {}
-        assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still there");
+        assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still connected");
     }
 }
 
@@ -492,32 +497,32 @@ fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf)
 }
 
 #[test]
-fn a_server_that_does_not_welcome_is_not_believed() {
+fn connect_fails_without_valid_welcome() {
     let no_welcome: &[(&str, Vec<u8>)] = &[
-        ("closed before a welcome", Vec::new()),
-        ("failed to be served", refused("too many clients; try later")),
+        ("closed the connection before it sent a welcome", Vec::new()),
+        ("the supervisor refused the connection", refused("too many clients; try later")),
         ("instead of a welcome", outcome(1, b"")),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
         ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
-        ("metadata within", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
+        ("metadata, but only", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
         ("version 9 of the protocol", welcome(9)),
     ];
     for (expected, answer) in no_welcome {
         against(
             |fake| fake.accept().send(answer),
             async |path| {
-                let error = Client::connect(path).await.expect_err("that was no welcome");
+                let error = Client::connect(path).await.expect_err("the welcome is missing or invalid");
                 assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
                 let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
                     if message == "too many clients; try later");
-                assert_eq!(is_refusal, expected.contains("served"), "{error:?}");
+                assert_eq!(is_refusal, expected.contains("refused"), "{error:?}");
             },
         );
     }
 }
 
 #[test]
-fn lies_about_a_job_end_the_connection_with_a_clear_error() {
+fn protocol_violation_by_supervisor_fails_the_job() {
     let header = |kind, length, metadata_length| {
         Header { length, kind, flags: 0, metadata_length, number: 1 << 32 }.encode().to_vec()
     };
@@ -526,7 +531,7 @@ fn lies_about_a_job_end_the_connection_with_a_clear_error() {
     let cases: &[(&str, Vec<u8>)] = &[
         ("announced a frame of 4294967295 bytes", [header(kind::OUTCOME, u32::MAX, 8), vec![0; 8]].concat()),
         ("announced a frame of 4294967295 bytes", [header(77, u32::MAX, 8), vec![0; 8]].concat()),
-        ("metadata within", header(kind::OUTCOME, 4, 100)),
+        ("metadata, but only", header(kind::OUTCOME, 4, 100)),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
         ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
         ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),
@@ -541,7 +546,7 @@ fn lies_about_a_job_end_the_connection_with_a_clear_error() {
         against(
             |fake| {
                 let mut peer = fake.welcome();
-                assert_eq!(peer.job(), 1 << 32, "the cases above are about this number");
+                assert_eq!(peer.job(), 1 << 32, "the cases above use this job number");
                 peer.send(answer);
                 peer.0.shutdown(std::net::Shutdown::Write).unwrap();
                 // The client makes a second connection for the next job.
@@ -563,7 +568,7 @@ fn lies_about_a_job_end_the_connection_with_a_clear_error() {
 }
 
 #[test]
-fn what_a_client_does_not_know_does_no_harm() {
+fn client_ignores_unknown_frames_and_job_numbers() {
     against(
         |fake| {
             let mut peer = fake.welcome();
@@ -607,7 +612,7 @@ fn what_a_client_does_not_know_does_no_harm() {
             assert_eq!(handle.await.unwrap().payload(), b"yours");
             for expected in ["outcome 99, reason 0", "outcome 2, reason 200"] {
                 let (executed, text) = lost(client.job("b", "x").send().await);
-                assert_eq!(executed, Executed::Yes, "as the supervisor said");
+                assert_eq!(executed, Executed::Yes, "the outcome says that the job ran");
                 assert!(text.contains(expected), "{text}");
             }
             let last = client.job("b", "x").send().await.unwrap();
@@ -617,12 +622,12 @@ fn what_a_client_does_not_know_does_no_harm() {
 }
 
 #[test]
-fn announced_bytes_cost_no_memory_before_they_come() {
+fn client_allocates_memory_only_for_received_bytes() {
     const ALONE: &str = "MEASURES_MEMORY_ALONE";
     if std::env::var_os(ALONE).is_none() {
-        // The test runs again in a separate process, because other tests of this process need memory, too.
+        // Runs this test again in a separate process, because concurrent tests would distort the measurement.
         let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
-        alone.args(["client::announced_bytes_cost_no_memory_before_they_come", "--exact"]).env(ALONE, "1");
+        alone.args(["client::client_allocates_memory_only_for_received_bytes", "--exact"]).env(ALONE, "1");
         let ran = alone.output().unwrap();
         assert!(ran.status.success(), "{ran:?}");
         assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "{ran:?}");
@@ -642,16 +647,16 @@ fn announced_bytes_cost_no_memory_before_they_come() {
         async |path| {
             let client = Client::connect(path).await.unwrap();
             let handle = client.job("b", "x").start().await.unwrap();
-            // The test cannot see when the client has read the bytes, so it waits for 200 ms.
+            // The test cannot observe when the client has read the bytes, so the test waits for 200 ms.
             assert!(tokio::time::timeout(Duration::from_millis(200), handle).await.is_err());
             let grown = resident_bytes(std::process::id()).saturating_sub(before);
-            assert!(grown < 64 << 20, "{} MiB more", grown >> 20);
+            assert!(grown < 64 << 20, "memory grew by {} MiB", grown >> 20);
         },
     );
 }
 
 #[test]
-fn jobs_wait_for_a_supervisor_that_does_not_read() {
+fn client_buffer_limits_unsent_jobs() {
     const JOBS: usize = 40;
     let (read_on, told) = mpsc::channel::<()>();
     against(
@@ -686,20 +691,20 @@ fn jobs_wait_for_a_supervisor_that_does_not_read() {
             // The client's buffer is full, so the deadline passes before the job is sent.
             let limit = Duration::from_millis(100);
             let late = client.job("b", vec![0; 1 << 20]).deadline(limit).send().await.unwrap_err();
-            let outcome = late.outcome().expect("an outcome of the client's own");
+            let outcome = late.outcome().expect("an outcome that the client made itself");
             assert_eq!(outcome.verdict, Verdict::DeadlineQueued);
             assert_eq!((outcome.deadline, late.executed()), (limit, Executed::No));
             while starts.try_recv().is_ok() {
                 count += 1;
             }
-            assert!(count <= 12, "{count} jobs of 1 MiB went into a bound of 8 MiB");
+            assert!(count <= 12, "{count} jobs of 1 MiB fit into a buffer of 8 MiB");
 
             read_on.send(()).unwrap();
             let mut seen = [false; JOBS];
             while let Some(done) = jobs.join_next().await {
                 let reply = done.unwrap().unwrap();
                 let index = u32::from_le_bytes(reply.payload().try_into().unwrap());
-                assert!(!std::mem::replace(&mut seen[index as usize], true), "{index} came twice");
+                assert!(!std::mem::replace(&mut seen[index as usize], true), "job {index} has two results");
             }
             assert_eq!(seen, [true; JOBS]);
         },
@@ -707,7 +712,7 @@ fn jobs_wait_for_a_supervisor_that_does_not_read() {
 }
 
 #[test]
-fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
+fn lost_connection_distinguishes_sent_and_unsent_jobs() {
     let (end, told) = mpsc::channel::<()>();
     against(
         move |fake| {
@@ -720,7 +725,7 @@ fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
             let sent = client.job("b", "small").start().await.unwrap();
             let mut others = Vec::new();
             for _ in 0..4 {
-                // More than the socket buffer can hold, so none of these jobs is sent completely.
+                // The payload does not fit into the socket buffer, so none of these jobs is sent completely.
                 others.push(client.job("b", vec![0; 3 << 20]).start().await);
             }
             // The client's buffer has no room for this job.
@@ -753,14 +758,14 @@ fn client_backs_off_when_supervisor_closes_after_welcome() {
             drop(fake.welcome());
             count += 1;
         }
-        // Without backoff there would be thousands of connections. With backoff, the eighth comes after more than a
-        // second.
+        // Without backoff there would be thousands of connections. With backoff, the eighth attempt starts after more
+        // than a second.
         assert!(count <= 8, "{count} connections in half a second");
     });
 }
 
 #[test]
-fn a_connection_ends_with_the_last_who_needs_it() {
+fn connection_closes_after_last_handle_and_client() {
     let (client_gone, told) = mpsc::channel::<()>();
     against(
         move |fake| {
@@ -769,7 +774,7 @@ fn a_connection_ends_with_the_last_who_needs_it() {
             told.recv().unwrap();
             peer.send(&outcome(number, b"late"));
             peer.end();
-            // The client does not reconnect after the last user is gone.
+            // The client does not reconnect after its last handle is dropped.
             let mut peer = fake.welcome();
             peer.job();
             drop(peer);
@@ -790,7 +795,7 @@ fn a_connection_ends_with_the_last_who_needs_it() {
 }
 
 #[test]
-fn a_job_waits_for_a_connection_that_is_being_made() {
+fn job_waits_while_client_connects() {
     let (go_on, told) = mpsc::channel::<()>();
     against(
         move |fake| {
@@ -822,19 +827,19 @@ fn a_job_waits_for_a_connection_that_is_being_made() {
 }
 
 #[test]
-fn every_outcome_has_its_error() {
+fn each_failed_outcome_has_an_error_variant() {
     let supervisor = Supervisor::start(ONE);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        wait_for("a worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
         assert!(matches!(failed, JobError::Failed(_)), "{failed:?}");
         let rejected = client.job("nobody", "").send().await.unwrap_err();
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        // A job that has to wait for the next worker could miss its deadline without having run.
-        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        // Otherwise the next job could miss its deadline in the queue, without having run.
+        wait_for("a worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
         let limit = Duration::from_secs(2);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();
         assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late:?}");

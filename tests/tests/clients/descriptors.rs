@@ -1,5 +1,5 @@
 //! Descriptors that clients and workers send: the kernel refuses them, or the supervisor closes them without blocking.
-//! The socket in these tests takes ten minutes to close, which is longer than any test waits.
+//! Closing the socket of these tests takes ten minutes, which is longer than any test waits.
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ use bulkhead_tests::{
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-/// Number of attacks in a row, which exceeds the number of threads that can block in `close`.
+/// Number of consecutive attacks. The number exceeds the number of threads that can block in `close`.
 const ROUNDS: usize = 8;
 
 fn hello() -> Vec<u8> {
@@ -39,7 +39,7 @@ fn hello() -> Vec<u8> {
     [&header.encode()[..], &metadata].concat()
 }
 
-/// Returns a socket that blocks in `close` because of unsent data, and the listener that the data is for.
+/// Returns a socket with unsent data, which blocks in `close`, and the listener at the other end.
 fn lingering() -> (TcpStream, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -60,7 +60,10 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result
 fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
     let (socket, listener) = lingering();
     match send(to, bytes, &[socket.as_fd()]) {
-        Ok(sent) => assert!(is_older && sent == bytes.len(), "the kernel lets descriptors through"),
+        Ok(sent) => assert!(
+            is_older && sent == bytes.len(),
+            "the kernel delivered a descriptor although it can refuse them"
+        ),
         Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
     }
     // The supervisor did not receive the socket, so closing it here must not block.
@@ -93,7 +96,7 @@ fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
 }
 
 #[test]
-fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
+fn lingering_socket_from_client_does_not_block_others() {
     let _turn = heavy();
     on_both(BULKHEADS, |supervisor, is_older| {
         let path = supervisor.socket();
@@ -117,7 +120,7 @@ fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
                 assert!(told.contains("sent descriptors"), "{told}");
             }
         }
-        wait_for("the supervisor has as many descriptors as before", || {
+        wait_for("the supervisor has no more descriptors than before", || {
             (descriptors(supervisor.pid()) <= before + 4).then_some(())
         });
         is_well(supervisor, &client);
@@ -125,7 +128,7 @@ fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
 }
 
 #[test]
-fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
+fn descriptors_from_clients_are_closed() {
     let _turn = heavy();
     let supervisor = Supervisor::start_on_older_kernel(BULKHEADS);
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -141,13 +144,13 @@ fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
         }
         is_well(&supervisor, &client);
     }
-    wait_for("the supervisor has as many descriptors as before", || {
+    wait_for("the supervisor has no more descriptors than before", || {
         (descriptors(supervisor.pid()) <= before).then_some(())
     });
 }
 
 #[test]
-fn a_worker_that_sends_a_socket_that_lingers_holds_no_other_up() {
+fn lingering_socket_from_worker_does_not_block_others() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let bulkheads = format!(

@@ -97,7 +97,7 @@ fn push(mut socket: &UnixStream, bytes: &[u8]) {
 /// Reads the next frame (header, metadata, payload). Returns `None` if the connection has ended.
 fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
     let ended = |error: std::io::Error| {
-        assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "nothing came in {PATIENCE:?}");
+        assert_ne!(error.kind(), std::io::ErrorKind::WouldBlock, "no frame arrived within {PATIENCE:?}");
     };
     let mut bytes = [0; HEADER_BYTES];
     socket.read_exact(&mut bytes).map_err(ended).ok()?;
@@ -112,7 +112,7 @@ fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
 fn outcome(socket: &UnixStream) -> (u64, Outcome, Vec<u8>) {
     let mut frames = std::iter::from_fn(|| next(socket));
     let (header, metadata, payload) =
-        frames.find(|(header, ..)| header.kind != kind::PROGRESS).expect("the connection goes on");
+        frames.find(|(header, ..)| header.kind != kind::PROGRESS).expect("the connection stays open");
     assert_eq!(header.kind, kind::OUTCOME);
     let (message, _) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).unwrap();
     (header.number, message.to_outcome().unwrap(), payload)
@@ -128,7 +128,7 @@ fn rejection(outcome: Outcome) -> (RejectReason, String) {
 /// Reads the supervisor's refusal, which must be the last frame of the connection. Skips all earlier frames.
 fn refusal(socket: &UnixStream) -> (u8, String) {
     loop {
-        let (header, metadata, _) = next(socket).expect("it is told why");
+        let (header, metadata, _) = next(socket).expect("the supervisor sends a refusal");
         if header.kind == kind::REFUSED {
             let (refused, _) = codec::decode::<Refused<'_>>(&metadata, &[]).unwrap();
             assert!(next(socket).is_none(), "the connection ends with the refusal");
@@ -181,8 +181,8 @@ impl Held {
     }
 }
 
-/// Runs an attack while an honest client sends jobs, all of which must succeed. Returns the peak of memory
-/// and descriptors.
+/// Runs `attack` while an honest client sends jobs, which must all succeed. Returns the peak of memory and
+/// descriptors.
 fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> Held {
     let client = Client::connect(supervisor.socket()).unwrap();
     let is_over = AtomicBool::new(false);
@@ -237,19 +237,19 @@ impl Attack {
 }
 
 fn silent(attack: &Attack) {
-    is_refused(&dial(&attack.path), "no hello");
+    is_refused(&dial(&attack.path), "did not say hello in time");
 }
 
 fn half_a_header(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..7]);
-    is_refused(&socket, "no hello");
+    is_refused(&socket, "did not say hello in time");
 }
 
 fn half_a_hello(attack: &Attack) {
     let socket = dial(&attack.path);
     push(&socket, &hello(role::CLIENT)[..40]);
-    is_refused(&socket, "no hello");
+    is_refused(&socket, "did not say hello in time");
 }
 
 fn four_gibibytes_first(attack: &Attack) {
@@ -279,10 +279,10 @@ fn garbage_first(attack: &Attack) {
 fn garbage_after_hello(attack: &Attack) {
     let socket = open(&attack.path);
     push(&socket, &[0xff; 100_000]);
-    is_refused(&socket, "must be understood");
+    is_refused(&socket, "a critical frame");
     let socket = open(&attack.path);
     push(&socket, &header(4, kind::SUBMIT, 5, 1));
-    is_refused(&socket, "5 bytes of metadata within 4");
+    is_refused(&socket, "5 bytes of metadata, but only 4");
 }
 
 fn never_reads(attack: &Attack) {
@@ -297,7 +297,7 @@ fn never_reads(attack: &Attack) {
             break;
         }
         sent += bytes.len() as u64;
-        assert!(sent < 16 * MIB, "a client that does not read is read from for ever");
+        assert!(sent < 16 * MIB, "the supervisor keeps reading from a client that does not read");
     }
     attack.hold(socket);
 }
@@ -334,7 +334,7 @@ fn cancels_what_is_not_there(attack: &Attack) {
 
 fn uses_a_number_twice(attack: &Attack) {
     let socket = open(&attack.path);
-    // If the first job was rejected at once, its number is free and the second job gets an outcome too.
+    // The first job can already have been rejected. Then its number is free, and the second job gets an outcome.
     push(&socket, &submit(1, "yield", b""));
     push(&socket, &submit(1, "yield", b""));
     let (header, ..) = next(&socket).unwrap();
@@ -369,7 +369,7 @@ fn half_a_payload(attack: &Attack) {
 }
 
 #[test]
-fn two_hundred_hostile_clients_harm_no_other() {
+fn honest_jobs_succeed_despite_two_hundred_hostile_clients() {
     let _turn = heavy();
     /// Number of attackers of each kind.
     const EACH: usize = 13;
@@ -388,7 +388,7 @@ fn two_hundred_hostile_clients_harm_no_other() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Attacks that occupy resources and keep them.
+    /// Attacks that occupy resources until all other attacks have ended.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -431,7 +431,7 @@ fn two_hundred_hostile_clients_harm_no_other() {
 }
 
 #[test]
-fn rejects_invalid_jobs_and_keeps_the_connection() {
+fn invalid_job_does_not_close_the_connection() {
     let supervisor = Supervisor::start(
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10\nmax_payload = \"100KiB\"\n\
          deadline = \"60s\"\ndeadline_max = \"90s\"\n",
@@ -517,10 +517,10 @@ fn rejects_invalid_jobs_and_keeps_the_connection() {
 }
 
 #[test]
-fn the_number_of_a_job_under_way_cannot_be_used_again() {
+fn reused_number_of_running_job_closes_the_connection() {
     let supervisor =
         Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"100KiB\"\n");
-    // Several second jobs. Without the reused number, each would end differently.
+    // With unused numbers, each of these jobs would have a different outcome.
     let seconds = [
         submit(7, "echo", b""),
         submit(7, "echo", &[1; 70_000]),
@@ -533,8 +533,8 @@ fn the_number_of_a_job_under_way_cannot_be_used_again() {
         push(&socket, &submit(7, "yield", b""));
         supervisor.wait_number("victim", "in_flight", 1);
         push(&socket, &second);
-        let (header, metadata, _) = next(&socket).expect("it is told");
-        assert_eq!(header.kind, kind::REFUSED, "another answer under the number of the first job");
+        let (header, metadata, _) = next(&socket).expect("the supervisor answers");
+        assert_eq!(header.kind, kind::REFUSED, "the reused number got an answer other than REFUSED");
         let (refused, _) = codec::decode::<Refused<'_>>(&metadata, &[]).unwrap();
         assert!(refused.message.contains('7'), "{}", refused.message);
         supervisor.wait_number("victim", "in_flight", 0);
@@ -542,7 +542,7 @@ fn the_number_of_a_job_under_way_cannot_be_used_again() {
 }
 
 #[test]
-fn a_browser_is_told_where_http_is_spoken() {
+fn http_request_on_jobs_socket_names_admin_socket() {
     let supervisor = Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\n");
     for request in
         ["GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", "POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
@@ -554,7 +554,7 @@ fn a_browser_is_told_where_http_is_spoken() {
 }
 
 #[test]
-fn too_many_clients_are_told_so() {
+fn client_beyond_max_clients_is_rejected_as_overloaded() {
     const MOST: usize = 64;
     let supervisor = Supervisor::start_with(
         &format!("max_clients = {MOST}"),
@@ -562,7 +562,7 @@ fn too_many_clients_are_told_so() {
     );
     let before = Held::by(&supervisor);
     let path = supervisor.socket();
-    // Leaves one place for the client that connects after the attack, and one for the honest client.
+    // Leaves two connections free, for the honest client and for the client that connects after the attack.
     let places: Vec<UnixStream> = (0..MOST - 2).map(|_| open(&path)).collect();
     let refused = AtomicUsize::new(0);
     let most = beside_an_honest_client(&supervisor, || {
@@ -575,7 +575,7 @@ fn too_many_clients_are_told_so() {
                             push(socket, &hello(role::CLIENT));
                         }
                         for socket in &sockets {
-                            let (header, metadata, _) = next(socket).expect("everyone is answered");
+                            let (header, metadata, _) = next(socket).expect("every client gets an answer");
                             if header.kind == kind::REFUSED {
                                 let (said, _) = codec::decode::<Refused<'_>>(&metadata, &[]).unwrap();
                                 assert_eq!(said.reason, RejectReason::Overloaded.code());
@@ -597,7 +597,7 @@ fn too_many_clients_are_told_so() {
 }
 
 #[test]
-fn half_received_payloads_count_for_what_they_hold() {
+fn incomplete_payloads_use_memory_only_for_received_bytes() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"32MiB\"",
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\n",
@@ -612,7 +612,7 @@ fn half_received_payloads_count_for_what_they_hold() {
         push(socket, &announcement(1, 4 << 20));
         push(socket, &[1; 70_000]);
     }
-    // The supervisor answers a new client only after reading everything that was sent before.
+    // When a new client gets its welcome, the supervisor has read all earlier data.
     let wait_read = || (0..10).for_each(|_| drop(open(&path)));
     wait_read();
     for socket in &sockets {
@@ -620,7 +620,10 @@ fn half_received_payloads_count_for_what_they_hold() {
     }
     wait_read();
     let most = Held::by(&supervisor);
-    assert!(most.bytes < before.bytes + 80 * MIB, "200 times 70 kB are held in {most:?}, before {before:?}");
+    assert!(
+        most.bytes < before.bytes + 80 * MIB,
+        "200 incomplete payloads of 70 kB: {most:?}, before {before:?}"
+    );
     drop(sockets);
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
@@ -628,7 +631,7 @@ fn half_received_payloads_count_for_what_they_hold() {
 }
 
 #[test]
-fn unread_results_are_bounded() {
+fn unread_results_stay_within_memory_limit() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
         "[defaults]\ndeadline = \"300s\"\n\
@@ -654,7 +657,7 @@ fn unread_results_are_bounded() {
 }
 
 #[test]
-fn clients_leave_descriptors_for_workers_and_operators() {
+fn clients_cannot_exhaust_descriptors() {
     let folder = tempfile::tempdir().unwrap();
     let program = programs().join("misbehave");
     let config = format!(
@@ -694,11 +697,11 @@ fn clients_leave_descriptors_for_workers_and_operators() {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
     // Clients that left before the supervisor accepted them can still occupy places for a moment.
-    let late = wait_for("there is room again", || Client::connect(supervisor.socket()).ok());
+    let late = wait_for("another client is accepted", || Client::connect(supervisor.socket()).ok());
     honest_job(&late, 4);
 }
 
-// Events that reach the supervisor at the same moment.
+// Several events in one iteration of the event loop.
 
 /// Stops the supervisor, so that everything sent before [`goes_on`] reaches it at once.
 fn is_stopped(supervisor: &Supervisor) {
@@ -732,20 +735,20 @@ fn out_of_band_byte_closes_only_its_own_connection() {
         let socket = dial(&supervisor.socket());
         push(&socket, sent);
         rustix::net::send(&socket, b"!", SendFlags::OOB).unwrap();
-        is_refused(&socket, "out of band");
+        is_refused(&socket, "out-of-band");
     }
     let flooded = result(&client, "out-of-band", "").unwrap_err();
     let verdict = &flooded.outcome().unwrap().verdict;
     assert_eq!((verdict.name(), verdict.reason()), ("crashed", Some("protocol")), "{flooded}");
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
     honest_job(&client, 1);
-    assert_eq!(supervisor.number("honest", "in_flight"), 1, "the other connection goes on");
+    assert_eq!(supervisor.number("honest", "in_flight"), 1, "the job on the other connection still runs");
     drop(other);
 }
 
-/// Covers out-of-band bytes that arrive before the supervisor knows that the worker process runs.
+/// The byte can arrive before the supervisor knows that the worker process runs.
 #[test]
-fn bytes_out_of_band_at_the_start_end_the_worker() {
+fn out_of_band_byte_during_start_kills_worker() {
     const STARTS: usize = 12;
     let notes = tempfile::tempdir().unwrap();
     let keys = format!(
@@ -757,17 +760,17 @@ fn bytes_out_of_band_at_the_start_end_the_worker() {
     let bulkheads = bulkheads.replacen("sandbox = { ", "sandbox = { profile = \"none\" }\n# ", 1);
     let folder = tempfile::tempdir().unwrap();
     let supervisor = Supervisor::launch(folder, "", &bulkheads);
-    wait_for("it answers", || supervisor.try_get("/healthz"));
-    // Workers start one after another. If the supervisor missed one violation, no further worker would start.
+    wait_for("the supervisor answers", || supervisor.try_get("/healthz"));
+    // The worker must be killed at every start. If the supervisor missed one violation, no further worker would start.
     for event in supervisor.wait_events("worker_killed", STARTS) {
-        assert!(event["reason"].as_str().unwrap().contains("out of band"), "{event}");
+        assert!(event["reason"].as_str().unwrap().contains("out-of-band"), "{event}");
     }
 }
 
-/// The supervisor reads from users and connections in a fair order, so that the backlog of many connections
-/// does not delay the job of another.
+/// The supervisor reads from users and connections in a fair order, so that many connections with unread frames do not
+/// delay the job of another connection.
 #[test]
-fn a_job_does_not_wait_for_all_that_others_have_sent() {
+fn flooding_clients_do_not_delay_a_job() {
     const FLOODS: usize = 200;
     const SUBMITS: u64 = 1200;
     let supervisor = Supervisor::start(
@@ -778,9 +781,9 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
     is_stopped(&supervisor);
     let nowhere = Submit { bulkhead: "nowhere", ..PLAIN };
     let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
-    assert!(flood.len() < 128 << 10, "all of it fits into one read: {}", flood.len());
+    assert!(flood.len() < 128 << 10, "the flood does not fit into one read: {}", flood.len());
     floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
-    // The worker stops the supervisor as soon as the job arrives.
+    // The worker stops the supervisor when the job arrives, so the test can count the answers sent before.
     let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
     push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
     goes_on(&supervisor);
@@ -789,20 +792,23 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
     goes_on(&supervisor);
     assert_eq!(outcome(&honest).1.verdict, Verdict::Ok);
     let most = FLOODS as u64 * (40 << 10);
-    assert!(answered < most, "{answered} bytes of answers for others came first; fair are {most}");
+    assert!(
+        answered < most,
+        "the flooding clients got {answered} bytes of answers first; the limit is {most}"
+    );
 }
 
 /// Clients whose jobs are all rejected, and clients that connect and leave, get only a share of the data
 /// plane's time. A data plane that is always busy would delay workers and other clients.
 #[test]
-fn rejected_and_leaving_clients_cause_no_overload() {
+fn rejected_clients_get_limited_processor_time() {
     let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
     let path = supervisor.socket();
     let nowhere = Submit { bulkhead: "nowhere", ..PLAIN };
     let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
     let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
     sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
-    // Position in the flood up to which each socket accepted the bytes.
+    // Position in `flood` at which each socket continues.
     let mut rests = vec![0; sockets.len()];
     let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
     let mut floods = || {
@@ -818,7 +824,7 @@ fn rejected_and_leaving_clients_cause_no_overload() {
         while processor_time(&supervisor) < before + Duration::from_millis(100) {
             (0..50).for_each(|_| attack());
             is_open &= began.elapsed() < Duration::from_secs(300);
-            assert!(is_open, "it has hardly been heard");
+            assert!(is_open, "the attack used hardly any processor time");
         }
         let (took, used) = (began.elapsed(), processor_time(&supervisor) - before);
         assert!(used < took / 2, "{used:?} of {took:?}");
@@ -836,7 +842,7 @@ fn rejected_and_leaving_clients_cause_no_overload() {
 }
 
 #[test]
-fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
+fn delayed_clients_raise_an_event() {
     let supervisor = Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\n");
     let is_over = AtomicBool::new(false);
     let told = std::thread::scope(|scope| {
@@ -847,7 +853,7 @@ fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
                 }
             });
         }
-        // Catches a panic, so that the threads are stopped.
+        // Catches a panic, so that the threads above are stopped.
         let told = std::panic::catch_unwind(|| supervisor.wait_events("clients_delayed", 1).remove(0));
         is_over.store(true, Ordering::Relaxed);
         told.unwrap()
@@ -865,7 +871,7 @@ fn processor_time(supervisor: &Supervisor) -> Duration {
 }
 
 #[test]
-fn a_client_that_leaves_with_its_last_words_is_gone() {
+fn disconnect_after_last_frame_releases_the_client() {
     let supervisor = Supervisor::start(
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"900s\"\n",
     );
@@ -904,7 +910,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     )
 }
 
-/// Deadline and heartbeat interval that no test reaches.
+/// A deadline and a heartbeat interval longer than any test.
 const PATIENT: &str = "deadline = \"300s\"\nhealth = { heartbeat = \"600s\" }\n";
 
 #[test]
@@ -991,7 +997,7 @@ impl Worker {
 
     fn noted(&self) -> u64 {
         let number = || std::fs::read_to_string(self.note("job")).ok()?.parse().ok();
-        wait_for("a job's number is noted", number)
+        wait_for("a job has noted its number", number)
     }
 
     fn frame(&mut self, header: Header, metadata: &[u8], payload: &[u8]) {
@@ -1011,7 +1017,7 @@ impl Worker {
         let count = || std::str::from_utf8(payload).unwrap().parse::<u64>().unwrap();
         match operation {
             "echo" => self.answer(job, payload),
-            // Answered by "release", or never.
+            // A later "release" answers this job.
             "hold" | "note" => {
                 self.held = Some(job);
                 if operation == "note" {
@@ -1067,7 +1073,7 @@ impl Worker {
             "out-of-band" => {
                 rustix::net::send(&self.socket, b"!", SendFlags::OOB).unwrap();
             }
-            // Writes each frame separately, as a simple library would.
+            // Sends each frame with a separate write, like a simple implementation.
             "chatter" => {
                 for step in 0..count() {
                     let progress = Progress { fraction: 0.5, text: &step.to_string() };
@@ -1106,9 +1112,9 @@ impl Worker {
                 self.say(&half[..500]);
                 self.is_silent = true;
             }
-            // Waits for the test, so that the answer and the hang-up reach the supervisor at once.
+            // Waits for the test, so that the supervisor sees the answer and the closed link at the same time.
             "answer-and-close" => {
-                wait_for("it is time", || self.note("go").exists().then_some(()));
+                wait_for("the test allows the answer", || self.note("go").exists().then_some(()));
                 self.answer(job, b"goodbye");
                 self.flush();
                 let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -1127,7 +1133,7 @@ fn result(client: &Client, operation: &str, payload: &str) -> Result<Reply, JobE
 }
 
 #[test]
-fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
+fn worker_cannot_answer_jobs_of_other_workers() {
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("{PATIENT}processes = 2\nmax_queue = 10\n");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
@@ -1138,13 +1144,13 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
         supervisor.wait_number("victim", "in_flight", 1);
         let thief = result(&client, "answer-for-another", "").unwrap();
         assert_eq!(thief.payload(), b"done");
-        assert_eq!(supervisor.number("victim", "in_flight"), 1, "no other worker can answer it");
+        assert_eq!(supervisor.number("victim", "in_flight"), 1, "another worker answered the job");
         let pids = supervisor.worker_pids("victim");
         let holder = pids.into_iter().find(|&pid| thief.outcome().worker_pid != Some(pid)).unwrap();
         kill_pid(holder, Signal::SIGKILL);
         assert_eq!(ended(&held.join().unwrap()), "crashed/signal");
     });
-    // The noted number no longer belongs to a job. Answers for it are dropped, whichever worker sends them.
+    // The job with the noted number has ended. The supervisor drops all answers for this number.
     for _ in 0..4 {
         assert_eq!(result(&client, "answer-for-another", "").unwrap().payload(), b"done");
     }
@@ -1153,7 +1159,7 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
 }
 
 #[test]
-fn a_worker_that_says_too_much_is_bounded() {
+fn flooding_worker_stays_within_limits() {
     let _turn = heavy();
     let notes = tempfile::tempdir().unwrap();
     let keys = format!("{PATIENT}max_queue = 10\nmax_result = 100000\ngrace = \"60s\"\n");
@@ -1173,7 +1179,7 @@ fn a_worker_that_says_too_much_is_bounded() {
         assert_eq!(result(&client, "flood-words", "100").unwrap().payload(), b"done");
         assert_eq!(result(&client, "flood-errors", "").unwrap().payload(), b"done");
 
-        // The supervisor bounds the progress that it keeps for a client that does not read.
+        // The supervisor limits the progress reports that it buffers for a client that does not read.
         let done = supervisor.number("victim", "done");
         let socket = open(&supervisor.socket());
         push(&socket, &submit(1, "flood-progress", b"2000"));
@@ -1196,13 +1202,13 @@ fn a_worker_that_says_too_much_is_bounded() {
     let (_, logs) = supervisor.try_get("/v1/bulkheads/victim/logs").unwrap();
     for line in logs.lines() {
         let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
-        // A line that stands for dropped lines has a number instead of text.
+        // A record of dropped lines has their number instead of text.
         assert!(line["dropped"].is_u64() || line["line"].as_str().unwrap().len() < 40_000);
     }
     assert!(logs.lines().count() > 0 && logs.len() < 1 << 20, "{} bytes of logs", logs.len());
     let log = std::fs::read(supervisor.folder.path().join("log")).unwrap();
     let control = log.iter().find(|&&byte| byte < b' ' && byte != b'\n' && byte != b'\t');
-    assert_eq!(control, None, "a terminal that shows the log is told what to do");
+    assert_eq!(control, None, "the log contains a control character");
     assert!(most.bytes < before.bytes + 64 * MIB, "before {before:?}, most {most:?}");
 
     // Many small progress frames take longer, but are allowed.
@@ -1222,7 +1228,7 @@ fn a_worker_that_says_too_much_is_bounded() {
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
 }
 
-/// The worker is still busy with the rejected result, so another job would only wait.
+/// The worker is still busy sending the rejected result, so another job could not start.
 #[test]
 fn too_large_result_keeps_its_permit_until_fully_read() {
     let notes = tempfile::tempdir().unwrap();
@@ -1249,7 +1255,7 @@ fn too_large_result_keeps_its_permit_until_fully_read() {
 }
 
 #[test]
-fn half_a_frame_from_a_worker_holds_no_other_up() {
+fn worker_stalled_mid_frame_is_replaced() {
     let notes = tempfile::tempdir().unwrap();
     let keys = "max_queue = 10\ndeadline = \"2s\"\ndeadline_max = \"60s\"\ngrace = \"20ms\"\n\
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
@@ -1265,13 +1271,13 @@ fn half_a_frame_from_a_worker_holds_no_other_up() {
     let last = patient("answer-and-a-half").unwrap();
     assert_eq!(last.payload(), b"whole");
     let pid = last.outcome().worker_pid.unwrap();
-    wait_for("it is hung", || (!is_alive(pid)).then_some(()));
+    wait_for("the stalled worker is killed", || (!is_alive(pid)).then_some(()));
     assert_eq!(patient("echo").unwrap().payload(), b"x");
     honest_job(&client, 3);
 }
 
 #[test]
-fn replaces_worker_that_closes_link_after_its_answer() {
+fn worker_that_closes_its_link_is_replaced() {
     let notes = tempfile::tempdir().unwrap();
     let supervisor = Supervisor::start(&by_hand(notes.path(), PATIENT));
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -1280,7 +1286,7 @@ fn replaces_worker_that_closes_link_after_its_answer() {
         supervisor.wait_number("victim", "in_flight", 1);
         is_stopped(&supervisor);
         std::fs::write(notes.path().join("go"), "").unwrap();
-        wait_for("it has closed its link", || notes.path().join("gone").exists().then_some(()));
+        wait_for("the worker has closed its link", || notes.path().join("gone").exists().then_some(()));
         goes_on(&supervisor);
         assert_eq!(job.join().unwrap().unwrap().payload(), b"goodbye");
     });
@@ -1289,7 +1295,7 @@ fn replaces_worker_that_closes_link_after_its_answer() {
 }
 
 #[test]
-fn a_client_cannot_end_its_neighbours_by_cancelling() {
+fn cancellations_do_not_kill_a_shared_worker() {
     /// More replies for unknown jobs than the supervisor accepts from a worker (100,000).
     const MANY: u64 = 110_000;
     const AT_ONCE: u64 = 500;
@@ -1323,18 +1329,18 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
         let released = result(&client, "release", "");
         assert_eq!(ended(&released), "ok");
         let neighbour = neighbour.join().unwrap();
-        assert_eq!(ended(&neighbour), "ok", "after {taken} cancelled jobs beside it");
+        assert_eq!(ended(&neighbour), "ok", "after {taken} cancelled jobs in the same worker");
         assert_eq!(neighbour.unwrap().payload(), b"kept");
     });
     assert_eq!(supervisor.number("victim", "restarts"), 0);
 }
 
-// A test that takes half a minute.
+// A test that takes more than half a minute.
 
 /// A stalled client stops in the middle of a frame or never reads.
 #[test]
 #[ignore = "waits for the limits of 30 s"]
-fn disconnects_stalled_clients_but_keeps_slow_one() {
+fn stalled_clients_are_disconnected_but_slow_client_stays() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"",
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"90s\"\n",
@@ -1350,13 +1356,13 @@ fn disconnects_stalled_clients_but_keeps_slow_one() {
             scope.spawn(|| {
                 let socket = open(&path);
                 push(&socket, &submit(1, "echo", &[1; 1000])[..500]);
-                is_refused(&socket, "not finished in time");
+                is_refused(&socket, "not finish sending a frame in time");
             }),
             scope.spawn(|| {
                 let socket = open(&path);
                 push(&socket, &announcement(1, 2 << 20));
                 push(&socket, &[1; 1 << 20]);
-                is_refused(&socket, "not finished in time");
+                is_refused(&socket, "not finish sending a frame in time");
             }),
         ];
         // This client completes each frame quickly, but always has an incomplete frame on the connection. The
@@ -1370,7 +1376,11 @@ fn disconnects_stalled_clients_but_keeps_slow_one() {
             let following = submit(number + 1, "sleep", b"5");
             push(&slow, &[&bytes[half..], &following[..half]].concat());
             let (header, ..) = next(&slow).unwrap();
-            assert_eq!((header.kind, header.number), (kind::OUTCOME, number), "it is cut off");
+            assert_eq!(
+                (header.kind, header.number),
+                (kind::OUTCOME, number),
+                "the slow client was disconnected"
+            );
             bytes = following;
             rounds_left -= usize::from(cut_off.iter().all(std::thread::ScopedJoinHandle::is_finished));
             if rounds_left == 0 {
@@ -1378,7 +1388,7 @@ fn disconnects_stalled_clients_but_keeps_slow_one() {
             }
         }
     });
-    wait_for("a client that reads nothing is cut off", || {
+    wait_for("the client that never reads is disconnected", || {
         (descriptors(supervisor.pid()) <= before.descriptors).then_some(())
     });
     drop(unread);

@@ -1,5 +1,4 @@
-//! Memory for waiting data, and connections of clients: a greedy user or bulkhead leaves the others their
-//! share.
+//! Fair shares of memory and client connections: no user or bulkhead can take the share of another.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -90,7 +89,7 @@ impl Caller {
     }
 
     fn outcome(&mut self) -> (u64, Outcome) {
-        let (header, metadata) = self.next().expect("the connection goes on");
+        let (header, metadata) = self.next().expect("the connection stays open");
         assert_eq!(header.kind, kind::OUTCOME);
         let (message, _) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).unwrap();
         (header.number, message.to_outcome().unwrap())
@@ -117,7 +116,7 @@ fn name(outcome: &Outcome) -> String {
 const PLAIN: Submit<'static> =
     Submit { bulkhead: "a", operation: "", tenant: "", deadline_us: 0, priority: 1, idempotent: 0, cost: 0 };
 
-/// Returns true if the test can act as another user. Otherwise prints why the test is not run.
+/// Returns true if the test can run programs as another user. Otherwise prints `NOT RUN`.
 fn may_be_another() -> bool {
     if Uid::effective().is_root() {
         return true;
@@ -153,7 +152,7 @@ fn end(child: Child) -> String {
     format!("{}/{}", object["outcome"].as_str().unwrap(), object["reason"].as_str().unwrap_or("-"))
 }
 
-/// Checks that each submitted job has an outcome or is still held.
+/// Checks that each submitted job has an outcome, is in flight, or is queued.
 fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
     let snapshot = supervisor.snapshot(bulkhead);
     let number = |name: &str| snapshot[name].as_u64().unwrap();
@@ -164,10 +163,10 @@ fn adds_up(supervisor: &Supervisor, bulkhead: &str) {
 }
 
 #[test]
-fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
+fn announced_payloads_use_no_memory_before_they_arrive() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"", BUSY);
     let mut honest = Caller::of(&supervisor);
-    // Memory that an honest client used and freed must not go to clients that only announce payloads.
+    // The honest client uses and frees memory first. Clients that only announce payloads must not occupy this memory.
     honest.submit(&PLAIN, &vec![1; 4 * MIB], 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     let before = resident_bytes(supervisor.pid());
@@ -175,8 +174,8 @@ fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
     for caller in &mut hostile {
         caller.submit(&PLAIN, b"x", MIB - 1);
     }
-    // The supervisor has read all announcements before answering the honest job. Each hostile client then
-    // sends one more byte.
+    // When the honest job is answered, the supervisor has read all announcements. Then each hostile client sends one
+    // more byte.
     honest.submit(&PLAIN, b"", 0);
     assert_eq!(name(&honest.outcome().1), "ok");
     for caller in &mut hostile {
@@ -186,14 +185,14 @@ fn bytes_that_are_announced_and_do_not_come_hold_nothing() {
     assert_eq!(name(&honest.outcome().1), "ok");
     for round in 0..3 {
         honest.submit(&PLAIN, &vec![round; 3 * MIB], 0);
-        assert_eq!(name(&honest.outcome().1), "ok", "1.2 kB came, 600 MiB are announced");
+        assert_eq!(name(&honest.outcome().1), "ok", "announced payloads must not reduce the free memory");
     }
     let more = resident_bytes(supervisor.pid()).saturating_sub(before) as usize;
-    assert!(more < 48 * MIB, "{more} bytes more are held");
+    assert!(more < 48 * MIB, "memory grew by {more} bytes");
 }
 
 #[test]
-fn one_user_alone_may_use_all_and_another_has_its_share() {
+fn second_user_gets_its_share_of_memory() {
     if !may_be_another() {
         return;
     }
@@ -210,9 +209,9 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
         let priority = classes[n % 3].code();
         greedy.submit(&Submit { priority, operation: "pid", ..PLAIN }, &payload, 0);
     }
-    // Only 31 payloads of 1 MiB fit into 32 MiB, because the records of jobs count as well.
+    // Only 31 payloads of 1 MiB fit into 32 MiB, because job records use memory as well.
     supervisor.wait_number("a", "queued", 31);
-    wait_for("the rest is turned away", || {
+    wait_for("the other 29 jobs are rejected", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"] == 29).then_some(())
     });
     let file = supervisor.file("payload");
@@ -221,15 +220,15 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
     let path = file.to_str().unwrap().to_owned();
     let bob: Vec<Child> =
         (0..3).map(|_| by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])).collect();
-    // Three of Bob's jobs wait, so other jobs had to give up the memory for them.
-    wait_for("his jobs wait", || (supervisor.number("a", "submitted") == 64).then_some(()));
-    wait_for("others have given", || {
+    // Bob's jobs wait, so jobs of the greedy client must have been rejected to free memory.
+    wait_for("all of Bob's jobs are submitted", || (supervisor.number("a", "submitted") == 64).then_some(()));
+    wait_for("eight jobs of the greedy client are rejected", || {
         (supervisor.snapshot("a")["rejected"]["overloaded"].as_u64() >= Some(37)).then_some(())
     });
     adds_up(&supervisor, "a");
     supervisor.touch("go");
     for child in bob {
-        assert_eq!(end(child), "ok/-", "below his share he is never overloaded");
+        assert_eq!(end(child), "ok/-", "a job within Bob's share was rejected");
     }
     let outcomes = greedy.outcomes();
     let of = |class: usize| {
@@ -237,14 +236,14 @@ fn one_user_alone_may_use_all_and_another_has_its_share() {
             outcomes.iter().filter(|(number, _)| **number > 1 && (**number as usize - 2) % 3 == class);
         tally(names.map(|(_, name)| name.clone()))
     };
-    // The newest jobs of the lowest class were rejected first.
+    // The supervisor rejected the newest jobs of the lowest priority first.
     let kept = |class: usize| of(class).get("ok").copied().unwrap_or(0);
     assert!(kept(0) >= 10 && kept(2) >= 10 && kept(1) <= 4, "{:?} {:?} {:?}", of(0), of(1), of(2));
     adds_up(&supervisor, "a");
 }
 
 #[test]
-fn what_waits_in_one_bulkhead_leaves_another_its_share() {
+fn second_bulkhead_gets_its_share_of_memory() {
     let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"", BUSY);
     let mut caller = Caller::of(&supervisor);
     caller.occupy(&supervisor, "a");
@@ -257,7 +256,7 @@ fn what_waits_in_one_bulkhead_leaves_another_its_share() {
         caller.submit(&Submit { bulkhead: "b", operation: "pid", ..PLAIN }, &vec![8; MIB], 0);
     }
     supervisor.wait_number("b", "queued", 4);
-    wait_for("the other has given", || (supervisor.number("a", "queued") <= 11).then_some(()));
+    wait_for("bulkhead `a` has freed memory", || (supervisor.number("a", "queued") <= 11).then_some(()));
     supervisor.touch("go");
     let outcomes = caller.outcomes();
     let last: Vec<_> = outcomes.values().rev().take(4).collect();
@@ -267,7 +266,7 @@ fn what_waits_in_one_bulkhead_leaves_another_its_share() {
 }
 
 #[test]
-fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
+fn memory_pressure_disconnects_clients_with_incomplete_frames() {
     if !may_be_another() {
         return;
     }
@@ -288,7 +287,7 @@ fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a", "pid", "--payload-file", path.as_str()])), "ok/-");
     }
-    // At least one hoarder received the reason and was disconnected.
+    // At least one of these clients got a reason and was disconnected.
     let closed = hoarders.iter_mut().filter_map(|caller| {
         caller.socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         let (number, outcome) = caller.next().map(|(header, metadata)| {
@@ -303,7 +302,7 @@ fn a_half_received_frame_gives_way_and_its_connection_is_closed() {
 }
 
 #[test]
-fn long_names_and_records_of_waiting_jobs_count() {
+fn memory_limit_includes_job_records_and_names() {
     let supervisor = Supervisor::start_with("max_payload = \"1MiB\"\nmax_buffered = \"4MiB\"", BUSY);
     let before = resident_bytes(supervisor.pid());
     let mut caller = Caller::of(&supervisor);
@@ -315,22 +314,22 @@ fn long_names_and_records_of_waiting_jobs_count() {
         let tenant = format!("{n:0>256}");
         caller.submit(&Submit { operation: &operation, tenant: &tenant, ..PLAIN }, b"", 0);
     }
-    wait_for("all have come", || (supervisor.number("a", "submitted") == 20_001).then_some(()));
+    wait_for("all jobs are submitted", || (supervisor.number("a", "submitted") == 20_001).then_some(()));
     let queued = supervisor.number("a", "queued") as usize;
-    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} wait, of 1 KiB each at least");
+    assert!((500..4 * MIB / 1024).contains(&queued), "{queued} jobs of at least 1 KiB wait");
     let more = resident_bytes(supervisor.pid()).saturating_sub(before) as usize;
-    assert!(more < 40 * MIB, "{more} bytes more are held");
+    assert!(more < 40 * MIB, "memory grew by {more} bytes");
     adds_up(&supervisor, "a");
     supervisor.touch("go");
     let outcomes = reading.join().unwrap();
     assert_eq!(outcomes.values().sum::<usize>(), 20_001);
     assert_eq!(outcomes["overloaded"], 20_000 - queued, "{outcomes:?}");
-    assert_eq!(outcomes["failed"], queued, "there is no such operation");
+    assert_eq!(outcomes["failed"], queued, "every queued job fails because its operation does not exist");
     assert_eq!(supervisor.number("a", "queued"), 0);
 }
 
 #[test]
-fn idle_connections_of_one_user_do_not_keep_another_out() {
+fn idle_connection_is_closed_for_another_user() {
     if !may_be_another() {
         return;
     }
@@ -338,16 +337,16 @@ fn idle_connections_of_one_user_do_not_keep_another_out() {
     open(&supervisor);
     let mut busy = Caller::of(&supervisor);
     busy.occupy(&supervisor, "b");
-    // A single user may use all places.
+    // A single user can open all connections.
     let mut idle: Vec<Caller> = (0..5).map(|_| Caller::of(&supervisor)).collect();
-    // After this job, `idle[0]` has been idle for less time than the others.
+    // Makes `idle[0]` the connection with the shortest idle time.
     idle[0].submit(&PLAIN, b"x", 0);
     assert_eq!(name(&idle[0].outcome().1), "ok");
     for _ in 0..3 {
         assert_eq!(end(by_bob(&supervisor, &["a"])), "ok/-");
     }
-    // The connection that was idle for longest was closed with a reason.
-    let (header, _) = idle[1].next().expect("it is told why");
+    // The supervisor closed the connection with the longest idle time and sent a reason.
+    let (header, _) = idle[1].next().expect("the closed connection gets a reason");
     assert_eq!(header.kind, kind::REFUSED);
     idle[0].submit(&PLAIN, b"x", 0);
     assert_eq!(name(&idle[0].outcome().1), "ok");
@@ -356,7 +355,7 @@ fn idle_connections_of_one_user_do_not_keep_another_out() {
 }
 
 #[test]
-fn a_newcomer_is_overloaded_only_where_no_connection_is_idle() {
+fn new_client_is_rejected_if_no_connection_is_idle() {
     if !may_be_another() {
         return;
     }
@@ -374,7 +373,7 @@ fn a_newcomer_is_overloaded_only_where_no_connection_is_idle() {
 // Stopping the supervisor.
 
 #[test]
-fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
+fn shutdown_does_not_reset_http_connections() {
     for over_tcp in [false, true, false] {
         let folder = tempfile::tempdir().unwrap();
         let token = folder.path().join("token");
@@ -385,14 +384,14 @@ fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
             "drain_timeout = \"20s\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"token\"",
             "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n",
         );
-        wait_for("it is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
+        wait_for("the supervisor is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
         let place = if over_tcp { Place::tcp(&supervisor) } else { Place::of(&supervisor) };
         let post = || {
             let place = place.clone();
             std::thread::spawn(move || post_until_closed(&place))
         };
         let posters: Vec<_> = (0..16).map(|_| post()).collect();
-        wait_for("jobs are done", || (supervisor.number("a", "done") > 50).then_some(()));
+        wait_for("50 jobs are done", || (supervisor.number("a", "done") > 50).then_some(()));
         supervisor.signal(Signal::SIGTERM);
         assert!(supervisor.wait().success());
         let mut ends: BTreeMap<String, usize> = BTreeMap::new();

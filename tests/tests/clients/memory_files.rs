@@ -1,5 +1,5 @@
-//! Memory files for large payloads and results: data arrives unchanged in all cases, and clients and workers
-//! that misuse files harm only themselves.
+//! Memory files for large payloads and results. Data arrives unchanged in all cases. Clients and workers that misuse
+//! files do not affect others.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -22,7 +22,7 @@ use nix::sys::signal::Signal;
 
 const MIB: usize = 1 << 20;
 
-/// Limits that allow files for the largest payload of these tests.
+/// Memory limits that are high enough for the largest payload of these tests.
 const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\nmax_pooled = \"256MiB\"\n";
 
 fn start(bulkheads: &str) -> Supervisor {
@@ -44,22 +44,22 @@ fn by_hand(mode: &str) -> Supervisor {
     ))
 }
 
-/// Returns bytes that differ from position to position and from seed to seed.
+/// Returns test data that depends on the position and on the seed.
 fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
 }
 
-/// Returns where a worker finds a payload of 1 MiB: "file" or "bytes".
+/// Returns "file" if a worker gets a payload of 1 MiB in a memory file, or "bytes" if over the socket.
 async fn place(client: &Client, tenant: &str) -> String {
     let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
     String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
 }
 
-/// Sends jobs until the worker finds the payloads in a file.
+/// Sends jobs until the worker gets the payload in a memory file.
 async fn until_in_file(client: &Client, tenant: &str) {
     let began = Instant::now();
     while place(client, tenant).await != "file" {
-        assert!(began.elapsed() < PATIENCE, "payloads do not get into a file");
+        assert!(began.elapsed() < PATIENCE, "no payload was in a file");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
@@ -71,7 +71,7 @@ fn file_bytes(supervisor: &Supervisor) -> u64 {
 }
 
 #[test]
-fn what_arrives_is_what_was_sent() {
+fn memory_files_keep_payloads_and_results_intact() {
     let supervisor = one("max_in_flight = 4\nmax_queue = 100");
     run(async {
         let client = connect(&supervisor).await;
@@ -81,7 +81,7 @@ fn what_arrives_is_what_was_sent() {
         {
             let payload = pattern(seed, bytes);
             let reply = client.job("b", payload.clone()).send().await.unwrap();
-            assert!(reply.payload() == payload, "{bytes} bytes came back as others");
+            assert!(reply.payload() == payload, "a payload of {bytes} bytes came back changed");
         }
         // Sends many jobs at once, some with a file and some without.
         let jobs: Vec<_> = (0..60)
@@ -92,12 +92,12 @@ fn what_arrives_is_what_was_sent() {
             .collect();
         for job in jobs {
             let (seed, payload) = job.await.unwrap();
-            assert!(payload == pattern(seed, MIB + seed), "job {seed} has the result of another");
+            assert!(payload == pattern(seed, MIB + seed), "job {seed} has a wrong result");
         }
     });
 }
 
-/// Also covers a payload that a function writes in place.
+/// Covers payloads from a file, and payloads that a function writes in place.
 #[test]
 fn payloads_from_files_and_mapped_results_are_intact() {
     let supervisor = one("");
@@ -142,9 +142,9 @@ fn payloads_from_files_and_mapped_results_are_intact() {
     });
 }
 
-/// A payload file that reports no size is read at once, and an endless one is refused.
+/// A file without a known size, such as in `/proc`, is read completely. An endless file is rejected.
 #[test]
-fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
+fn unusual_payload_file_is_sent_whole_or_rejected() {
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -166,9 +166,9 @@ fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
     });
 }
 
-/// If a worker dies with a file, the next worker gets the original bytes, and later jobs get a new file.
+/// If a worker dies while it uses a file, the next worker gets the original bytes, and later jobs get a new file.
 #[test]
-fn a_retry_elsewhere_has_the_right_bytes() {
+fn retry_in_another_worker_has_the_original_payload() {
     let supervisor = one("processes = 2\nmax_queue = 100\nretry = { attempts = 3, budget = 1.0 }\n\
          restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }");
     run(async {
@@ -180,7 +180,7 @@ fn a_retry_elsewhere_has_the_right_bytes() {
             let job = client.job("b", payload.clone()).operation("die-if-file").idempotent(true);
             let reply = job.send().await.unwrap();
             assert!(reply.payload() == payload, "round {round}");
-            // If the worker does not begin the job in time, another worker gets the job without a file.
+            // A job that the worker does not begin in time goes to another worker, without a file.
             died += reply.outcome().attempts - 1;
         }
         assert!(died > 0, "no worker died with the file");
@@ -206,7 +206,7 @@ fn a_retry_elsewhere_has_the_right_bytes() {
 }
 
 #[test]
-fn what_goes_to_another_bulkhead_goes_as_bytes() {
+fn fallback_gets_payload_over_the_socket() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
@@ -225,10 +225,11 @@ fn what_goes_to_another_bulkhead_goes_as_bytes() {
 }
 
 #[test]
-fn poison_and_a_pool_of_nothing_have_the_socket() {
+fn poison_detection_or_zero_max_pooled_disables_files() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
-    // The fallback identifies payloads by digest, so jobs sent to the first bulkhead use the socket too.
+    // The fallback detects poison, which needs digests of the payloads. So jobs of the first bulkhead use the socket,
+    // too.
     let falls_back = one(
         "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
     );
@@ -241,7 +242,7 @@ fn poison_and_a_pool_of_nothing_have_the_socket() {
             assert_eq!(file_bytes(supervisor), 0);
         }
     });
-    // A reload that switches poison detection on ends the use of files.
+    // Enabling poison detection by a reload ends the use of files.
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
@@ -252,15 +253,14 @@ fn poison_and_a_pool_of_nothing_have_the_socket() {
              poison = { crashes = 2, within = \"1m\" }\n",
         );
         assert_eq!(supervisor.post("/v1/reload").0, 200);
-        wait_for("the files are given back", || (file_bytes(&supervisor) == 0).then_some(()));
+        wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
         assert_eq!(place(&client, "").await, "bytes");
     });
 }
 
-/// The total size of files never exceeds `max_pooled`. Clients without a file are served over the socket, and
-/// idle files go to clients that need some.
+/// Clients without a file are served over the socket. Idle files are taken from clients and given to others.
 #[test]
-fn files_stop_at_max_pooled_and_come_back() {
+fn total_file_size_stays_below_max_pooled() {
     let supervisor = Supervisor::start_with(
         "max_pooled = \"8MiB\"",
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n",
@@ -270,7 +270,7 @@ fn files_stop_at_max_pooled_and_come_back() {
         let clients = [connect(&supervisor).await, connect(&supervisor).await, connect(&supervisor).await];
         for round in 0..3 {
             for client in &clients {
-                // The clients take turns, so that the other clients are idle.
+                // One client sends jobs while the others are idle.
                 until_in_file(client, "").await;
                 let jobs: Vec<_> = (0..12)
                     .map(|seed| {
@@ -287,14 +287,14 @@ fn files_stop_at_max_pooled_and_come_back() {
             }
         }
     });
-    // All clients have disconnected.
-    wait_for("all is given back", || {
+    // The clients were dropped and have disconnected.
+    wait_for("all files and descriptors are freed", || {
         (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
     });
 }
 
 #[test]
-fn a_worker_that_is_replaced_leaves_no_file() {
+fn replaced_worker_leaves_no_file() {
     let keys = |env: &str| {
         format!(
             "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nenv = {{ ROUND = \"{env}\" }}\n"
@@ -309,30 +309,30 @@ fn a_worker_that_is_replaced_leaves_no_file() {
             let old = supervisor.worker_pids("b");
             supervisor.configure(SUPERVISOR, &keys(&round.to_string()));
             assert_eq!(supervisor.post("/v1/reload").0, 200);
-            wait_for("another worker", || (supervisor.worker_pids("b") != old).then_some(()));
+            wait_for("the worker is replaced", || (supervisor.worker_pids("b") != old).then_some(()));
             until_in_file(&client, "").await;
         }
-        wait_for("no more than before", || {
+        wait_for("files and descriptors are as many as before", || {
             (descriptors(supervisor.pid()) <= before.0 && file_bytes(&supervisor) <= before.1).then_some(())
         });
     });
 }
 
-/// A worker still runs handlers of jobs that have ended for their clients while answering the next job.
+/// The worker answers a job while it still runs the handler of a job that has already ended for its client.
 #[test]
-fn a_late_worker_writes_into_no_other_jobs_result() {
+fn late_handler_cannot_change_results_of_other_jobs() {
     let supervisor = one("max_in_flight = 8\ngrace = \"60s\"");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // A worker in which no client waits for anything gets no new jobs until its late handlers end.
+        // Without a job that a client still waits for, the worker would get no new jobs until its late handlers end.
         let _wanted = client.job("b", "").operation("yield").start().await.unwrap();
         for round in 0..5 {
             let slow = client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_secs(1));
             assert_eq!(outcome(&slow.send().await), "deadline_exceeded/running");
             let payload = pattern(round, MIB);
             assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
-            // A job that its client has dropped.
+            // Repeats the check with a job that the client has dropped.
             let dropped = client.job("b", vec![1; MIB]).operation("yield").start().await.unwrap();
             drop(dropped);
             assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
@@ -341,12 +341,12 @@ fn a_late_worker_writes_into_no_other_jobs_result() {
 }
 
 #[test]
-fn tenants_never_share_a_file() {
+fn tenants_do_not_share_files() {
     let supervisor = one("");
     run(async {
         let client = connect(&supervisor).await;
         for tenant in ["a", "b", "c"] {
-            // The first job of each tenant finds no file yet.
+            // The first job of each tenant has no file yet.
             assert_eq!(place(&client, tenant).await, "bytes");
             until_in_file(&client, tenant).await;
         }
@@ -354,15 +354,14 @@ fn tenants_never_share_a_file() {
 }
 
 #[test]
-fn a_worker_can_do_nothing_to_a_file_but_write_results() {
+fn worker_can_only_write_results_to_files() {
     let supervisor = by_hand("");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
         let attack = client.job("b", vec![9; MIB]).operation("attack").send().await.unwrap();
         assert_eq!(String::from_utf8_lossy(attack.payload()), "done: ");
-        // Bytes that a worker writes over its result reach only the job's client, and the next jobs are
-        // served.
+        // A worker that writes to its result file after the answer can only change that result.
         let scribbled = client.job("b", vec![9; MIB]).operation("scribble").send().await.unwrap();
         assert_eq!(scribbled.payload().len(), MIB);
         let payload = pattern(5, MIB);
@@ -372,7 +371,7 @@ fn a_worker_can_do_nothing_to_a_file_but_write_results() {
 }
 
 #[test]
-fn a_worker_that_names_what_it_has_not_breaks_the_protocol() {
+fn invalid_lease_from_worker_is_a_protocol_violation() {
     for lie in ["lie-lease", "lie-bytes", "lie-both"] {
         let supervisor = by_hand("");
         run(async {
@@ -388,7 +387,7 @@ fn a_worker_that_names_what_it_has_not_breaks_the_protocol() {
 
 /// A worker that never confirms files gets every payload over the socket.
 #[test]
-fn a_worker_that_takes_no_files_has_bytes() {
+fn worker_that_confirms_no_file_gets_payloads_over_socket() {
     let supervisor = by_hand("never-takes");
     run(async {
         let client = connect(&supervisor).await;
@@ -408,7 +407,7 @@ struct Raw {
     files: Vec<OwnedFd>,
 }
 
-/// Frame received from the supervisor: kind, number, and some metadata of outcomes and leases.
+/// A frame from the supervisor.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
     Leased(u64, LeaseRef),
@@ -485,7 +484,7 @@ impl Raw {
         self.send(kind::LEASE, number, &LeaseRequest { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
     }
 
-    /// Gets a lease. Returns the name, the file for payloads, and the file for results.
+    /// Gets a lease. Returns the lease, the payload file and the result file.
     fn lease(&mut self, tenant: &str) -> (LeaseRef, File, File) {
         self.ask(1, tenant, MIB);
         let told = self.told();
@@ -508,13 +507,13 @@ const INVALID: u8 = 1;
 const OVERLOADED: u8 = 16;
 
 #[test]
-fn a_client_names_only_what_it_has() {
+fn lease_that_does_not_match_the_job_is_rejected() {
     let supervisor = one("max_in_flight = 2");
     let (mut raw, mut other) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
     let (lease, file, _) = raw.lease("a");
     let (foreign, ..) = other.lease("a");
     file.write_all_at(&[7; MIB], 0).unwrap();
-    assert!(file.set_len(0).is_err() && file.set_len(1 << 30).is_err(), "its size is sealed");
+    assert!(file.set_len(0).is_err() && file.set_len(1 << 30).is_err(), "the size of the file is sealed");
     let mut number = 10;
     let mut refused = |raw: &mut Raw, tenant: &str, named: LeaseRef| {
         number += 1;
@@ -543,7 +542,7 @@ fn a_client_names_only_what_it_has() {
 
 /// A client must not use a lease after returning it, even if the lease was recalled before.
 #[test]
-fn a_client_does_not_use_what_it_has_returned() {
+fn returned_lease_is_rejected() {
     let supervisor = one("");
     let (mut raw, mut other) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
     let (returned, ..) = raw.lease("");
@@ -560,7 +559,7 @@ fn a_client_does_not_use_what_it_has_returned() {
     // A revoked lease is rejected as overloaded until the client returns the lease, and as invalid
     // afterwards.
     let (lost, ..) = raw.lease("");
-    wait_for("it is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
+    wait_for("the lease is revoked", || (file_bytes(&supervisor) == 0).then_some(()));
     let mut submit = |number: u64| {
         raw.submit(number, "", "pid", LeaseRef { bytes: MIB as u64, ..lost });
         loop {
@@ -584,15 +583,15 @@ fn reload(supervisor: &Supervisor, bulkheads: &str) {
     assert_eq!(status, 200, "{body}");
 }
 
-/// Leases whose files exist but which have not been offered are refused one by one.
+/// The supervisor has created the files of these leases, but has not offered the leases yet.
 #[test]
-fn refuses_unoffered_leases_when_payloads_must_be_bytes() {
+fn enabling_poison_detection_refuses_pending_leases() {
     let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
     let supervisor = start(bulkhead);
     let mut raw = Raw::connect(&supervisor);
     (1..=4).for_each(|number| raw.ask(number, "", MIB));
     let Told::Leased(1, offered) = raw.told() else { panic!("no lease") };
-    wait_for("all are made", || (file_bytes(&supervisor) == 4 * 2 * offered.bytes).then_some(()));
+    wait_for("all files exist", || (file_bytes(&supervisor) == 4 * 2 * offered.bytes).then_some(()));
     reload(&supervisor, &format!("{bulkhead}poison = {{ crashes = 2, within = \"1m\" }}\n"));
     assert_eq!(raw.told(), Told::Ended(offered.lease));
     raw.send(kind::LEASE_RETURNED, offered.lease, &Empty, &[]);
@@ -604,13 +603,13 @@ fn refuses_unoffered_leases_when_payloads_must_be_bytes() {
         .collect();
     refused.sort_unstable();
     assert_eq!(refused, [2, 3, 4]);
-    wait_for("nothing is left", || (file_bytes(&supervisor) == 0).then_some(()));
+    wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
 }
 
 /// Covers a fallback that starts to detect poison, a fallback that the reload adds, and a fallback whose
 /// tenants become isolated.
 #[test]
-fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
+fn fallback_with_poison_detection_ends_leases() {
     let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
     let target = "[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\n";
     let (falls_back, poison) = ("fallback = [\"second\"]\n", "poison = { crashes = 2, within = \"1m\" }\n");
@@ -626,7 +625,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
         let supervisor = start(&before);
         let mut raw = Raw::connect(&supervisor);
         let (lease, ..) = raw.lease("");
-        // The lease is in use, so that only the reload can end the lease, and not idleness.
+        // A lease in use is not recalled for idleness, so only the reload can end the lease.
         raw.submit(1, "", "steps:count ran;wait end", LeaseRef { bytes: MIB as u64, ..lease });
         wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         reload(&supervisor, &after);
@@ -641,7 +640,7 @@ fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
 
 /// Covers a client that never returns a lease, and a client that never reads nor confirms offered leases.
 #[test]
-fn a_client_that_gives_nothing_back_loses_it() {
+fn unreturned_leases_are_revoked() {
     let supervisor = one("");
     let before = descriptors(supervisor.pid());
     let mut keeps = Raw::connect(&supervisor);
@@ -651,12 +650,12 @@ fn a_client_that_gives_nothing_back_loses_it() {
     assert_eq!(keeps.told(), Told::Outcome(1, OK, 0));
     let silent = Raw::connect(&supervisor);
     (0..10).for_each(|number| silent.ask(number, "", MIB));
-    wait_for("files are made", || (file_bytes(&supervisor) > 4 << 20).then_some(()));
-    wait_for("what is of no use is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
+    wait_for("files for the silent client exist", || (file_bytes(&supervisor) > 4 << 20).then_some(()));
+    wait_for("all leases are revoked", || (file_bytes(&supervisor) == 0).then_some(()));
     let began = Instant::now();
     let mut bytes = [1; 8];
     while bytes != [0; 8] {
-        assert!(began.elapsed() < 2 * PATIENCE, "its memory is not given back");
+        assert!(began.elapsed() < 2 * PATIENCE, "the memory of the file is not freed");
         std::thread::sleep(Duration::from_millis(50));
         file.read_exact_at(&mut bytes, 0).unwrap();
     }
@@ -671,14 +670,14 @@ fn a_client_that_gives_nothing_back_loses_it() {
         }
     }
     drop((keeps, silent));
-    wait_for("all is given back", || {
+    wait_for("all files and descriptors are freed", || {
         (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
     });
 }
 
 /// A client that was stopped for longer than its lease gets an error instead of a result of zeros.
 #[test]
-fn a_result_that_is_read_too_late_is_no_result() {
+fn result_in_revoked_file_is_an_error() {
     let supervisor = one("");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let client = runtime.block_on(async {
@@ -686,36 +685,36 @@ fn a_result_that_is_read_too_late_is_no_result() {
         until_in_file(&client, "").await;
         client
     });
-    // Stops the worker, so that the job is answered only while the client's runtime is not running.
+    // Stops the worker, so that the answer arrives while the client's runtime does not run.
     let worker = supervisor.worker_pids("b")[0];
     kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
     kill_pid(worker, Signal::SIGCONT);
-    wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
+    wait_for("the files of the client are freed", || (file_bytes(&supervisor) == 0).then_some(()));
     let late = runtime.block_on(job).map(|reply| reply.payload().len()).unwrap_err();
-    assert!(late.to_string().contains("revoked before this program read the result"), "{late}");
+    assert!(late.to_string().contains("because this program did not read it"), "{late}");
     assert_eq!(late.executed(), Executed::Yes);
     // The client can send further jobs.
     let payload = pattern(2, MIB);
     assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
 }
 
-/// A hostile client can confirm leases without reading them. The kernel keeps the unread descriptors in
-/// flight and limits their total for an unprivileged supervisor.
+/// A hostile client can confirm leases without reading them. Unread descriptors stay in flight in the kernel, which
+/// limits their number for an unprivileged supervisor.
 #[test]
-fn client_that_never_reads_has_few_descriptors_in_flight() {
+fn client_that_never_reads_gets_few_leases() {
     let supervisor = one("");
     let mut raw = Raw::connect(&supervisor);
     let on_their_way = |raw: &Raw| -> u64 {
         let path = format!("/proc/self/fdinfo/{}", raw.socket.as_raw_fd());
         let info = std::fs::read_to_string(path).unwrap();
         let count = info.lines().find_map(|line| line.strip_prefix("scm_fds:"));
-        count.expect("Linux 5.9 or later tells it").trim().parse().unwrap()
+        count.expect("Linux 5.9 or later has `scm_fds`").trim().parse().unwrap()
     };
     let mut most = 0;
     let mut ask = |raw: &Raw, round: u64| {
         raw.ask(round, "", MIB);
-        // Lease numbers can be guessed.
+        // The client guesses the numbers of its leases.
         for number in 1..=round {
             raw.send(kind::LEASE_TAKEN, number, &Empty, &[]);
             raw.send(kind::LEASE_RETURNED, number, &Empty, &[]);
@@ -724,23 +723,23 @@ fn client_that_never_reads_has_few_descriptors_in_flight() {
         most
     };
     let mut round = 0;
-    wait_for("it is lent a few", || {
+    wait_for("eight descriptors are in flight", || {
         round += 1;
         (ask(&raw, round) >= 8).then_some(())
     });
     for _ in 0..30 {
         round += 1;
         file_bytes(&supervisor);
-        assert!(ask(&raw, round) <= 8, "it is lent more and more");
+        assert!(ask(&raw, round) <= 8, "more than eight descriptors are in flight");
     }
     // Other clients still get leases, and so does this client after reading.
     Raw::connect(&supervisor).lease("");
-    wait_for("all was read", || {
+    wait_for("no descriptors are in flight", || {
         raw.told();
         raw.files.clear();
         (on_their_way(&raw) == 0).then_some(())
     });
-    wait_for("it is lent to again", || {
+    wait_for("the client gets another lease", || {
         round += 1;
         raw.ask(round, "", MIB);
         loop {
@@ -753,14 +752,14 @@ fn client_that_never_reads_has_few_descriptors_in_flight() {
     });
 }
 
-/// Memory files count as a worker's memory, so a worker is lent only a part of `recycle.rss`.
+/// Memory files count as memory of the worker, so the supervisor limits them to a part of `recycle.rss`.
 #[test]
-fn a_worker_is_lent_a_part_of_what_it_may_hold() {
+fn recycle_rss_limits_memory_files_of_worker() {
     let supervisor = one("recycle.rss = \"64MiB\"\n");
     run(async {
         let client = connect(&supervisor).await;
         until_in_file(&client, "").await;
-        // A lease for 9 MiB has files of 16 MiB each, and this worker is lent 16 MiB at most.
+        // A lease for 9 MiB has two files of 16 MiB each, and this worker gets files of 16 MiB in total at most.
         for round in 0..40 {
             let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");
@@ -768,9 +767,9 @@ fn a_worker_is_lent_a_part_of_what_it_may_hold() {
     });
 }
 
-/// The connection breaks while the supervisor reads frames of the client and has leases to offer.
+/// The client disconnects while the supervisor processes its frames and offers leases.
 #[test]
-fn client_disconnecting_during_leases_harms_no_other() {
+fn disconnect_during_lease_offer_leaves_supervisor_running() {
     let supervisor = one("");
     for _ in 0..5 {
         let (mut raw, mut after) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
@@ -795,14 +794,16 @@ fn client_disconnecting_during_leases_harms_no_other() {
         outbox.push(kind::LEASE_TAKEN, named.lease, &Empty, &[], Payload::NONE).unwrap();
         outbox.push(kind::CANCEL, 9, &Empty, &[], Payload::NONE).unwrap();
         outbox.flush(&raw.socket, &mut BufferPool::default()).unwrap();
-        wait_for("its leases are over", || (file_bytes(&supervisor) <= 2 << 20).then_some(()));
+        wait_for("the leases of the disconnected client have ended", || {
+            (file_bytes(&supervisor) <= 2 << 20).then_some(())
+        });
     }
     run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
 }
 
-/// A running job's file does not count as waiting data, and crash reports do not contain the payload.
+/// Also checks that the crash report does not contain the payload of a file.
 #[test]
-fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
+fn file_of_running_job_is_not_buffered_data() {
     let supervisor = one("max_queue = 4");
     let buffered = || {
         let (_, page) = supervisor.try_get("/metrics").unwrap();
@@ -819,11 +820,11 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     supervisor.wait_number("b", "queued", 1);
     assert!(buffered() >= MIB, "{}", buffered());
     kill_pid(supervisor.worker_pids("b")[0], Signal::SIGKILL);
-    wait_for("both are told", || {
+    wait_for("the second job has ended", || {
         let told = raw.told();
         matches!(told, Told::Outcome(2, OK, _)).then_some(())
     });
-    let report = wait_for("the report", || {
+    let report = wait_for("there is a crash report", || {
         let listed = supervisor.get("/v1/crashes")["crashes"].as_array().cloned().unwrap_or_default();
         let id = listed.first()?["id"].as_str()?.to_owned();
         Some(supervisor.get(&format!("/v1/crashes/{id}")))
@@ -833,9 +834,9 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
 }
 
-/// A program that has died no longer reads its file, even if the job ends in another bulkhead.
+/// The killed program cannot use its file any more, even though the job continues in the fallback.
 #[test]
-fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
+fn fallback_after_crash_frees_the_file() {
     let supervisor = start(
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"kill -SEGV $$\"]\nfallback = [\"second\"]\n\
@@ -861,14 +862,14 @@ fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
             raw.send(kind::SUBMIT, 5, &submit, &[(tag::LEASE, &named.to_bytes())]);
             while !matches!(raw.told(), Told::Outcome(5, ..)) {}
         }
-        wait_for("nothing is left", || (file_bytes(&supervisor) == 0).then_some(()));
+        wait_for("all files are freed", || (file_bytes(&supervisor) == 0).then_some(()));
         drop(busy);
     });
 }
 
 /// A returned lease keeps its descriptors until its job has ended.
 #[test]
-fn leases_that_were_given_back_count_until_their_jobs_are_over() {
+fn returned_leases_count_until_their_jobs_end() {
     let folder = tempfile::tempdir().unwrap();
     let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n";
     let supervisor =
@@ -887,7 +888,7 @@ fn leases_that_were_given_back_count_until_their_jobs_are_over() {
         raw.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
         raw.submit(count, "", "hang", LeaseRef { bytes: 65_537, ..named });
         raw.send(kind::LEASE_RETURNED, named.lease, &Empty, &[]);
-        assert!(count <= 64, "there is no end to it");
+        assert!(count <= 64, "the number of leases is not limited");
     };
     assert_eq!(refused, Told::Refused(count));
     assert!(descriptors(supervisor.pid()) <= before + 4 * 64 + 8);
@@ -896,10 +897,9 @@ fn leases_that_were_given_back_count_until_their_jobs_are_over() {
     assert_eq!(other.told(), Told::Refused(1));
 }
 
-/// A client that has not read the end of its lease, because its thread was busy, sends payloads over the
-/// socket.
+/// The client's thread was busy, so the client has not read that its lease was revoked.
 #[test]
-fn a_client_that_has_not_listened_for_long_uses_the_socket() {
+fn client_with_revoked_lease_uses_the_socket() {
     let supervisor = one("");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let client = runtime.block_on(async {
@@ -907,7 +907,7 @@ fn a_client_that_has_not_listened_for_long_uses_the_socket() {
         until_in_file(&client, "").await;
         client
     });
-    wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
+    wait_for("the files of the client are freed", || (file_bytes(&supervisor) == 0).then_some(()));
     let payload = pattern(3, MIB);
     let reply = runtime.block_on(client.job("b", payload.clone()).send());
     assert!(reply.map(|reply| reply.payload() == payload).unwrap());

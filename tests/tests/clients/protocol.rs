@@ -1,5 +1,5 @@
-//! Tests of `docs/protocol.md`. They pin the bytes of every kind of frame. The client and the worker of the
-//! other tests were written from the page alone, without code of the workspace.
+//! Tests of `docs/protocol.md`. Some tests pin the bytes of every kind of frame. The other tests use a client and a
+//! worker that were written from the page alone, without code of the workspace.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -61,7 +61,7 @@ const CANCELLED: u8 = 5;
 
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
-/// Metadata under construction.
+/// Builder of a frame's metadata.
 #[derive(Clone, Default)]
 struct Meta(Vec<u8>);
 
@@ -126,7 +126,7 @@ fn frame(kind: u8, flags: u8, number: u64, meta: Meta, payload: &[u8]) -> Vec<u8
     bytes
 }
 
-/// Metadata being read, field by field.
+/// Reader of a frame's metadata.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -315,7 +315,7 @@ impl Client {
     }
 
     fn next(&mut self) -> Frame {
-        read_frame(&self.socket).expect("the supervisor goes on")
+        read_frame(&self.socket).expect("the supervisor keeps the connection open")
     }
 
     fn outcome(&mut self) -> Outcome {
@@ -411,7 +411,7 @@ impl Worker {
 
     fn work(&mut self, bulkhead: &str) {
         let hello = Meta::default().u16(1).u16(1).u8(2).u32(u32::MAX).u64(0).text("by hand").text("1");
-        // An extension that only a newer supervisor would know.
+        // An unknown extension, as from a newer worker.
         self.send(HELLO, BULKHEAD, hello.extensions(&[(77, b"news")]), b"");
         self.welcomed(bulkhead);
         self.send(EXTEND_START, 0, Meta::default().u32(5000).end(), b"");
@@ -539,7 +539,7 @@ fn written<M: bincode::Encode>(
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compares a frame with a literal in which white space is insignificant.
+/// Compares a frame with a hex literal. White space in the literal is ignored.
 fn pin(name: &str, literal: &str, written: &str) {
     let literal: String = literal.split_whitespace().collect();
     assert_eq!(written, literal, "{name}");
@@ -548,7 +548,7 @@ fn pin(name: &str, literal: &str, written: &str) {
 const JOB_NUMBER: u64 = 0x0100_0005;
 
 #[test]
-fn the_bytes_of_the_opening_are_pinned() {
+fn handshake_frames_have_pinned_bytes() {
     let hello = Hello {
         version_min: 1,
         version_max: 1,
@@ -613,7 +613,7 @@ fn the_bytes_of_the_opening_are_pinned() {
 }
 
 #[test]
-fn the_bytes_of_a_clients_jobs_are_pinned() {
+fn client_job_frames_have_pinned_bytes() {
     let submit = Submit {
         bulkhead: "pdf",
         operation: "to-text",
@@ -662,7 +662,7 @@ fn the_bytes_of_a_clients_jobs_are_pinned() {
 }
 
 #[test]
-fn the_bytes_of_outcomes_are_pinned() {
+fn outcome_frames_have_pinned_bytes() {
     let ok = OutcomeMessage {
         outcome: outcome_code::OK,
         reason: 0,
@@ -760,7 +760,7 @@ fn the_bytes_of_outcomes_are_pinned() {
 }
 
 #[test]
-fn the_bytes_on_a_workers_link_are_pinned() {
+fn worker_link_frames_have_pinned_bytes() {
     let job = Job { operation: "to-text", tenant: "acme", remaining_us: 499_000 };
     pin(
         "JOB",
@@ -829,7 +829,7 @@ fn the_bytes_on_a_workers_link_are_pinned() {
 }
 
 #[test]
-fn the_page_names_every_capability_of_a_worker() {
+fn protocol_page_lists_every_worker_capability() {
     let page = page();
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "sends heartbeats from a separate thread"),
@@ -851,7 +851,7 @@ fn page() -> String {
 }
 
 #[test]
-fn the_page_shows_the_bytes_of_a_hello() {
+fn protocol_page_shows_the_bytes_of_hello() {
     let page = page();
     let (_, example) = page.split_once("byte for byte (name `doc`, version `1`):\n\n```text\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
@@ -864,7 +864,7 @@ fn the_page_shows_the_bytes_of_a_hello() {
 }
 
 #[test]
-fn the_page_names_every_number() {
+fn protocol_page_lists_every_frame_kind_and_reason() {
     let page = page();
     let named = [
         ("CLIENT_WELCOME", frame::kind::CLIENT_WELCOME, CLIENT_WELCOME),
@@ -922,7 +922,7 @@ const SDK: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\ndea
                    deadline_max = \"90s\"\nmax_payload = \"1MiB\"\n";
 
 #[test]
-fn a_client_by_hand_is_welcomed_and_served() {
+fn client_without_sdk_is_served() {
     let supervisor = Supervisor::start_with("max_payload = \"2MiB\"", SDK);
     let mut client = Client::dial(&supervisor);
     client.send(HELLO, BULKHEAD, client_hello(1, 1).end(), b"");
@@ -972,7 +972,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
 }
 
 #[test]
-fn a_client_by_hand_hears_every_kind_of_end() {
+fn client_without_sdk_gets_every_outcome() {
     let supervisor = Supervisor::start_with("max_payload = \"2MiB\"", SDK);
     let mut client = Client::connect(&supervisor);
 
@@ -1000,7 +1000,7 @@ fn a_client_by_hand_hears_every_kind_of_end() {
     let crashed = client.job("b", "abort", b"");
     assert_eq!((crashed.kind(), crashed.status), ((CRASHED, 2), Some(6)), "{crashed:?}");
 
-    // Waits for the next worker, so that the deadline does not pass in the queue.
+    // Waits until the next worker is ready, so that the next job does not spend its deadline in the queue.
     assert_eq!(client.job("b", "echo", b"").kind(), (OK, 0));
     client.send(SUBMIT, 6, submit_for("b", "yield", 100_000).end(), b"");
     let late = client.outcome();
@@ -1009,7 +1009,7 @@ fn a_client_by_hand_hears_every_kind_of_end() {
     assert_eq!(client.outcome().deadline_us, 90_000_000, "clamped to deadline_max");
 
     client.send(SUBMIT, 8, submit("b", "yield").end(), b"");
-    wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+    wait_for("the job runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
     client.send(CANCEL, 8, empty(), b"");
     assert_eq!(client.outcome().kind(), (CANCELLED, 0));
     // Cancelling an unknown or finished job has no effect.
@@ -1030,13 +1030,13 @@ fn a_client_by_hand_hears_every_kind_of_end() {
 }
 
 #[test]
-fn a_client_that_goes_away_cancels_its_jobs() {
+fn disconnecting_client_cancels_its_jobs() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::connect(&supervisor);
     for number in 0..10 {
         client.send(SUBMIT, number, submit("b", "yield").end(), b"");
     }
-    wait_for("one runs, nine wait", || {
+    wait_for("one job runs and nine wait", || {
         let snapshot = supervisor.snapshot("b");
         (snapshot["in_flight"] == 1 && snapshot["queued"] == 9).then_some(())
     });
@@ -1052,7 +1052,7 @@ const KEYS: &str = "max_in_flight = 2\nmax_queue = 10\nmax_result = 100000\ndead
                     grace = \"20s\"\nhealth = { heartbeat = \"200ms\", missed = 100 }\n";
 
 #[test]
-fn a_worker_by_hand_serves_a_client_by_hand() {
+fn worker_without_sdk_serves_jobs() {
     let mut supervisor = Supervisor::start(&by_hand("w", KEYS));
     let mut client = Client::connect(&supervisor);
     for size in [0, 1, 65_536, 65_537, 100_000] {
@@ -1066,7 +1066,7 @@ fn a_worker_by_hand_serves_a_client_by_hand() {
     let (remaining_us, trace) = rest.split_once(' ').unwrap();
     assert_eq!((tenant, trace), ("acme", "none"));
     let remaining_us: u64 = remaining_us.parse().unwrap();
-    assert!(remaining_us > 1_000_000 && remaining_us <= 60_000_000, "{remaining_us} of a minute remain");
+    assert!(remaining_us > 1_000_000 && remaining_us <= 60_000_000, "{remaining_us} µs of a minute remain");
     let traced = submit("w", "describe").extensions(&[(1, TRACEPARENT.as_bytes())]);
     client.send(SUBMIT, 3, traced, b"");
     assert!(client.outcome().payload.ends_with(TRACEPARENT.as_bytes()));
@@ -1092,7 +1092,7 @@ fn a_worker_by_hand_serves_a_client_by_hand() {
     assert_eq!(client.outcome().payload, b"read");
 
     client.send(SUBMIT, 5, submit("w", "until-cancelled").end(), b"");
-    wait_for("it runs", || (supervisor.number("w", "in_flight") == 1).then_some(()));
+    wait_for("the job runs", || (supervisor.number("w", "in_flight") == 1).then_some(()));
     client.send(CANCEL, 5, empty(), b"");
     assert_eq!(client.outcome().kind(), (CANCELLED, 0));
     supervisor.wait_number("w", "available", 2);
@@ -1100,29 +1100,31 @@ fn a_worker_by_hand_serves_a_client_by_hand() {
     assert_eq!(client.job("w", "large", b"").payload.len(), 100_000);
     let large = client.job("w", "too-large", b"");
     assert_eq!((large.kind(), large.code.as_str()), ((FAILED_OUTCOME, 0), "result_too_large"), "{large:?}");
-    assert_eq!(supervisor.number("w", "restarts"), 0, "one worker did all of it");
-    assert_eq!(supervisor.number("w", "late_replies"), 1, "of the one that was cancelled");
+    assert_eq!(supervisor.number("w", "restarts"), 0, "one worker ran all jobs");
+    assert_eq!(supervisor.number("w", "late_replies"), 1, "only the cancelled job has a late reply");
     let status = supervisor.snapshot("w")["workers"][0]["status"].clone();
     assert_eq!(status, "loading the model");
 
-    // The worker announces its end with STOPPING, and another worker takes over.
+    // The worker announces its exit with STOPPING, and the supervisor starts another worker.
     let before = supervisor.worker_pids("w");
     assert_eq!(client.job("w", "last", b"").payload, b"my last");
     let after = client.job("w", "echo", b"next");
     assert_eq!(after.payload, b"next");
     assert!(!before.contains(&after.pid));
-    assert_eq!(supervisor.number("w", "crashed"), 1, "the program's, and no more");
+    assert_eq!(supervisor.number("w", "crashed"), 1, "only the job `program` crashed");
     supervisor.signal(nix::sys::signal::Signal::SIGTERM);
     assert_eq!(supervisor.wait().code(), Some(0));
     let log = supervisor.log();
-    assert!(!log.contains("panicked"), "the worker by hand did not find what the page says:\n{log}");
+    assert!(!log.contains("panicked"), "an assertion of the test worker failed:\n{log}");
 }
 
 #[test]
-fn what_a_worker_says_before_a_failed_start_is_shown() {
+fn failed_start_shows_last_worker_status() {
     let keys = format!("{KEYS}restart = {{ backoff = \"10ms\", backoff_max = \"60s\", max = 1 }}\n");
     let supervisor = Supervisor::start(&by_hand("unready", &keys));
-    wait_for("it has failed", || (supervisor.snapshot("unready")["state"] == "failed").then_some(()));
+    wait_for("the bulkhead has failed", || {
+        (supervisor.snapshot("unready")["state"] == "failed").then_some(())
+    });
     let detail = supervisor.snapshot("unready")["detail"].as_str().unwrap_or_default().to_owned();
     assert!(detail.contains("the model file is missing"), "{detail}");
     let refused = Client::connect(&supervisor).job("unready", "", b"");
@@ -1149,7 +1151,7 @@ fn invalid_signal_number_is_a_protocol_violation() {
 // Later versions.
 
 #[test]
-fn a_run_limit_is_eight_bytes_and_comes_back_with_the_outcome() {
+fn outcome_returns_the_run_limit_of_the_job() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::connect(&supervisor);
     let limit = 250_000_u64.to_le_bytes();
@@ -1169,11 +1171,14 @@ fn a_run_limit_is_eight_bytes_and_comes_back_with_the_outcome() {
     }
     client.send(SUBMIT, 4, submit("b", "echo").end(), b"x");
     let told = client.next();
-    assert!(told.extensions().iter().all(|(tag, _)| *tag != 5), "without one none is told: {told:?}");
+    assert!(
+        told.extensions().iter().all(|(tag, _)| *tag != 5),
+        "a job without a run limit has none in its outcome: {told:?}"
+    );
 }
 
 #[test]
-fn what_a_newer_client_says_more_is_skipped() {
+fn unknown_client_data_is_ignored_unless_critical() {
     let supervisor = Supervisor::start(SDK);
     let mut client = Client::dial(&supervisor);
     client.send(HELLO, BULKHEAD, client_hello(1, 7).extensions(&[(9, b"new"), (1, b""), (9, b"")]), b"");
@@ -1192,7 +1197,7 @@ fn what_a_newer_client_says_more_is_skipped() {
 }
 
 #[test]
-fn what_a_newer_client_insists_on_is_refused_with_a_sentence() {
+fn unknown_critical_client_data_is_refused() {
     let supervisor = Supervisor::start(SDK);
     for payload in [&b""[..], &[1; 300_000]] {
         let mut client = Client::connect(&supervisor);
@@ -1213,14 +1218,18 @@ fn what_a_newer_client_insists_on_is_refused_with_a_sentence() {
     let outcome = client.outcome();
     assert_eq!((outcome.number, outcome.kind(), outcome.executed), (2, (REJECTED, 1), 0), "{outcome:?}");
     assert!(outcome.message.contains("0x8009"), "{outcome:?}");
-    assert_eq!(client.job("b", "echo", b"z").payload, b"z", "one message was refused, not the connection");
+    assert_eq!(
+        client.job("b", "echo", b"z").payload,
+        b"z",
+        "the connection stays open after the rejected job"
+    );
     client.send(CANCEL, 2, Meta::default().extensions(&[(0x8009, b"")]), b"");
     let (reason, sentence) = client.refusal();
     assert!(reason == 1 && sentence.contains("0x8009"), "{sentence}");
 }
 
 #[test]
-fn structures_never_change() {
+fn metadata_with_wrong_length_is_rejected() {
     let supervisor = Supervisor::start(SDK);
     // New fields must be extensions, so a HELLO of another length is an error.
     let longer = client_hello(1, 1).end().u32(7);
@@ -1243,7 +1252,7 @@ fn structures_never_change() {
 }
 
 #[test]
-fn without_a_common_version_both_ranges_are_named() {
+fn version_mismatch_names_both_version_ranges() {
     let supervisor = Supervisor::start(SDK);
     for (oldest, newest) in [(2, 3), (40, u16::MAX), (0, 0), (2, 1)] {
         let mut client = Client::dial(&supervisor);
@@ -1262,7 +1271,7 @@ fn without_a_common_version_both_ranges_are_named() {
 
 /// Unknown data that is marked as critical ends the worker.
 #[test]
-fn ignores_unknown_worker_data_unless_critical() {
+fn unknown_worker_data_is_ignored_unless_critical() {
     let supervisor = Supervisor::start(&by_hand("w", KEYS));
     let mut client = Client::connect(&supervisor);
     assert_eq!(client.job("w", "newer", b"").payload, b"known");

@@ -32,7 +32,7 @@ fn wait_seen(supervisor: &Supervisor, bulkhead: &str, what: &str, is_seen: impl 
 }
 
 #[test]
-fn one_that_is_fresh_has_seen_too_little_and_says_so() {
+fn advice_for_new_bulkhead_reports_missing_observations() {
     let supervisor = Supervisor::start(
         "[bulkhead.fresh]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.other]\nexec = [\"cat\"]\n",
     );
@@ -66,7 +66,7 @@ fn one_that_is_fresh_has_seen_too_little_and_says_so() {
 }
 
 #[test]
-fn what_is_seen_is_what_was_there() {
+fn advice_reports_observed_demand_and_concurrency() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 3\nmax_queue = 5\ndeadline = \"10m\"\n\
          [bulkhead.own]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"10m\"\ntenants = { isolate = true }\n",
@@ -79,14 +79,14 @@ fn what_is_seen_is_what_was_there() {
         };
         let mut jobs = vec![hang("", "b"), hang("", "b")];
         supervisor.wait_number("b", "in_flight", 2);
-        let seen = wait_seen(&supervisor, "b", "two at once", |seen| seen["concurrency"]["p50"] == 2);
+        let seen = wait_seen(&supervisor, "b", "two jobs in flight", |seen| seen["concurrency"]["p50"] == 2);
         assert_eq!((&seen["concurrency"]["max"], &seen["demand"]["max"]), (&2.into(), &2.into()), "{seen}");
         assert_eq!((&seen["limit"], &seen["time_at_limit"]), (&3.into(), &0.0.into()), "{seen}");
 
         jobs.extend((0..3).map(|_| hang("", "b")));
         supervisor.wait_number("b", "queued", 2);
         // The median reaches the new demand once the demand has lasted for more than half of the time.
-        let seen = wait_seen(&supervisor, "b", "five wanted", |seen| seen["demand"]["p50"] == 5);
+        let seen = wait_seen(&supervisor, "b", "a demand of five", |seen| seen["demand"]["p50"] == 5);
         assert_eq!(
             (&seen["concurrency"]["p50"], &seen["concurrency"]["max"]),
             (&3.into(), &3.into()),
@@ -98,7 +98,7 @@ fn what_is_seen_is_what_was_there() {
         // A change of the limits resets statistics that depend on the old limits, but not the observed demand.
         supervisor.resize("b", r#"{"processes": 6}"#);
         supervisor.wait_number("b", "in_flight", 5);
-        let seen = wait_seen(&supervisor, "b", "all five", |seen| seen["concurrency"]["p50"] == 5);
+        let seen = wait_seen(&supervisor, "b", "five jobs in flight", |seen| seen["concurrency"]["p50"] == 5);
         assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
         assert!(
             advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since the limits were changed")
@@ -107,7 +107,8 @@ fn what_is_seen_is_what_was_there() {
         // With isolated tenants, the statistics are per tenant.
         jobs.extend(["a", "b", "c"].map(|tenant| hang(tenant, "own")));
         supervisor.wait_number("own", "in_flight", 3);
-        let seen = wait_seen(&supervisor, "own", "one each", |seen| seen["concurrency"]["p50"] == 1);
+        let seen =
+            wait_seen(&supervisor, "own", "one job per tenant", |seen| seen["concurrency"]["p50"] == 1);
         assert_eq!((&seen["concurrency"]["max"], &seen["limit"]), (&1.into(), &2.into()), "{seen}");
         jobs.iter().for_each(tokio::task::JoinHandle::abort);
     });
@@ -140,7 +141,7 @@ fn overload(supervisor: &Supervisor) -> Vec<String> {
 }
 
 #[test]
-fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
+fn advice_recommends_more_processes_for_overloaded_bulkhead() {
     let supervisor = Supervisor::start(
         "[bulkhead.small]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 2\nrestart = { backoff = \"1ms\" }\n",
     );
@@ -161,7 +162,7 @@ fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
     let reason = processes["reason"].as_str().unwrap();
     assert!(reason.contains(&format!("queue_full {}", ends["rejected/queue_full"])), "{told}");
 
-    // The printed command can be run as it is.
+    // The printed command can be run unchanged.
     let said = text(&advise(&supervisor, &["small"]));
     assert!(
         said.contains("the recommendations are provisional") && said.contains("\n[bulkhead.small]\n"),
@@ -173,5 +174,5 @@ fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
     assert_eq!(typed.status.code(), Some(0), "{}", String::from_utf8_lossy(&typed.stderr));
     let then = advice(&supervisor, "small");
     assert_eq!((&then["seen"]["limit"], &then["jobs"]), (&2.into(), &0.into()), "{then}");
-    assert_eq!(then["advice"].as_array().unwrap().len(), 0, "it is not given twice: {then}");
+    assert_eq!(then["advice"].as_array().unwrap().len(), 0, "applied advice is not repeated: {then}");
 }

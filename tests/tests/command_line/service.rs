@@ -1,5 +1,4 @@
-//! Service of bulkheads whose workers are ready and whose jobs do not end `ok`, in `status`, `top`, snapshots
-//! and metrics.
+//! Service state of bulkheads whose workers are ready but whose jobs fail, in `status`, `top`, snapshots and metrics.
 
 use bulkhead_client::JobError;
 use bulkhead_client::blocking::Client;
@@ -49,7 +48,7 @@ fn stdout(supervisor: &Supervisor, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
+fn failing_jobs_change_service_state_of_ready_bulkhead() {
     let supervisor = Supervisor::start(BULKHEADS);
     let client = Client::connect(supervisor.socket()).unwrap();
     std::thread::scope(|scope| {
@@ -110,7 +109,7 @@ fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
     assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
 }
 
-/// Also shows the quarantine, the start mode and the breaker.
+/// The command also shows the quarantine, the start mode and the breaker.
 #[test]
 fn status_of_bulkhead_shows_rejections_and_tenants() {
     let supervisor = Supervisor::start(
@@ -146,7 +145,7 @@ fn status_of_bulkhead_shows_rejections_and_tenants() {
 
 /// The metrics still count recycled workers by cause.
 #[test]
-fn recycling_is_not_a_restart() {
+fn recycled_workers_do_not_count_as_restarts() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nrecycle = { jobs = 2 }\n\
          [bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n",

@@ -26,7 +26,7 @@ fn result(output: Output) -> String {
 }
 
 #[test]
-fn standard_input_is_the_payload() {
+fn submit_reads_payload_from_standard_input() {
     let supervisor = supervisor();
     let (file, other) = (supervisor.file("input"), supervisor.file("other"));
     std::fs::write(&file, "from the file\n").unwrap();
@@ -47,7 +47,7 @@ fn standard_input_is_the_payload() {
 }
 
 #[test]
-fn a_loop_keeps_its_input() {
+fn submit_n_does_not_read_standard_input() {
     let supervisor = supervisor();
     let script =
         "while read -r line; do echo \"$line\"; \"$BULKHEAD\" submit cat $N 2> /dev/null; done < list";
@@ -59,24 +59,24 @@ fn a_loop_keeps_its_input() {
         result(shell.output().unwrap())
     };
     assert_eq!(run("-n"), "one\ntwo\nthree\n");
-    assert_eq!(run(""), "one\ntwo\nthree\n", "the first job takes the rest");
+    assert_eq!(run(""), "one\ntwo\nthree\n", "the first job reads the rest of the list");
     let told = submit(&supervisor, &["-n"]).stdin(Stdio::piped()).spawn().unwrap();
     assert_eq!(result(told.wait_with_output().unwrap()), "");
 }
 
 /// The command neither reads a payload from a terminal nor waits for input.
 #[test]
-fn a_terminal_is_no_payload() {
+fn submit_reads_no_payload_from_a_terminal() {
     let supervisor = supervisor();
     let terminal = openpty(None, None).expect("a pseudoterminal");
     let mut child = submit(&supervisor, &[]).stdin(terminal.slave).spawn().unwrap();
-    wait_for("it ends", || child.try_wait().unwrap());
+    wait_for("the command exits", || child.try_wait().unwrap());
     assert_eq!(result(child.wait_with_output().unwrap()), "");
     drop(terminal.master);
 }
 
 #[test]
-fn what_is_waited_for_is_said() {
+fn submit_reports_waiting_for_standard_input() {
     let supervisor = supervisor();
     let mut child = submit(&supervisor, &[]).stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
@@ -84,7 +84,7 @@ fn what_is_waited_for_is_said() {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
     stderr.read_line(&mut line).unwrap();
-    assert!(line.contains("waiting for the end of standard input") && line.contains("-n"), "{line}");
+    assert!(line.contains("reading the payload from standard input") && line.contains("-n"), "{line}");
     stdin.write_all(b"ended").unwrap();
     drop(stdin);
     let mut rest = String::new();

@@ -39,7 +39,7 @@ impl Terminal {
     /// which gives a session its terminal.
     fn run(supervisor: &Supervisor, script: &str, variables: &[(&str, &str)]) -> Option<Self> {
         if Command::new("setsid").arg("--version").stdout(Stdio::null()).status().is_err() {
-            not_run!("setsid is not installed, which gives the test a terminal");
+            not_run!("setsid, which gives the test a terminal, is not installed");
             return None;
         }
         let pair = openpty(&size(24, 80), None).expect("a pseudoterminal");
@@ -112,7 +112,7 @@ impl Terminal {
             if is_it(&text) {
                 return text;
             }
-            assert!(began.elapsed() < bulkhead_tests::PATIENCE, "waited in vain for {what}:\n{text}");
+            assert!(began.elapsed() < bulkhead_tests::PATIENCE, "the screen does not show {what}:\n{text}");
             std::thread::park_timeout(std::time::Duration::from_millis(5));
         }
     }
@@ -164,7 +164,7 @@ fn row(text: &str, name: &str) -> Option<Vec<String>> {
 }
 
 #[test]
-fn a_crash_and_a_hostile_tenant_are_watched() {
+fn top_shows_crashes_and_escapes_tenant_names() {
     let supervisor = Supervisor::start(WORKERS);
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     let text = terminal.shows_all(&["NAME", "CRASH/s", "EVENTS", "? help"]);
@@ -204,19 +204,19 @@ fn a_crash_and_a_hostile_tenant_are_watched() {
 }
 
 #[test]
-fn a_supervisor_that_is_started_again_is_watched_on() {
+fn top_reconnects_after_supervisor_restart() {
     let mut supervisor = Supervisor::start(WORKERS);
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     (0..3).for_each(|_| submit(&supervisor, &["b"]));
-    terminal.shows_as("a ready one", |text| row(text, "b").is_some_and(|row| row[1] == "ready"));
+    terminal.shows_as("a ready bulkhead", |text| row(text, "b").is_some_and(|row| row[1] == "ready"));
 
     supervisor.child.kill().expect("our own child");
     supervisor.wait();
     // The screen also shows the cause.
     let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
-    assert_eq!(row(&text, "b").unwrap()[1], "ready", "what was seen last is shown on");
+    assert_eq!(row(&text, "b").unwrap()[1], "ready", "the screen keeps the last known state");
     terminal.press("?");
-    terminal.shows("any key goes back");
+    terminal.shows("press any key to go back");
     terminal.press("x");
 
     supervisor.child = Command::new(programs().join("bulkhead-supervisor"))
@@ -227,7 +227,7 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
         .stderr(Stdio::null())
         .spawn()
         .expect("the supervisor's program runs");
-    terminal.shows_as("the new one", |text| {
+    terminal.shows_as("the new supervisor", |text| {
         !text.contains("NOT REACHABLE") && row(text, "b").is_some_and(|row| row[1] == "ready")
     });
     submit(&supervisor, &["b", "abort"]);
@@ -247,29 +247,29 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
 }
 
 #[test]
-fn keys_do_not_wait_for_a_supervisor_that_hangs() {
+fn top_handles_keys_while_supervisor_hangs() {
     let supervisor = Supervisor::start(WORKERS);
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
     terminal.shows("? help");
     supervisor.signal(Signal::SIGSTOP);
-    // "NO RESPONSE" comes first, but on a busy machine can be over before the test looks.
+    // "NO RESPONSE" appears first, but on a busy machine the test can miss it.
     let is_told = |text: &str| text.contains("NO RESPONSE for") || text.contains("NOT REACHABLE for");
-    terminal.shows_as("the silence", is_told);
+    terminal.shows_as("the missing response", is_told);
     terminal.press("?");
-    terminal.shows("any key goes back");
+    terminal.shows("press any key to go back");
     terminal.press("xs");
     terminal.shows("sort: name");
     supervisor.signal(Signal::SIGCONT);
     terminal.shows("every 100ms");
     supervisor.signal(Signal::SIGSTOP);
-    terminal.shows_as("the silence", is_told);
+    terminal.shows_as("the missing response", is_told);
     terminal.press("q");
     terminal.is_restored("as it was");
     supervisor.signal(Signal::SIGCONT);
 }
 
 #[test]
-fn signals_give_the_terminal_back() {
+fn top_restores_the_terminal_on_signals() {
     let supervisor = Supervisor::start(WORKERS);
     for (signal, code) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130), (Signal::SIGHUP, 129)] {
         let Some(terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
@@ -281,7 +281,7 @@ fn signals_give_the_terminal_back() {
 }
 
 #[test]
-fn it_can_be_stopped_and_go_on() {
+fn top_can_be_suspended_and_resumed() {
     let supervisor = Supervisor::start(WORKERS);
     let script =
         r#"set -m; "$TOP" top --interval 100ms; echo "stopped once"; read line; fg; echo "stopped again""#;
@@ -298,11 +298,11 @@ fn it_can_be_stopped_and_go_on() {
 }
 
 #[test]
-fn colours_only_where_they_are_wanted() {
+fn no_color_variable_disables_colours() {
     let supervisor = Supervisor::start(WORKERS);
     let has_colours = |variables: &[(&str, &str)]| {
         let terminal = Terminal::run(&supervisor, SCRIPT, variables)?;
-        terminal.shows_as("all", |text| text.contains("failed") && text.contains("? help"));
+        terminal.shows_as("the table", |text| text.contains("failed") && text.contains("? help"));
         Some(terminal.ask(|seen| {
             let screen = seen.parser.screen();
             let cells = (0..24).flat_map(|row| (0..80).map(move |column| (row, column)));
@@ -325,7 +325,7 @@ fn ran(command: &mut Command) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn without_a_terminal_it_is_asked_for_once() {
+fn top_without_terminal_requires_once_or_json() {
     let supervisor = Supervisor::start(WORKERS);
     submit(&supervisor, &["b"]);
     let (code, told, why) = ran(supervisor.command().arg("top"));
@@ -357,7 +357,7 @@ fn without_a_terminal_it_is_asked_for_once() {
 }
 
 #[test]
-fn no_supervisor_to_watch() {
+fn top_exits_69_without_supervisor() {
     let supervisor = Supervisor::start(WORKERS);
     let asked = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead"));

@@ -1,4 +1,5 @@
-//! The hostile worker under each profile. `bulkhead_tests::attempts` lists the attempts with the expected results.
+//! Runs the hostile worker under each profile. The table in `bulkhead_tests::attempts` lists the attempts and the
+//! expected results.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -23,7 +24,7 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// Sandbox keys of each worker. The profiles below use the supervisor's user, so that a separate user id cannot hide
+/// Sandbox keys of each worker. The profiles below keep the supervisor's user, because a separate user id could hide
 /// the failure of another layer.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
@@ -65,7 +66,7 @@ fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>
         judge(attempt, &ended).map_err(|why| format!("{}: {ended:?}, {why}", attempt.name))
     });
     let wrong: Vec<String> = tried.filter_map(Result::err).collect();
-    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} attempts have an unexpected result:\n{}", wrong.len(), wrong.join("\n"));
 }
 
 fn as_written(expected: Expected, ended: &Ended) -> Result<(), String> {
@@ -77,7 +78,7 @@ fn start(runs: &str, profile: &str, user: Option<u32>) -> Place {
 }
 
 #[test]
-fn the_table_and_the_hostile_worker_name_the_same_attempts() {
+fn hostile_worker_knows_every_attempt_of_the_table() {
     let output = Command::new(programs().join("hostile")).arg("list").output().unwrap();
     let listed = String::from_utf8(output.stdout).unwrap();
     let listed: BTreeSet<&str> = listed.lines().collect();
@@ -87,13 +88,13 @@ fn the_table_and_the_hostile_worker_name_the_same_attempts() {
     let gone: Vec<_> = written.difference(&listed).collect();
     assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
     assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
-    assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "a name stands there twice");
+    assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "the table has a duplicate name");
     let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER).chain(OF_SHARED_PROCESSES);
     assert!(others.into_iter().all(|name| written.contains(name)));
 }
 
 #[test]
-fn the_document_has_what_is_tested() {
+fn documented_table_matches_the_tested_attempts() {
     let docs = std::fs::read_to_string(DOCS).unwrap();
     let start = docs.find(MARKER).unwrap_or_else(|| panic!("{DOCS} has no {MARKER}")) + MARKER.len();
     let end = start + docs[start..].find("<!-- end -->").expect("the marker has an end");
@@ -102,12 +103,13 @@ fn the_document_has_what_is_tested() {
         std::fs::write(DOCS, current).unwrap();
         return;
     }
-    assert!(docs == current, "docs/confinement/attempts.md is old; run this test with UPDATE_DOCS=1");
+    assert!(docs == current, "docs/confinement/attempts.md is outdated; run this test with UPDATE_DOCS=1");
 }
 
-/// Also proves that the attempts work. A refusal under another profile therefore comes from the layer in the table.
+/// Shows that every attempt works without confinement. So a refusal under another profile comes from the layer in the
+/// table.
 #[test]
-fn without_confinement_the_attempts_succeed() {
+fn attempts_succeed_without_confinement() {
     if is_root() {
         let place = start(WORKER, NONE, None);
         try_all(&place, |attempt, ended| as_written(attempt.none, ended));
@@ -115,7 +117,7 @@ fn without_confinement_the_attempts_succeed() {
 }
 
 #[test]
-fn default_stops_what_the_table_says() {
+fn default_profile_stops_attempts_as_in_the_table() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
@@ -135,14 +137,14 @@ fn stops_as_much_in_an_application(profile: &str, word: &str) {
 }
 
 #[test]
-fn in_an_application_default_stops_what_the_table_says() {
+fn default_profile_stops_attempts_in_embedded_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_as_much_in_an_application(DEFAULT, "default");
     }
 }
 
 #[test]
-fn in_an_application_strict_stops_what_the_table_says() {
+fn strict_profile_stops_attempts_in_embedded_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_as_much_in_an_application(STRICT, "strict");
     }
@@ -159,14 +161,14 @@ fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> 
 }
 
 #[test]
-fn default_stops_more_by_an_id_of_its_own() {
+fn default_profile_stops_more_attempts_with_separate_user_id() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         stops_more_by_an_id(WORKER, "profile = \"default\"", |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_stops_as_much_by_an_id_of_its_own() {
+fn strict_profile_stops_attempts_with_separate_user_id() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_more_by_an_id(WORKER, "profile = \"strict\"", |attempt| attempt.strict);
     }
@@ -185,9 +187,9 @@ fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Ex
 }
 
 #[test]
-fn default_stops_more_by_an_id_of_subuid() {
+fn default_profile_stops_more_attempts_with_subuid_ids() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
-        // Here the temporary folder is in memory, as under `strict`.
+        // With ids from `/etc/subuid`, the temporary folder is in memory, as under `strict`.
         let written = |attempt: &Attempt| match attempt.name {
             "fill-temporary-folder" => attempt.strict,
             _ => attempt.default,
@@ -197,7 +199,7 @@ fn default_stops_more_by_an_id_of_subuid() {
 }
 
 #[test]
-fn strict_stops_as_much_by_an_id_of_subuid() {
+fn strict_profile_stops_attempts_with_subuid_ids() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_more_by_an_id_of_subuid("profile = \"strict\"", |attempt| attempt.strict);
     }
@@ -216,7 +218,7 @@ fn as_written_of_program(
 }
 
 #[test]
-fn default_stops_a_program_as_it_does_a_worker() {
+fn default_profile_stops_attempts_of_programs() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(PROGRAM, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |default, _| default));
@@ -224,7 +226,7 @@ fn default_stops_a_program_as_it_does_a_worker() {
 }
 
 #[test]
-fn strict_stops_what_the_table_says() {
+fn strict_profile_stops_attempts_as_in_the_table() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, None);
         try_all(&place, |attempt, ended| as_written(attempt.strict, ended));
@@ -232,7 +234,7 @@ fn strict_stops_what_the_table_says() {
 }
 
 #[test]
-fn strict_stops_a_program_as_it_does_a_worker() {
+fn strict_profile_stops_attempts_of_programs() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(PROGRAM, STRICT, None);
         try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));
@@ -250,7 +252,7 @@ fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String>
 }
 
 #[test]
-fn default_stops_as_much_under_a_supervisor_without_privileges() {
+fn default_profile_stops_attempts_under_unprivileged_supervisor() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, Some(NOBODY));
         try_all(&place, |attempt, ended| no_more_than_written(attempt.default, ended));
@@ -259,7 +261,7 @@ fn default_stops_as_much_under_a_supervisor_without_privileges() {
 
 /// Many containers do not allow pid namespaces. Other layers then stop the same attempts, with few exceptions.
 #[test]
-fn default_stops_most_attempts_in_shared_pid_namespace() {
+fn default_profile_stops_most_attempts_in_shared_pid_namespace() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -274,16 +276,17 @@ fn default_stops_most_attempts_in_shared_pid_namespace() {
 }
 
 #[test]
-fn strict_stops_as_much_under_a_supervisor_without_privileges() {
+fn strict_profile_stops_attempts_under_unprivileged_supervisor() {
     if is_root() && has_layers(STRICT_LAYERS) {
         let place = start(WORKER, STRICT, Some(NOBODY));
         try_all(&place, |attempt, ended| no_more_than_written(attempt.strict, ended));
     }
 }
 
-/// Checks that the supervisor does not keep descriptors that a worker sends.
+/// If the kernel can refuse descriptors, the worker gets EPERM. Otherwise the supervisor closes the descriptors and
+/// kills the worker.
 #[test]
-fn descriptors_that_a_worker_sends_do_not_pile_up() {
+fn supervisor_keeps_no_descriptors_sent_by_workers() {
     let _turn = heavy();
     for profile in [NONE, STRICT] {
         if profile == STRICT && !has_layers(STRICT_LAYERS) {
@@ -299,7 +302,7 @@ fn descriptors_that_a_worker_sends_do_not_pile_up() {
         is_refused();
         let before = descriptors(place.supervisor.pid());
         (0..3).for_each(|_| is_refused());
-        wait_for("the supervisor has as many descriptors as before", || {
+        wait_for("the supervisor has no more descriptors than before", || {
             (descriptors(place.supervisor.pid()) <= before).then_some(())
         });
     }

@@ -4,7 +4,7 @@ use bulkhead_tests::confined::{
     DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
 };
 
-/// Returns the soft and the hard limit of this name, as seen by a worker or program.
+/// Returns the soft and the hard limit `name`, as a worker or program reads them in `/proc`.
 fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
     let limits = place.ask(bulkhead, "limits");
     let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");
@@ -55,7 +55,7 @@ fn file_size_and_process_limits_apply_to_each_worker() {
 }
 
 #[test]
-fn what_the_file_says_of_a_bound_holds() {
+fn configured_rlimits_replace_the_defaults() {
     if !has_layers(DEFAULT_LAYERS) || !is_root() {
         return;
     }
@@ -77,7 +77,7 @@ fn what_the_file_says_of_a_bound_holds() {
 /// The temporary folder is an ordinary folder on disk without a size limit, so the supervisor checks the size
 /// periodically.
 #[test]
-fn a_worker_whose_temporary_folder_is_overfull_is_ended_for_it() {
+fn worker_that_exceeds_sandbox_tmp_is_killed() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

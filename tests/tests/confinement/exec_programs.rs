@@ -1,5 +1,5 @@
 //! Programs of `exec` that share a worker, at the same time or one after another. Covers attempts against each other,
-//! and leftover files and processes.
+//! and leftover files and processes. Also covers exit statuses and output of programs.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,9 +19,9 @@ const DEFAULT: &str = "profile = \"default\"";
 const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
 const GIVEN: &str = ", read = [\"PLACE/read\"], write = [\"PLACE/write\"]";
 
-/// Script that runs as each program. `hold` writes its pid and the path of a temporary file, and then waits for the
-/// file `go`. `leave` and `fill` create files in the temporary folder, and `look` lists them. Any other operation is an
-/// attempt.
+/// Script of each program. `hold` writes its pid and the path of a temporary file, and then waits for the file `go`.
+/// `leave` and `fill` create files in the temporary folder, and `look` lists them. All other operations are attempts of
+/// the hostile program.
 const SCRIPT: &str = "case $BULKHEAD_OPERATION in \
     hold) umask 0; echo secret > ${TMPDIR:-/tmp}/secret; cd PLACE/write; \
           echo $$ ${TMPDIR:-/tmp}/secret > told.new; mv told.new told; \
@@ -89,7 +89,7 @@ fn refused(ended: &Ended) -> bool {
 }
 
 #[test]
-fn programs_of_one_worker_do_not_reach_each_other_under_default() {
+fn default_profile_isolates_programs_of_one_worker() {
     if has_layers(DEFAULT_LAYERS) {
         attack(DEFAULT, None, exactly, |number| BETWEEN_PROGRAMS[number].default);
         if is_root() {
@@ -99,7 +99,7 @@ fn programs_of_one_worker_do_not_reach_each_other_under_default() {
 }
 
 #[test]
-fn programs_of_one_worker_do_not_reach_each_other_under_strict() {
+fn strict_profile_isolates_programs_of_one_worker() {
     if has_layers(STRICT_LAYERS) {
         attack(STRICT, None, exactly, |number| BETWEEN_PROGRAMS[number].strict);
         if is_root() {
@@ -108,9 +108,9 @@ fn programs_of_one_worker_do_not_reach_each_other_under_strict() {
     }
 }
 
-/// Also proves that the attempts work.
+/// Shows that the attempts work without confinement.
 #[test]
-fn without_a_sandbox_they_do() {
+fn programs_without_sandbox_can_reach_each_other() {
     if is_root() {
         attack(NONE, None, exactly, |number| BETWEEN_PROGRAMS[number].none);
     }
@@ -121,7 +121,7 @@ fn text(result: Result<bulkhead_client::Reply, JobError>) -> String {
 }
 
 #[test]
-fn nothing_is_left_of_one_program_for_the_next() {
+fn temporary_files_and_processes_are_removed_after_each_program() {
     let users: &[Option<u32>] = if is_root() { &[None, Some(NOBODY)] } else { &[None] };
     for (profile, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in users.iter().filter(|_| has_layers(layers)) {
@@ -133,7 +133,7 @@ fn nothing_is_left_of_one_program_for_the_next() {
             for operation in ["leave", "look", "fill", "look"] {
                 let told = text(client.job("x", "").operation(operation).send());
                 assert!(told.starts_with('/') && !told.contains('\n'), "{operation}, {profile}: {told}");
-                assert!(!seen.contains(&PathBuf::from(&told)), "{told} was there before");
+                assert!(!seen.contains(&PathBuf::from(&told)), "the folder {told} is used twice");
                 let folder = on_disk(&told);
                 if operation == "fill" {
                     // The host removes a large folder during the next jobs, which cannot access it.
@@ -148,7 +148,7 @@ fn nothing_is_left_of_one_program_for_the_next() {
     }
 }
 
-/// Without `program_scopes`, several programs at once need `best_effort`.
+/// If the layer `program_scopes` is missing, concurrent programs need `best_effort`.
 #[test]
 fn unisolated_programs_run_one_at_a_time() {
     let bulkhead = |name: &str, more: &str, sandbox: &str| {
@@ -184,7 +184,7 @@ fn unisolated_programs_run_one_at_a_time() {
 }
 
 #[test]
-fn an_executable_without_a_shebang_is_not_run_by_a_shell() {
+fn executable_without_shebang_fails() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -201,7 +201,7 @@ fn an_executable_without_a_shebang_is_not_run_by_a_shell() {
 
 const PROFILES: [(&str, &[&str]); 3] = [(NONE, &[]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
 
-/// Starts a bulkhead `x` that runs the operation's name as a shell command.
+/// Starts a bulkhead `x` that runs the operation as a shell command.
 fn start_shell(profile: &str, more: &str) -> Place {
     let given = if profile == NONE { "" } else { GIVEN };
     let bulkheads = format!(
@@ -229,7 +229,7 @@ fn own_pause() -> String {
 }
 
 #[test]
-fn output_of_a_filter_that_outlives_its_program_is_whole() {
+fn output_includes_processes_that_outlive_the_program() {
     under_each_profile("output_grace = \"100s\"", |place| {
         let client = place.client();
         // The payload exceeds the capacity of the pipes, so the host still writes after the program has exited.
@@ -248,7 +248,7 @@ fn output_of_a_filter_that_outlives_its_program_is_whole() {
 }
 
 #[test]
-fn output_held_beyond_its_grace_fails_the_job() {
+fn output_open_after_output_grace_fails_the_job() {
     under_each_profile("output_grace = \"50ms\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -265,7 +265,7 @@ fn output_held_beyond_its_grace_fails_the_job() {
 }
 
 #[test]
-fn without_a_grace_the_output_ends_with_the_program() {
+fn zero_output_grace_ends_output_with_the_program() {
     under_each_profile("output_grace = \"0s\"", |place| {
         let pause = own_pause();
         let operation = format!("sleep {pause} & echo started");
@@ -275,7 +275,7 @@ fn without_a_grace_the_output_ends_with_the_program() {
 }
 
 #[test]
-fn a_program_that_fails_has_its_output_as_payload() {
+fn failed_program_returns_its_output() {
     let place = start_shell(NONE, "output_grace = \"100s\"");
     let client = place.client();
     let error =
@@ -309,9 +309,9 @@ fn a_program_that_fails_has_its_output_as_payload() {
     assert_eq!((&line["status"], &line["payload"]), (&json!(6), &json!("c29tZQo=")));
 }
 
-/// The grace period is an hour. A job that waited for the end of that period would miss the deadline.
+/// The grace period is an hour. If a job waited for it, the job would miss the deadline.
 #[test]
-fn some_ends_are_not_waited_for() {
+fn job_that_already_failed_skips_output_grace() {
     under_each_profile("output_grace = \"1h\"\nmax_result = \"1MiB\"", |place| {
         let client = place.client();
         let job = |operation: &str| client.job("x", "").operation(operation);
@@ -327,12 +327,12 @@ fn some_ends_are_not_waited_for() {
         wait_for("the program has left a process", || (!processes_with(&pause).is_empty()).then_some(()));
         job.cancel();
         assert!(matches!(job.wait(), Err(JobError::Cancelled(_))));
-        wait_for("nothing is left", || processes_with(&pause).is_empty().then_some(()));
+        wait_for("all processes of the job are killed", || processes_with(&pause).is_empty().then_some(()));
     });
 }
 
 #[test]
-fn orphans_in_their_grace_survive_the_end_of_another_program() {
+fn orphans_within_output_grace_survive_other_programs() {
     // The orphan creates `held` once its program is a zombie.
     let hold = "exec 3<&0; SETSID sh -c 'until read -r a b s c < /proc/'$$'/stat && [ $s = Z ]; do :; done; \
                 cd PLACE/write; : > held; until [ -e go ]; do sleep 0.01; done; tr a-z A-Z <&3' & exit 0";
@@ -343,13 +343,13 @@ fn orphans_in_their_grace_survive_the_end_of_another_program() {
             let operation = hold.replace("SETSID", setsid).replace("PLACE", place.path().to_str().unwrap());
             let payload = "word ".repeat(50_000);
             let kept = client.job("x", payload.clone()).operation(operation).start().unwrap();
-            wait_for("the orphan is there", || folder.join("held").exists().then_some(()));
+            wait_for("the orphan has created `held`", || folder.join("held").exists().then_some(()));
             let pause = own_pause();
             for start in ["", "setsid"] {
                 let operation =
                     format!("({start} sleep {pause} > /dev/null &); {start} sleep {pause} > /dev/null &");
                 assert_eq!(text(client.job("x", "").operation(operation).send()), "");
-                assert!(processes_with(&pause).is_empty(), "they end with their own program");
+                assert!(processes_with(&pause).is_empty(), "processes of the other program are left");
             }
             std::fs::write(folder.join("go"), "").unwrap();
             assert!(text(kept.wait()) == payload.to_uppercase(), "{setsid}");
@@ -359,7 +359,7 @@ fn orphans_in_their_grace_survive_the_end_of_another_program() {
 }
 
 #[test]
-fn exit_statuses_mean_what_the_file_says() {
+fn exit_status_key_classifies_exit_statuses() {
     let more = "exit_status = { ok = [0, 1], caller = [2], retryable = [3] }\n\
                 breaker = { min_calls = 3, failure_rate = 0.5, window = \"1m\" }";
     let place = start_shell(NONE, more);
@@ -390,7 +390,7 @@ fn exit_statuses_mean_what_the_file_says() {
 }
 
 #[test]
-fn payload_and_result_can_be_files() {
+fn program_can_use_files_for_payload_and_result() {
     under_each_profile(
         "files = { input = \"in.txt\", output = \"out.txt\" }\nmax_result = \"1MiB\"",
         |place| {
@@ -426,7 +426,7 @@ fn payload_and_result_can_be_files() {
 }
 
 #[test]
-fn a_file_that_is_written_after_the_exit_is_whole() {
+fn result_file_is_complete_if_written_after_exit() {
     under_each_profile("files = { output = \"out\" }\noutput_grace = \"100s\"", |place| {
         let late = "cat > >(sleep 0.1; tr a-z A-Z > out)";
         let result = place.client().job("x", "late").operation(format!("exec bash -c '{late}'")).send();
@@ -447,14 +447,14 @@ fn a_file_that_is_written_after_the_exit_is_whole() {
 }
 
 #[test]
-fn a_fifo_in_the_place_of_the_result_is_not_waited_for() {
+fn fifo_as_result_file_fails_the_job() {
     let place = start_shell(NONE, "files = { output = \"out\" }");
     let error = place.client().job("x", "").operation("mkfifo out").send().unwrap_err();
     assert_eq!(code_of(&error), "no_output", "{error}");
 }
 
 #[test]
-fn either_file_can_stand_alone() {
+fn input_and_output_file_are_independent() {
     let input = start_shell(NONE, "files = { input = \"-\" }");
     assert_eq!(text(input.client().job("x", "payload").operation("cat ./-").send()), "payload");
     let output = start_shell(NONE, "files = { output = \"out\" }");
@@ -462,18 +462,18 @@ fn either_file_can_stand_alone() {
 }
 
 #[test]
-fn a_payload_that_does_not_fit_into_tmp_is_refused() {
+fn payload_file_larger_than_sandbox_tmp_fails_the_job() {
     if has_layers(STRICT_LAYERS) {
         let place = start_shell(&format!("{STRICT}, tmp = \"1MiB\""), "files = { input = \"in\" }");
         let error = place.client().job("x", vec![0; 2 << 20]).operation("cat in").send().unwrap_err();
         assert!(error.to_string().contains("`sandbox.tmp`"), "{error}");
         let fits = place.client().job("x", vec![0; 1 << 16]).operation("wc -c < in").send();
-        assert_eq!(text(fits), "65536\n", "nothing is left of the one before");
+        assert_eq!(text(fits), "65536\n", "the payload of the previous job uses no space");
     }
 }
 
 #[test]
-fn descriptors_of_the_host_do_not_grow_with_readable_paths() {
+fn readable_paths_use_no_host_descriptors() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }

@@ -1,5 +1,5 @@
-//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts against sibling workers
-//! and the template, and the attempts that apply to all workers.
+//! Sandboxed workers that are forked from a template (`start.mode = "fork"`). Covers attempts of a worker against
+//! sibling workers and the template, and the attempts of the table for all workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,7 +51,7 @@ fn inner(pid: u32) -> u32 {
     status_field(pid, "NSpid").split(' ').next_back().unwrap().parse().unwrap()
 }
 
-/// Returns the template of a worker, which has the same parent as the worker.
+/// Returns the template of a worker. Template and worker have the same parent.
 fn template_of(worker: u32, workers: &[u32]) -> u32 {
     let beside = bulkhead_tests::children(parent(worker));
     let is_template = |pid: &u32| {
@@ -76,7 +76,7 @@ fn targets(place: &Place, client: &Client) -> Value {
     let workers = pair(place);
     let template = template_of(workers[0], &workers);
     let mut files = BTreeMap::new();
-    wait_for("each has left a file", || {
+    wait_for("each worker has left a file", || {
         let leave =
             || client.job("pair", "20").operation("leave-a-file").deadline(Duration::from_secs(30)).send();
         let (one, other) = std::thread::scope(|scope| {
@@ -104,19 +104,24 @@ fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
             wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
         }
     }
-    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{profile}: {} attempts have an unexpected result:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
 }
 
-/// Also proves that the attempts work.
+/// Shows that the attempts work without confinement.
 #[test]
-fn without_a_sandbox_forked_workers_reach_each_other() {
+fn forked_workers_without_sandbox_can_reach_each_other() {
     if is_root() {
         try_between(NONE, |attempt| attempt.none);
     }
 }
 
 #[test]
-fn under_default_forked_workers_do_not_reach_each_other() {
+fn default_profile_isolates_forked_workers_from_each_other() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_between(DEFAULT, |attempt| attempt.default);
         // Without separate user ids, other layers have to keep the workers apart.
@@ -125,7 +130,7 @@ fn under_default_forked_workers_do_not_reach_each_other() {
 }
 
 #[test]
-fn under_strict_forked_workers_do_not_reach_each_other() {
+fn strict_profile_isolates_forked_workers_from_each_other() {
     if profiles().any(|profile| profile == STRICT) {
         try_between(STRICT, |attempt| attempt.strict);
         try_between("profile = \"strict\", user = \"shared\"", |attempt| attempt.strict);
@@ -154,18 +159,23 @@ fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
             wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
         }
     }
-    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{profile}: {} attempts have an unexpected result:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
 }
 
 #[test]
-fn default_stops_a_forked_worker_as_it_does_any() {
+fn default_profile_stops_attempts_of_forked_workers() {
     if profiles().any(|profile| profile == DEFAULT) {
         try_all(DEFAULT, |attempt| attempt.default);
     }
 }
 
 #[test]
-fn strict_stops_a_forked_worker_as_it_does_any() {
+fn strict_profile_stops_attempts_of_forked_workers() {
     if profiles().any(|profile| profile == STRICT) {
         // All workers of a template share `/tmp`. Landlock lets each worker access only one folder in `/tmp`.
         let of_all = Expected::Refused(&["EACCES"], "Landlock");
@@ -177,7 +187,7 @@ fn strict_stops_a_forked_worker_as_it_does_any() {
 }
 
 #[test]
-fn forked_workers_are_told_as_confined_and_as_inheriting_it() {
+fn forked_workers_inherit_confinement_of_their_template() {
     for profile in profiles() {
         let place = start(&bulkhead("pair", profile, "processes = 2"));
         let workers = pair(&place);
@@ -201,12 +211,12 @@ fn forked_workers_are_told_as_confined_and_as_inheriting_it() {
             assert_eq!(filters(pid), filters(template) + 1, "{profile}");
             sessions.insert(nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid as i32))).unwrap());
         }
-        assert_eq!(sessions.len(), 2, "each leads a session");
+        assert_eq!(sessions.len(), 2, "each worker leads a session");
     }
 }
 
 #[test]
-fn each_forked_worker_has_a_temporary_folder_that_goes_with_it() {
+fn forked_worker_has_private_temporary_folder() {
     for profile in profiles() {
         let place =
             start(&bulkhead("fresh", &format!("{profile}, tmp = \"1MiB\""), "recycle = { jobs = 1 }"));
@@ -223,14 +233,14 @@ fn each_forked_worker_has_a_temporary_folder_that_goes_with_it() {
         assert_eq!(paths.len(), 8);
         let worker = place.worker("fresh");
         let within = |path: &String| format!("/proc/{worker}/root{path}");
-        wait_for("their folders are gone", || {
+        wait_for("the temporary folders are removed", || {
             paths.iter().all(|path| !std::path::Path::new(&within(path)).exists()).then_some(())
         });
     }
 }
 
 #[test]
-fn who_fills_a_temporary_folder_ends_alone() {
+fn exceeding_sandbox_tmp_kills_only_one_forked_worker() {
     if !profiles().any(|profile| profile == DEFAULT) {
         return;
     }
@@ -246,7 +256,7 @@ fn who_fills_a_temporary_folder_ends_alone() {
 }
 
 #[test]
-fn a_violation_ends_one_forked_worker_and_is_told_of_it() {
+fn violation_kills_only_one_forked_worker() {
     for profile in profiles() {
         let place = start(&bulkhead("pair", profile, "processes = 2"));
         let client = place.client();
@@ -265,26 +275,35 @@ fn a_violation_ends_one_forked_worker_and_is_told_of_it() {
     }
 }
 
-/// The death of a template does not affect running workers, which keep the user id.
+/// Running workers and their user id are not affected by the death of the template.
 #[test]
-fn forked_workers_outlive_their_template_in_its_nest() {
+fn forked_workers_outlive_their_template() {
     for profile in profiles() {
         let place = start(&bulkhead("pair", profile, "processes = 2"));
         let before = pair(&place);
         let (template, first) = (template_of(before[0], &before), parent(before[0]));
         let user = status_field(template, "Uid");
         kill_pid(template, Signal::SIGKILL);
-        wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+        wait_for("the template is dead", || (!is_alive(template)).then_some(()));
         assert_eq!(pair(&place), before);
         kill_pid(before[0], Signal::SIGKILL);
-        let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+        let after = wait_for("a worker is replaced", || Some(pair(&place)).filter(|now| *now != before));
         let other = *after.iter().find(|pid| **pid != before[1]).unwrap();
         assert_ne!(parent(other), first);
-        assert_ne!(status_field(other, "Uid"), user, "an id that is in use was given to another template");
+        assert_ne!(
+            status_field(other, "Uid"),
+            user,
+            "a user id that is in use was given to another template"
+        );
         assert_eq!(status_field(before[1], "Uid"), user);
         kill_pid(before[1], Signal::SIGKILL);
-        wait_for("its nest is gone", || (!is_alive(first)).then_some(()));
-        assert!(pair(&place).iter().all(|pid| parent(*pid) == parent(other)));
+        wait_for("the first process of the old pid namespace has exited", || {
+            (!is_alive(first)).then_some(())
+        });
+        let after = wait_for("the other worker is replaced", || {
+            Some(pair(&place)).filter(|now| !now.contains(&before[1]))
+        });
+        assert!(after.iter().all(|pid| parent(*pid) == parent(other)));
     }
 }
 
@@ -313,10 +332,10 @@ fn each_forked_worker_has_its_own_cgroup() {
         );
         place.supervisor.signal(Signal::SIGHUP);
         let is_new = |now: &[u32; 2]| now.iter().all(|pid| !before.contains(pid));
-        let after = wait_for("two others are there", || Some(pair(&place)).filter(is_new));
+        let after = wait_for("both workers are replaced", || Some(pair(&place)).filter(is_new));
         let other = template_of(after[0], &after);
         kill_pid(other, Signal::SIGKILL);
-        wait_for("their template is gone", || (!is_alive(other)).then_some(()));
+        wait_for("the new template is dead", || (!is_alive(other)).then_some(()));
         assert_eq!(pair(&place), after);
         assert_eq!(
             place
@@ -339,18 +358,18 @@ fn death_of_first_process_restarts_whole_pid_namespace() {
         let (before, other) = (pair(&place), place.worker("other"));
         let template = template_of(before[0], &before);
         kill_pid(parent(before[0]), Signal::SIGKILL);
-        wait_for("all are gone", || {
+        wait_for("the template and its workers have exited", || {
             (!before.iter().chain([&template]).any(|&pid| is_alive(pid))).then_some(())
         });
         let is_new = |now: &[u32; 2]| now.iter().all(|pid| !before.contains(pid));
-        wait_for("two others are there", || Some(pair(&place)).filter(is_new));
+        wait_for("both workers are replaced", || Some(pair(&place)).filter(is_new));
         assert_eq!(place.worker("other"), other);
         ask(&client, "pair", "pid");
     }
 }
 
 #[test]
-fn reaps_descendants_of_forked_workers_but_no_siblings() {
+fn descendants_of_forked_workers_are_reaped() {
     if !profiles().any(|profile| profile == DEFAULT) {
         return;
     }
@@ -361,7 +380,7 @@ fn reaps_descendants_of_forked_workers_but_no_siblings() {
     }
     let workers = pair(&place);
     let nest = parent(workers[0]);
-    wait_for("nothing is left but the template and its workers", || {
+    wait_for("only the template and its workers are left", || {
         let workers = pair(&place);
         let beside = bulkhead_tests::children(nest);
         (beside.len() == 3 && workers.iter().all(|worker| beside.contains(worker))).then_some(())
@@ -369,10 +388,10 @@ fn reaps_descendants_of_forked_workers_but_no_siblings() {
     assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
 }
 
-/// The leftover process forks and exits faster than the keeper can signal the process. To kill the process, the whole
-/// pid namespace has to be stopped first.
+/// The leftover process forks and exits faster than the keeper can signal it, so the keeper has to stop the whole pid
+/// namespace first.
 #[test]
-fn what_runs_away_is_ended_and_siblings_live() {
+fn quickly_forking_leftover_process_is_killed() {
     if !profiles().any(|profile| profile == DEFAULT) {
         return;
     }
@@ -383,16 +402,16 @@ fn what_runs_away_is_ended_and_siblings_live() {
     let from: u32 = ask(&client, "pair", "leave-a-runner").parse().unwrap();
     let [from, sibling] = if inner(before[0]) == from { before } else { [before[1], before[0]] };
     kill_pid(from, Signal::SIGKILL);
-    let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+    let after = wait_for("a worker is replaced", || Some(pair(&place)).filter(|now| *now != before));
     // The template and two workers remain.
-    wait_for("it is gone", || (bulkhead_tests::children(nest).len() == 3).then_some(()));
+    wait_for("the leftover process is killed", || (bulkhead_tests::children(nest).len() == 3).then_some(()));
     assert!(after.contains(&sibling) && is_alive(sibling));
     ask(&client, "pair", "pid");
 }
 
-/// A template that does not answer affects only one bulkhead.
+/// The template is stopped and does not answer orders.
 #[test]
-fn a_template_that_hangs_holds_up_no_other_bulkhead() {
+fn hanging_template_does_not_delay_other_bulkheads() {
     if !profiles().any(|profile| profile == DEFAULT) {
         return;
     }
@@ -404,7 +423,7 @@ fn a_template_that_hangs_holds_up_no_other_bulkhead() {
     let template = template_of(before[0], &before);
     kill_pid(template, Signal::SIGSTOP);
     kill_pid(before[0], Signal::SIGKILL);
-    wait_for("its worker is gone", || (!is_alive(before[0])).then_some(()));
+    wait_for("the killed worker has exited", || (!is_alive(before[0])).then_some(()));
     let mut seen = BTreeSet::new();
     while seen.len() < 3 {
         place.attempt(&client, "other", "leave-processes-behind", &json!({}));
@@ -417,7 +436,7 @@ fn a_template_that_hangs_holds_up_no_other_bulkhead() {
 }
 
 #[test]
-fn a_forked_worker_that_hangs_is_killed_at_its_deadline() {
+fn deadline_kills_hanging_forked_worker() {
     for profile in profiles() {
         let place = start(&bulkhead("pair", profile, "processes = 2\ngrace = \"10ms\"").replace("60s", "3s"));
         let client = place.client();
@@ -425,14 +444,14 @@ fn a_forked_worker_that_hangs_is_killed_at_its_deadline() {
         let nest = parent(before[0]);
         let job = client.job("pair", "").operation("hang").send();
         assert_eq!(bulkhead_tests::outcome(&job), "deadline_exceeded/running");
-        let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+        let after = wait_for("a worker is replaced", || Some(pair(&place)).filter(|now| *now != before));
         assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1);
         assert_eq!(after.map(parent), [nest; 2]);
     }
 }
 
 #[test]
-fn without_signal_scoping_sandboxed_workers_are_not_forked() {
+fn sandboxed_fork_requires_signal_scoping() {
     if !is_root() {
         return;
     }
@@ -440,7 +459,7 @@ fn without_signal_scoping_sandboxed_workers_are_not_forked() {
         let best = "best_effort = [\"landlock\", \"landlock_scopes\", \"pid_namespace\"]";
         let bulkheads = bulkhead("b", &format!("{DEFAULT}, {best}"), "");
         let place = Setup { bulkheads: &bulkheads, without: layer, ..Setup::default() }.start();
-        let why = wait_for("it is told", || {
+        let why = wait_for("the failed start is reported", || {
             place.supervisor.events("worker_not_started").first().map(ToString::to_string)
         });
         assert!(why.contains("start.mode") && why.contains(layer), "{layer}: {why}");
@@ -449,7 +468,7 @@ fn without_signal_scoping_sandboxed_workers_are_not_forked() {
 }
 
 #[test]
-fn nothing_of_a_nest_outlives_the_supervisor() {
+fn template_and_forked_workers_die_with_the_supervisor() {
     for profile in profiles() {
         let mut place = start(&bulkhead("pair", profile, "processes = 2"));
         let before = pair(&place);
@@ -459,7 +478,7 @@ fn nothing_of_a_nest_outlives_the_supervisor() {
         kill_pid(keeper, Signal::SIGKILL);
         place.supervisor.signal(Signal::SIGKILL);
         let _ = place.supervisor.wait();
-        wait_for("all are gone", || {
+        wait_for("the template and its workers have exited", || {
             (!before.iter().chain([&template]).any(|&pid| is_alive(pid))).then_some(())
         });
     }
@@ -468,7 +487,7 @@ fn nothing_of_a_nest_outlives_the_supervisor() {
 /// Covers supervisors without privileges. Workers run as the supervisor's user, or with separate user ids in a user
 /// namespace.
 #[test]
-fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
+fn unprivileged_supervisor_forks_sandboxed_workers() {
     use bulkhead_tests::confined::NOBODY;
     use bulkhead_tests::subuid::User;
     let users = [(Some(NOBODY), None), (None, User::with_ids())];
@@ -492,7 +511,7 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
                 "crashed/signal"
             );
             let nest = parent(template);
-            wait_for("nothing is left but the template and its workers", || {
+            wait_for("only the template and its workers are left", || {
                 pair(&place);
                 (bulkhead_tests::children(nest).len() == 3).then_some(())
             });
@@ -500,9 +519,9 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
     }
 }
 
-/// A template that forks without an order, lies about forks, or sends messages without end harms only one bulkhead.
+/// The template forks without an order, lies about forks, or floods the keeper with messages.
 #[test]
-fn a_hostile_template_harms_its_own_bulkhead_alone() {
+fn hostile_template_does_not_affect_other_bulkheads() {
     let hows = [
         "forks-unasked",
         "names-a-grandchild",
@@ -527,11 +546,12 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
             ..Setup::default()
         }
         .launch();
-        let client = wait_for("the jobs socket", || Client::connect(place.supervisor.socket()).ok());
-        wait_for("the other bulkhead is there", || client.job("other", "").operation("pid").send().ok());
+        let client =
+            wait_for("the jobs socket accepts clients", || Client::connect(place.supervisor.socket()).ok());
+        wait_for("the other bulkhead serves jobs", || client.job("other", "").operation("pid").send().ok());
         let keeper = place.supervisor.keeper();
         let failed = |how: &str| !place.supervisor.events(how).is_empty();
-        wait_for(&format!("{profile} {how}: it is told"), || {
+        wait_for(&format!("{profile} {how}: the failure is reported"), || {
             ask(&client, "other", "pid");
             (failed("worker_not_started") || failed("worker_exited")).then_some(())
         });
@@ -542,7 +562,7 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
                 .replace("HOSTILE", &place.path().join("bin/hostile").to_string_lossy()),
         );
         place.supervisor.signal(Signal::SIGHUP);
-        wait_for(&format!("{profile} {how}: it is gone"), || {
+        wait_for(&format!("{profile} {how}: all processes of the bulkhead have exited"), || {
             let marker = format!("template\0{how}");
             (bulkhead_tests::processes_with(&marker).iter().all(|pid| !below(&place, *pid))).then_some(())
         });
@@ -563,7 +583,7 @@ const EXITING_MAX: usize = 16;
 /// Each job gets a fresh process, with spares ready. The number of processes, including exiting ones, stays bounded,
 /// and dead workers leave no open descriptors. The environment variable `BULKHEAD_FORKS` sets the number of jobs.
 #[test]
-fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
+fn many_forks_leak_no_processes_or_descriptors() {
     const SLOTS: usize = 2;
     const SPARES: usize = 2;
     let forks = std::env::var("BULKHEAD_FORKS").map_or(300, |forks| forks.parse().unwrap());
@@ -584,7 +604,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
                         let path = format!("/proc/{first}/task/{first}/children");
                         let children = std::fs::read_to_string(path).unwrap_or_default();
                         let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
-                        // All processes that are in two consecutive lists existed at the moment between the two reads.
+                        // Counts processes in two consecutive lists, because all of them existed at the same time.
                         most = most.max(now.intersection(&before).count());
                         before = now;
                     }
@@ -602,6 +622,11 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
         };
         let processes = [place.supervisor.pid(), place.supervisor.keeper(), first];
         serve(40);
+        wait_for("all slots and spares have workers", || {
+            let workers = place.supervisor.state("fresh").workers;
+            let ready = workers.iter().filter(|worker| &*worker.state == "ready").count();
+            (ready == SLOTS + SPARES).then_some(())
+        });
         let before = processes.map(bulkhead_tests::descriptors);
         serve(forks);
         // The supervisor closes the pipes of dead workers only after it has read the output to the end.
@@ -615,7 +640,7 @@ fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
 /// The supervisor must not wait forever for the output of a dead worker while another process can still write to the
 /// pipes.
 #[test]
-fn template_holding_pipes_leaks_no_supervisor_descriptors() {
+fn template_that_keeps_pipes_leaks_no_descriptors() {
     for profile in profiles() {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",

@@ -1,5 +1,5 @@
-//! Users that workers run as, and access of workers to their files, above all in a checkout under a home of
-//! mode 0700.
+//! Users that workers run as, and access of workers to files, in particular in a checkout below a home folder with mode
+//! 0700.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -162,7 +162,7 @@ fn worker_reaches_only_permitted_files_of_closed_home() {
 
 /// Without `cwd`, workers run in the folder of the configuration, which is the closed home here.
 #[test]
-fn a_closed_folder_with_the_sockets_can_be_worked_in() {
+fn worker_can_run_in_closed_home() {
     for profile in profiles() {
         let home = home();
         let path = home.path().to_owned();
@@ -180,7 +180,7 @@ fn a_closed_folder_with_the_sockets_can_be_worked_in() {
 }
 
 #[test]
-fn nothing_is_shown_to_who_reaches_everything() {
+fn worker_with_reachable_files_gets_no_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -197,7 +197,7 @@ fn nothing_is_shown_to_who_reaches_everything() {
 
 /// Runs the configuration of the tour as root in a closed home.
 #[test]
-fn the_examples_run_in_a_closed_home() {
+fn examples_run_in_closed_home() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -226,7 +226,7 @@ fn the_examples_run_in_a_closed_home() {
 const WORKERS: &str = "[bulkhead.x]\ncommand = [\"bin/misbehave\"]\nprocesses = 3\n";
 
 #[test]
-fn no_two_workers_of_a_host_have_the_same_id() {
+fn workers_of_two_supervisors_have_different_user_ids() {
     for profile in profiles() {
         let config = format!("{SOCKETS}{WORKERS}[defaults.sandbox]\nprofile = \"{profile}\"\n");
         let (one, other) = (start_in(home(), &config), start_in(home(), &config));
@@ -237,7 +237,7 @@ fn no_two_workers_of_a_host_have_the_same_id() {
 }
 
 #[test]
-fn a_worker_is_root_only_if_that_is_said() {
+fn sandbox_user_selects_the_user_of_the_worker() {
     for profile in profiles() {
         for (user, expected) in [("root", 0), ("shared", 0), ("nobody", NOBODY)] {
             let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\nuser = \"{user}\"\n");
@@ -248,7 +248,7 @@ fn a_worker_is_root_only_if_that_is_said() {
 }
 
 #[test]
-fn root_that_cannot_change_user_names_the_key() {
+fn error_suggests_user_root_if_root_cannot_change_user() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -260,7 +260,7 @@ fn root_that_cannot_change_user_names_the_key() {
 }
 
 #[test]
-fn a_supervisor_without_privileges_shares_its_user_and_says_so() {
+fn unprivileged_supervisor_reports_shared_user() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -285,9 +285,10 @@ fn a_supervisor_without_privileges_shares_its_user_and_says_so() {
     assert!(line.contains("no") && line.contains("share"), "{doctor}");
 }
 
-/// The user id of a bulkhead with `write` folders never changes, so that files never pass to another tenant.
+/// Workers of a bulkhead with `write` folders keep their user id across restarts, because files in these folders
+/// remain.
 #[test]
-fn a_worker_that_writes_files_that_stay_keeps_one_id() {
+fn worker_with_write_folders_keeps_its_user_id() {
     for profile in profiles() {
         let mut home = home();
         let place = home.path().join("place");
@@ -325,7 +326,7 @@ fn a_worker_that_writes_files_that_stay_keeps_one_id() {
 }
 
 #[test]
-fn home_is_the_temporary_folder_unless_it_is_said() {
+fn home_is_the_temporary_folder_by_default() {
     for profile in profiles() {
         let script = "echo x > $HOME/file && cat $HOME/file";
         let config = format!(
@@ -352,7 +353,7 @@ fn texts(output: &Output) -> (String, String) {
     (text(&output.stdout), text(&output.stderr))
 }
 
-/// Starts one worker of each bulkhead.
+/// `--check --start` starts one worker of each bulkhead.
 #[test]
 fn check_starts_workers_beside_a_running_supervisor() {
     for profile in profiles() {
@@ -370,7 +371,7 @@ fn check_starts_workers_beside_a_running_supervisor() {
 }
 
 #[test]
-fn check_hints_at_exec_for_a_program_without_the_sdk() {
+fn check_suggests_exec_for_program_without_sdk() {
     let home = home();
     let path = home.path();
     let config = |command: &str| {
@@ -390,7 +391,7 @@ fn check_hints_at_exec_for_a_program_without_the_sdk() {
 }
 
 #[test]
-fn check_says_what_stops_a_worker() {
+fn check_explains_why_a_worker_does_not_start() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -412,7 +413,7 @@ fn check_says_what_stops_a_worker() {
     assert!(out.contains("bulkhead 'good' starts"), "{out}");
     let line = |name: &str| {
         let line = error.lines().find(|line| line.contains(&format!("bulkhead '{name}' does not start")));
-        line.unwrap_or_else(|| panic!("nothing of {name}: {error}")).to_owned()
+        line.unwrap_or_else(|| panic!("no error about {name}: {error}")).to_owned()
     };
     assert!(line("writer").contains("chown") && line("reader").contains("/secret"), "{error}");
     assert!(line("ends").contains("(exit code 3)"), "{error}");
@@ -420,9 +421,9 @@ fn check_says_what_stops_a_worker() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// A worker can ask for more time only in steps of `start.ready`, as under a supervisor.
+/// A worker can extend its start only in steps of `start.ready`, as under a supervisor.
 #[test]
-fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
+fn check_uses_the_start_timeout_of_the_supervisor() {
     let home = home();
     let bulkhead = |name: &str, mode: &str| {
         format!(
@@ -441,10 +442,9 @@ fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
     assert_eq!(error.matches("does not become ready in time").count(), 2, "{error}");
 }
 
-/// Covers an ELF program of `exec` and a library without dependencies in its folder, because neither needs a
-/// path.
+/// An ELF program of `exec`, and a library without dependencies in its folder, need no path.
 #[test]
-fn without_mounts_host_opens_programs_by_descriptor() {
+fn host_opens_programs_by_descriptor_without_mounts() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -478,10 +478,10 @@ fn without_mounts_host_opens_programs_by_descriptor() {
     }
 }
 
-/// Containers often cannot mount file systems. Programs that need no path then run by descriptor, and the
-/// error for others names the unreachable folder.
+/// Containers often cannot mount file systems. Programs that need a path then fail, and the error names the folder that
+/// the worker cannot reach.
 #[test]
-fn without_mounts_unreachable_folder_is_named() {
+fn error_without_mounts_names_the_unreachable_folder() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
@@ -534,7 +534,7 @@ fn check_forks_a_worker_from_a_template() {
 }
 
 #[test]
-fn check_says_how_a_worker_ended() {
+fn check_reports_exit_status_and_signal() {
     for (script, how) in [("exit 3", "(exit code 3)"), ("kill -SEGV $$", "(signal SIGSEGV)")] {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(

@@ -1,4 +1,4 @@
-//! Layers of confinement, as reported and as the kernel shows them; missing layers; users and resource limits.
+//! Layers of confinement: the snapshot compared with `/proc`, missing layers, users and resource limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
 }
 
 fn only(place: &Place, name: &str) -> Confinement {
-    wait_for("the worker's confinement is told", || {
+    wait_for("the snapshot has the worker's confinement", || {
         place.confinement(name).pop().filter(|one| !one.profile.is_empty())
     })
 }
@@ -37,8 +37,8 @@ fn assert_powerless(pid: u32) {
     assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
 }
 
-/// Like [`assert_powerless`], without the bounding set. Emptying that set takes a capability, and without new
-/// privileges the set has no effect.
+/// Like [`assert_powerless`], but ignores the bounding set. An unprivileged supervisor cannot empty this set, which has
+/// no effect without new privileges.
 fn assert_powerless_but_for_bounds(pid: u32) {
     for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
         assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
@@ -57,7 +57,7 @@ fn foreign_namespaces(pid: u32) -> BTreeSet<String> {
 }
 
 #[test]
-fn what_the_snapshot_says_is_so() {
+fn snapshot_reports_the_confinement_in_force() {
     if !has_layers(DEFAULT_LAYERS) || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -105,7 +105,7 @@ fn what_the_snapshot_says_is_so() {
 
 /// The reported pid is that of the worker, not that of the first process in the worker's pid namespace.
 #[test]
-fn the_pid_that_is_told_is_the_workers() {
+fn snapshot_has_the_pid_of_the_worker() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -122,9 +122,9 @@ fn the_pid_that_is_told_is_the_workers() {
     }
 }
 
-/// Some containers, for example, cannot mount a new `/proc`.
+/// Covers machines such as containers that cannot mount a new `/proc`.
 #[test]
-fn default_runs_without_pid_namespace_and_reports_it() {
+fn default_profile_reports_missing_pid_namespace() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -136,8 +136,8 @@ fn default_runs_without_pid_namespace_and_reports_it() {
     }
 }
 
-/// Checks two bulkheads on a machine without the layers in `missing`. One requires all of `profile`, and must fail and
-/// name `layer`. The other lists the layers in `best_effort`, and must run and report `layer` as missing.
+/// Hides the layers in `missing` and starts two bulkheads. The bulkhead that requires all layers of `profile` must fail
+/// with an error that names `layer`. The bulkhead with `best_effort` must run and report `layer` as missing.
 fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Option<u32>) {
     let lenient: String = missing.iter().map(|layer| format!(", \"{layer}\"")).collect();
     let sandbox = |more: &str| format!("profile = \"{profile}\", best_effort = [\"identity\"{more}]");
@@ -159,7 +159,7 @@ fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Opti
 }
 
 #[test]
-fn a_layer_that_is_missing_is_an_error_or_told() {
+fn missing_landlock_or_seccomp_fails_start_unless_best_effort() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -173,21 +173,21 @@ fn a_layer_that_is_missing_is_an_error_or_told() {
 }
 
 #[test]
-fn missing_process_numbers_are_an_error_or_told() {
+fn missing_pid_namespace_fails_strict_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) {
         assert_error_or_told("strict", "pid_namespace", &["pid_namespace"], None);
     }
 }
 
 #[test]
-fn a_missing_root_folder_is_an_error_or_told() {
+fn missing_mount_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) {
         assert_error_or_told("strict", "mount_namespace", &["mount_namespace"], None);
     }
 }
 
 #[test]
-fn missing_network_namespaces_are_an_error_or_told() {
+fn missing_network_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) {
         assert_error_or_told("strict", "network_namespace", &["network_namespace"], None);
     }
@@ -208,7 +208,7 @@ fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
 /// A profile promises that workers cannot signal other processes. Without Landlock scopes, separate user ids or pid
 /// namespaces keep that promise. If neither is available, no worker starts.
 #[test]
-fn without_scopes_signals_stay_confined_or_start_fails() {
+fn workers_cannot_signal_others_without_landlock_scopes() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -241,9 +241,9 @@ fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str)
     assert!(why.contains(step), "{sandbox} under {filter:?} as {user:?}: {why}");
 }
 
-/// A filter that was installed before the supervisor started can let a system call return success without any effect.
+/// A seccomp filter outside the supervisor can make a system call return success without any effect.
 #[test]
-fn detects_rules_that_are_not_in_force() {
+fn worker_start_fails_if_kernel_ignores_its_rules() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -270,7 +270,7 @@ fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
 }
 
 #[test]
-fn doctor_tries_what_it_reports() {
+fn doctor_detects_layers_that_have_no_effect() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -292,9 +292,9 @@ fn doctor_tries_what_it_reports() {
     }
 }
 
-/// Root can create the other namespaces without a user namespace, and needs none to drop privileges.
+/// Root can create the other namespaces and drop privileges without a user namespace.
 #[test]
-fn root_does_without_a_user_namespace_and_that_is_told() {
+fn root_confines_workers_without_user_namespace() {
     if !has_layers(STRICT_LAYERS) || !is_root() {
         return;
     }
@@ -310,9 +310,9 @@ fn root_does_without_a_user_namespace_and_that_is_told() {
     }
 }
 
-/// Covers a supervisor without privileges.
+/// The supervisor is unprivileged.
 #[test]
-fn missing_user_namespace_disables_the_other_namespaces() {
+fn missing_user_namespace_fails_start_unless_best_effort() {
     if has_layers(STRICT_LAYERS) && is_root() {
         let missing = ["user_namespace", "pid_namespace", "mount_namespace", "network_namespace"];
         assert_error_or_told("strict", "user_namespace", &missing, Some(NOBODY));
@@ -321,7 +321,7 @@ fn missing_user_namespace_disables_the_other_namespaces() {
 
 /// `BULKHEAD_WITHOUT` hides a layer from the supervisor in tests. All other layers must stay in force.
 #[test]
-fn what_is_not_missing_is_in_force_beside_what_is() {
+fn missing_landlock_leaves_other_layers_in_force() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -337,9 +337,9 @@ fn what_is_not_missing_is_in_force_beside_what_is() {
     }
 }
 
-/// The kernel sends the signal for input on a descriptor to any process that the owner of the descriptor names.
+/// A process can make the kernel send SIGIO to another process when input arrives on a descriptor (`F_SETOWN`).
 #[test]
-fn a_worker_cannot_have_another_one_killed_by_the_kernel() {
+fn worker_cannot_send_io_signals_to_another_worker() {
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
     for (sandbox, layers) in all {
         if !has_layers(layers) {
@@ -350,11 +350,11 @@ fn a_worker_cannot_have_another_one_killed_by_the_kernel() {
         let targets = place.targets("sibling");
         place.attempt(&place.client(), "x", "kill-sibling-by-input", &targets);
         if sandbox.contains("none") {
-            // The attempt works.
+            // Without confinement the attempt succeeds.
             place.supervisor.wait_number("sibling", "restarts", 1);
             continue;
         }
-        // The signal would have arrived before the answer.
+        // A signal would have arrived before this answer.
         place.ask("sibling", "pid");
         assert_eq!(targets["sibling"], place.worker("sibling"), "{sandbox}");
         assert_eq!(place.supervisor.number("sibling", "restarts"), 0, "{sandbox}");
@@ -369,7 +369,7 @@ fn uids(pids: &[u32]) -> BTreeSet<u32> {
 }
 
 #[test]
-fn each_worker_has_a_user_of_its_own() {
+fn each_worker_has_its_own_user_id() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -378,8 +378,9 @@ fn each_worker_has_a_user_of_its_own() {
         let bulkheads = bulkhead("x", &format!("{WORKER}\nprocesses = 3"), &sandbox)
             + &bulkhead("y", "exec = [\"/usr/bin/id\", \"-u\"]", &sandbox);
         let place = Setup { supervisor: WORKER_UIDS, bulkheads: &bulkheads, ..Setup::default() }.start();
-        let mut pids =
-            wait_for("all run", || Some(place.supervisor.worker_pids("x")).filter(|pids| pids.len() == 3));
+        let mut pids = wait_for("all workers run", || {
+            Some(place.supervisor.worker_pids("x")).filter(|pids| pids.len() == 3)
+        });
         pids.push(place.worker("y"));
         let ids = uids(&pids);
         assert_eq!(ids.len(), 4, "{profile}: {ids:?}");
@@ -400,7 +401,7 @@ fn each_worker_has_a_user_of_its_own() {
 }
 
 #[test]
-fn a_worker_can_be_given_to_a_user_by_name() {
+fn worker_runs_as_the_named_user() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -411,7 +412,7 @@ fn a_worker_can_be_given_to_a_user_by_name() {
 }
 
 #[test]
-fn processes_are_limited_where_the_user_is_not_root() {
+fn nproc_limit_applies_to_unprivileged_worker_users() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -424,9 +425,9 @@ fn processes_are_limited_where_the_user_is_not_root() {
     }
 }
 
-/// The program belongs to root and has the set-user-id bit.
+/// The program is owned by root and has the set-user-id bit.
 #[test]
-fn a_program_gives_no_privileges() {
+fn set_user_id_program_gives_no_privileges() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -492,7 +493,7 @@ fn compile_library(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn limits_are_as_configured_whatever_runs() {
+fn rlimits_apply_to_commands_libraries_and_programs() {
     let folder = tempfile::tempdir().unwrap();
     let library = compile_library(folder.path());
     let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
@@ -520,7 +521,7 @@ fn limits_are_as_configured_whatever_runs() {
 }
 
 #[test]
-fn memory_over_the_limit_costs_the_worker() {
+fn exceeding_the_memory_rlimit_crashes_the_worker() {
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         if !has_layers(layers) {
             continue;
@@ -535,7 +536,7 @@ fn memory_over_the_limit_costs_the_worker() {
 }
 
 #[test]
-fn memory_over_the_cgroups_limit_is_told_as_that() {
+fn exceeding_the_cgroup_memory_limit_is_reported_as_oom() {
     if !has_layers(&["cgroup leaf", "cgroup memory"]) {
         return;
     }
@@ -550,7 +551,7 @@ fn memory_over_the_cgroups_limit_is_told_as_that() {
 // Without privileges.
 
 #[test]
-fn a_supervisor_without_privileges_confines_as_well() {
+fn unprivileged_supervisor_confines_workers() {
     if !is_root() || !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -564,7 +565,7 @@ fn a_supervisor_without_privileges_confines_as_well() {
         let before = descriptors(place.supervisor.keeper());
         let pid = place.worker(name);
         kill_pid(pid, Signal::SIGKILL);
-        wait_for("another worker is there", || {
+        wait_for("the worker is replaced", || {
             (!place.supervisor.worker_pids(name).contains(&pid)).then_some(())
         });
         assert!(place.ask(name, "status").contains("NoNewPrivs:\t1"));

@@ -50,7 +50,7 @@ fn assert_unharmed_under(profile: &str, arguments: &[&str], expected: &str) {
 }
 
 #[test]
-fn python_runs_unharmed() {
+fn python_runs_under_default_profile() {
     let script = "
 import json, threading, subprocess, ssl, tempfile, os, pwd, socket, sqlite3, time, concurrent.futures
 assert ssl.create_default_context()
@@ -70,7 +70,7 @@ print('fine')";
 }
 
 #[test]
-fn node_runs_unharmed() {
+fn node_runs_under_default_profile() {
     let script = "
 const fs = require('fs'), os = require('os'), { Worker } = require('worker_threads');
 require('crypto').randomBytes(8); require('tls').createSecureContext(); os.cpus();
@@ -82,7 +82,7 @@ new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFile
 
 /// C libraries, allocators and virtual machines read these files in `/proc`.
 #[test]
-fn programs_learn_of_the_machine_what_they_need() {
+fn programs_can_read_machine_information() {
     let files = "cpuinfo filesystems loadavg meminfo mounts self/cgroup self/maps self/stat stat sys/vm/overcommit_memory \
                  sys/vm/max_map_count sys/kernel/osrelease sys/kernel/threads-max sys/net/core/somaxconn uptime version";
     let script = format!("cd /proc && cat {files} > /dev/null && head -c 5 version");
@@ -97,7 +97,7 @@ fn programs_learn_of_the_machine_what_they_need() {
 }
 
 #[test]
-fn a_shell_runs_unharmed() {
+fn shell_runs_under_default_profile() {
     let script = "id -u >/dev/null; ls /usr >/dev/null; echo x > $TMPDIR/a; mv $TMPDIR/a $TMPDIR/b; \
         seq 1000 | sort -rn | head -1; cat $TMPDIR/b; sleep 9 & kill $!; wait";
     assert_unharmed(&["/bin/sh", "-c", script], "1000\nx");
@@ -105,7 +105,7 @@ fn a_shell_runs_unharmed() {
 
 /// Runs the configuration of the tour under `default`.
 #[test]
-fn the_examples_run_unharmed() {
+fn examples_run_under_default_profile() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -129,7 +129,7 @@ fn the_examples_run_unharmed() {
     assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
 }
 
-/// A worker that can write to the folder of its program must not widen the access of the next worker.
+/// A worker with write access to the folder of its program must not gain more access for later workers.
 #[test]
 fn files_written_beside_program_grant_no_access() {
     for profile in profiles() {
@@ -142,7 +142,7 @@ fn files_written_beside_program_grant_no_access() {
         let script = format!("#!/bin/sh\ncat {}/key 2>/dev/null; echo done\n", secret.display());
         std::fs::write(&program, script).unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        // A worker with this access could have left the link.
+        // A malicious worker could have created this link.
         std::os::unix::fs::symlink(&secret, folder.path().join("own/share")).unwrap();
         let sandbox = format!("{profile}, user = \"shared\", write = [{:?}]", folder.path().join("own"));
         let place = start(&bulkhead("x", &format!("exec = [{program:?}]"), &sandbox));
@@ -213,7 +213,7 @@ fn assert_named(place: &Place, bulkhead: &str, ended: &Ended) {
 }
 
 #[test]
-fn a_violation_names_the_call_whatever_runs() {
+fn violation_report_names_the_system_call() {
     for profile in profiles() {
         let folder = tempfile::tempdir().unwrap();
         let library = compile(folder.path());
@@ -233,7 +233,7 @@ fn a_violation_names_the_call_whatever_runs() {
 }
 
 #[test]
-fn a_child_that_violates_ends_alone() {
+fn violation_kills_only_the_child_process() {
     for profile in profiles() {
         let script = "HOSTILE once load-bpf </dev/null; echo lives";
         let runs = format!("max_in_flight = 2\nexec = [\"/bin/sh\", \"-c\", {script:?}]");
@@ -243,7 +243,7 @@ fn a_child_that_violates_ends_alone() {
 }
 
 #[test]
-fn of_many_that_violate_at_once_none_is_left_waiting() {
+fn concurrent_violations_kill_every_violating_process() {
     for profile in profiles() {
         let script = "for i in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19; do \
             HOSTILE once load-bpf </dev/null & done; wait; echo lives";
@@ -255,7 +255,7 @@ fn of_many_that_violate_at_once_none_is_left_waiting() {
 }
 
 #[test]
-fn a_program_that_violates_ends_without_its_neighbours() {
+fn violation_does_not_affect_other_programs_of_the_worker() {
     for profile in profiles() {
         let script = "if [ $BULKHEAD_OPERATION = violate ]; then exec HOSTILE once load-bpf; fi; \
             while [ ! -e PLACE/write/go ]; do sleep 0.01; done; echo lives";
@@ -270,7 +270,7 @@ fn a_program_that_violates_ends_without_its_neighbours() {
     }
 }
 
-/// The report of the violation, the host's answer and the host's exit arrive at the same time.
+/// The supervisor gets the violation report, the host's answer and the host's exit at the same time.
 #[test]
 fn violation_is_reported_when_worker_exits_immediately() {
     const JOBS: usize = 60;
@@ -282,13 +282,13 @@ fn violation_is_reported_when_worker_exits_immediately() {
     let client = place.client();
     let ended = (0..JOBS).map(|_| place.attempt(&client, "x", "load-bpf", &json!({})));
     let others: Vec<_> = ended.filter(|ended| !ended.is(Expected::Violation("bpf"))).collect();
-    assert!(others.is_empty(), "{} of {JOBS} were told otherwise: {:?}", others.len(), others[0]);
+    assert!(others.is_empty(), "{} of {JOBS} jobs have another outcome: {:?}", others.len(), others[0]);
 }
 
 // Sealing.
 
 #[test]
-fn a_strict_worker_is_sealed_when_it_is_ready_and_not_before() {
+fn strict_worker_is_sealed_when_it_becomes_ready() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
@@ -313,7 +313,7 @@ fn a_strict_worker_is_sealed_when_it_is_ready_and_not_before() {
 // Configuration keys.
 
 #[test]
-fn permitted_network_does_not_include_the_supervisor() {
+fn network_access_does_not_include_the_supervisor() {
     for profile in profiles() {
         let place = start(&bulkhead("x", WORKER, &format!("{profile}, network = true")));
         let (client, targets) = (place.client(), place.targets("x"));
@@ -340,7 +340,7 @@ fn permitted_network_does_not_include_the_supervisor() {
 }
 
 #[test]
-fn single_calls_can_be_allowed_and_denied() {
+fn syscalls_key_allows_and_denies_system_calls() {
     let cases = [
         ("allow = [\"io_uring_setup\"]", "io-uring", Expected::Machine),
         ("allow = [\"shmget\", \"shmctl\"]", "shared-memory-by-number", Expected::Machine),
@@ -361,16 +361,16 @@ fn single_calls_can_be_allowed_and_denied() {
     }
 }
 
-/// No worker could ever start with such a filter.
+/// A worker cannot start with such a filter.
 #[test]
-fn denying_execve_fails_the_start_and_names_the_call() {
+fn denied_execve_fails_the_start() {
     if !has_layers(DEFAULT_LAYERS) {
         return;
     }
     let sandbox = format!("{DEFAULT}, syscalls = {{ deny = [\"execve\"] }}");
     let bulkheads = bulkhead("x", WORKER, &sandbox).replace("max = 1000", "max = 1");
     let mut place = Setup { bulkheads: &bulkheads, ..Setup::default() }.launch();
-    wait_for("it is said that this cannot be", || {
+    wait_for("the start fails and the log names `execve`", || {
         let supervisor = &mut place.supervisor;
         let is_over = supervisor.child.try_wait().unwrap().is_some();
         let has_failed = is_over
@@ -380,7 +380,7 @@ fn denying_execve_fails_the_start_and_names_the_call() {
 }
 
 #[test]
-fn without_a_temporary_folder_there_is_none() {
+fn zero_sandbox_tmp_disables_temporary_folder() {
     for profile in profiles() {
         let place = start(&bulkhead("x", WORKER, &format!("{profile}, tmp = 0")));
         let ended = place.attempt(&place.client(), "x", "write-to-own-temporary-folder", &json!({}));
@@ -388,9 +388,9 @@ fn without_a_temporary_folder_there_is_none() {
     }
 }
 
-/// The files are in a folder that the worker can read, here the working folder.
+/// The configuration is in the working folder, which the worker can read.
 #[test]
-fn the_supervisors_own_files_are_given_to_no_worker() {
+fn worker_cannot_read_the_configuration() {
     for profile in profiles() {
         let runs = bulkhead("x", WORKER, profile).replace("cwd = \"work\"", "cwd = \".\"");
         let place = start(&runs);
@@ -400,7 +400,7 @@ fn the_supervisors_own_files_are_given_to_no_worker() {
             place.attempt(&client, "x", "read-neighbour", &json!({ "secret": path.to_str().unwrap() }))
         };
         let ended = read("read/file");
-        assert!(ended.is(Expected::Succeeds), "{profile}: the working folder is given: {ended:?}");
+        assert!(ended.is(Expected::Succeeds), "{profile}: the working folder is not readable: {ended:?}");
         let is_kept_from_it = || {
             let ended = read("workers.toml");
             let is_empty = matches!(&ended, Ended::Succeeded(what) if what.starts_with("0 bytes"));
@@ -415,10 +415,9 @@ fn the_supervisors_own_files_are_given_to_no_worker() {
     }
 }
 
-/// A rule for a folder covers every name of a file in the folder, so a hard link would give access to the
-/// configuration.
+/// Landlock rules for a folder apply to all files in it, so a hard link would give access to the configuration.
 #[test]
-fn a_hard_link_to_the_configuration_is_withheld_as_well() {
+fn worker_cannot_read_hard_link_to_configuration() {
     for profile in profiles() {
         let runs = bulkhead("x", WORKER, profile).replace("cwd = \"work\"", "cwd = \".\"");
         let place = start(&runs);
@@ -428,7 +427,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
         }
         let before = place.worker("x");
         kill_pid(before, Signal::SIGKILL);
-        wait_for("another worker is there", || {
+        wait_for("the worker is replaced", || {
             place.supervisor.worker_pids("x").first().copied().filter(|pid| *pid != before)
         });
         let names = links.iter().cloned().chain([place.path().join("workers.toml")]);
@@ -443,7 +442,7 @@ fn a_hard_link_to_the_configuration_is_withheld_as_well() {
 
 /// `shm_open` and `sem_open` create files in `/dev/shm`.
 #[test]
-fn shared_memory_by_name_is_the_workers_own() {
+fn worker_has_private_dev_shm() {
     for profile in profiles() {
         if !has_layers(STRICT_LAYERS) {
             not_run!("{profile}: a private /dev/shm requires namespaces");
@@ -455,13 +454,16 @@ fn shared_memory_by_name_is_the_workers_own() {
             let ended = place.attempt(&place.client(), worker, "make-shared-memory", &json!({}));
             assert!(ended.is(Expected::Succeeds), "{profile}: {worker}: {ended:?}");
         }
-        assert!(!Path::new("/dev/shm/bulkhead-attempt").exists(), "{profile}: it is not the machine's");
+        assert!(
+            !Path::new("/dev/shm/bulkhead-attempt").exists(),
+            "{profile}: the file is in the /dev/shm of the machine"
+        );
     }
 }
 
 /// The temporary folder of the worker, which contains the folders of the programs, is also mounted at `/dev/shm`.
 #[test]
-fn programs_find_nothing_of_each_other_in_dev_shm() {
+fn dev_shm_does_not_expose_files_of_other_programs() {
     for profile in profiles() {
         let runs = "exec = [\"/bin/sh\", \"-c\", \"case $BULKHEAD_OPERATION in \
                     keep) echo mine > $TMPDIR/secret; touch PLACE/write/kept; \
@@ -483,7 +485,7 @@ fn programs_find_nothing_of_each_other_in_dev_shm() {
 }
 
 #[test]
-fn what_is_written_to_a_path_that_was_given_stays() {
+fn files_in_write_paths_persist() {
     for profile in profiles() {
         let runs = "exec = [\"/bin/sh\", \"-c\", \"cat > PLACE/write/kept; cat PLACE/read/file\"]";
         let given = "read = [\"PLACE/read/file\"], write = [\"PLACE/write\"]";
@@ -495,7 +497,7 @@ fn what_is_written_to_a_path_that_was_given_stays() {
 }
 
 #[test]
-fn the_temporary_folder_is_the_workers_own_and_goes_with_it() {
+fn temporary_folder_is_private_and_removed_with_the_worker() {
     for profile in profiles() {
         let place = start(&(bulkhead("x", WORKER, profile) + &bulkhead("y", WORKER, profile)));
         let left = place.ask("x", "leave-a-file");
@@ -503,19 +505,19 @@ fn the_temporary_folder_is_the_workers_own_and_goes_with_it() {
         assert!(matches!(ended, Ended::Refused(..)), "{profile}: another worker reads {left}: {ended:?}");
         let before = place.worker("x");
         kill_pid(before, Signal::SIGKILL);
-        wait_for("another worker is there", || {
+        wait_for("the worker is replaced", || {
             place.supervisor.worker_pids("x").first().copied().filter(|pid| *pid != before)
         });
         let mine = place.attempt(&place.client(), "x", "read-neighbour", &json!({ "secret": left }));
-        assert!(matches!(mine, Ended::Refused(..)), "{profile}: what the one before left: {mine:?}");
-        wait_for("what it left is gone", || (!Path::new(&left).exists()).then_some(()));
+        assert!(matches!(mine, Ended::Refused(..)), "{profile}: the next worker reads {left}: {mine:?}");
+        wait_for("the file of the killed worker is removed", || (!Path::new(&left).exists()).then_some(()));
     }
 }
 
-/// The root of a `strict` worker contains only the folders on the path to its program, including folders that the path
-/// leaves again by `..`.
+/// The path contains `..`. A `strict` worker sees only the folders on the path to its program, so the folder before
+/// `..` must be included.
 #[test]
-fn program_path_with_parent_folders_starts() {
+fn program_path_with_dot_dot_is_accepted() {
     let program = programs().join("deps/../misbehave");
     for profile in ["none", "default", "strict"] {
         let supervisor = bulkhead_tests::Supervisor::start(&format!(

@@ -1,4 +1,4 @@
-//! User ids of workers from `/etc/subuid`, for an unprivileged supervisor.
+//! Workers of an unprivileged supervisor with user ids from `/etc/subuid`.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -120,7 +120,7 @@ const BULKHEADS: &str = "[bulkhead.worker]\ncommand = [\"bin/misbehave\"]\ncwd =
     [defaults]\nmax_queue = 10\ndeadline = \"60s\"\nenv = { PATH = \"/usr/bin:/bin\" }\n";
 
 #[test]
-fn each_worker_of_a_user_with_ids_has_its_own() {
+fn workers_get_separate_ids_from_subuid() {
     let Some(user) = User::with_ids() else { return };
     for profile in profiles() {
         let home = home(user);
@@ -138,7 +138,7 @@ fn each_worker_of_a_user_with_ids_has_its_own() {
         assert_eq!((&told["identity"], &told["missing"]), (&json!("own"), &json!([])), "{profile}: {told}");
         let mut status = supervisor.command();
         status.args(["status", "worker"]);
-        // `status` would mention workers that share a user.
+        // `status` mentions workers only if they share a user.
         assert!(!output(status).contains("shared"), "{profile}");
 
         let client = client(&supervisor);
@@ -159,7 +159,7 @@ fn each_worker_of_a_user_with_ids_has_its_own() {
 }
 
 #[test]
-fn check_and_doctor_say_which_ids_there_are() {
+fn check_and_doctor_report_available_user_ids() {
     let (Some(with), Some(without)) = (User::with_ids(), User::without_ids()) else { return };
     let row = |user: User, more: &[&str]| {
         let home = home(user);
@@ -192,7 +192,7 @@ fn check_and_doctor_say_which_ids_there_are() {
 }
 
 #[test]
-fn two_supervisors_of_one_user_never_share_an_id() {
+fn workers_of_two_supervisors_have_different_subuid_ids() {
     let Some(user) = User::with_ids() else { return };
     let home = home(user);
     let path = home.path().to_owned();
@@ -209,7 +209,7 @@ fn two_supervisors_of_one_user_never_share_an_id() {
     command.arg("--config").arg(other.path().join("workers.toml"));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     let other = Supervisor { child: command.spawn().unwrap(), folder: other };
-    wait_for("the other is ready", || (other.try_get("/readyz")?.0 == 200).then_some(()));
+    wait_for("the second supervisor is ready", || (other.try_get("/readyz")?.0 == 200).then_some(()));
     let (of_one, of_other) = (uids(&one, "x", 4), uids(&other, "x", 4));
     assert!(of_one.iter().chain(&of_other).all(|id| user.ids().contains(id)), "{of_one:?} {of_other:?}");
     assert_eq!(of_one.union(&of_other).count(), 8, "{of_one:?} {of_other:?}");
@@ -254,9 +254,9 @@ fn writing_worker_keeps_its_user_id() {
     }
 }
 
-/// The next keeper gets the ids too, and files of the first keeper's workers are gone.
+/// Also checks that the files of the first keeper's workers are removed.
 #[test]
-fn a_new_keeper_has_the_ids_too() {
+fn replacement_keeper_uses_the_subuid_ids() {
     let Some(user) = User::with_ids() else { return };
     let home = home(user);
     let path = home.path().to_owned();
@@ -266,7 +266,7 @@ fn a_new_keeper_has_the_ids_too() {
     let before: BTreeSet<u32> = supervisor.worker_pids("x").into_iter().collect();
     let keeper = supervisor.keeper();
     kill_pid(keeper, Signal::SIGKILL);
-    let after = wait_for("other workers run", || {
+    let after = wait_for("both workers are replaced", || {
         let pids = supervisor.worker_pids("x");
         (pids.len() == 2 && pids.iter().all(|pid| !before.contains(pid))).then_some(pids)
     });
@@ -279,7 +279,7 @@ fn a_new_keeper_has_the_ids_too() {
 
 /// If the ids are not available, workers run as the supervisor's user.
 #[test]
-fn without_ids_workers_share_their_user() {
+fn workers_without_subuid_ids_share_the_supervisor_user() {
     let Some(user) = User::without_ids() else { return };
     let config = format!("{SOCKETS}[bulkhead.x]\ncommand = [\"bin/misbehave\"]\ncwd = \"scripts\"\n");
     let supervisor = start(user, home(user), &config);

@@ -1,4 +1,4 @@
-//! Confined workers leave nothing behind: no processes, descriptors, mounts, namespaces, cgroups or files.
+//! Confined workers leave no processes, descriptors, mounts, namespaces, cgroups or files behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -105,7 +105,7 @@ fn cgroup_exists(path: &str) -> bool {
     roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
 }
 
-/// Ends workers one after another, most by a crash and the others by SIGKILL. Returns the cgroups of the workers.
+/// Kills or crashes workers one after another. Returns the cgroups of these workers.
 fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
     let done = AtomicUsize::new(0);
     let cgroups = Mutex::new(BTreeSet::new());
@@ -138,7 +138,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let bulkheads = bulkhead(sandbox, PROCESSES);
     let mut place = Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start();
     let settled = || place.supervisor.wait_number("x", "limit", PROCESSES.into());
-    // Before the first count, everything that is created only once has to exist.
+    // Objects that are created only once must exist before the first count.
     settled();
     place.ask("x", "leave-a-file");
     let _ = place.client().job("x", "").operation("crash").send();
@@ -150,7 +150,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
     let began = Instant::now();
     loop {
         let mut after = Traces::of(&place);
-        // The first count can include a connection of the test, so a smaller number is correct, too.
+        // A smaller number of descriptors is correct, because the first count can include a connection of the test.
         after.descriptors_of_supervisor =
             after.descriptors_of_supervisor.max(before.descriptors_of_supervisor);
         after.descriptors_of_keeper = after.descriptors_of_keeper.max(before.descriptors_of_keeper);
@@ -173,7 +173,7 @@ fn assert_no_traces(sandbox: &str, user: Option<u32>) {
 }
 
 #[test]
-fn a_thousand_strict_workers_leave_nothing() {
+fn thousand_strict_workers_leave_no_traces() {
     let _turn = heavy();
     if has_layers(STRICT_LAYERS) {
         assert_no_traces(STRICT, None);
@@ -182,7 +182,7 @@ fn a_thousand_strict_workers_leave_nothing() {
 
 /// Starts and kills a thousand workers.
 #[test]
-fn strict_workers_of_unprivileged_supervisor_leave_nothing() {
+fn thousand_unprivileged_strict_workers_leave_no_traces() {
     let _turn = heavy();
     if is_root() && has_layers(STRICT_LAYERS) {
         assert_no_traces(STRICT, Some(NOBODY));
@@ -190,7 +190,7 @@ fn strict_workers_of_unprivileged_supervisor_leave_nothing() {
 }
 
 #[test]
-fn a_thousand_default_workers_leave_nothing() {
+fn thousand_default_workers_leave_no_traces() {
     let _turn = heavy();
     if has_layers(DEFAULT_LAYERS) {
         assert_no_traces(DEFAULT, None);
@@ -203,7 +203,7 @@ fn marker(place: &Place) -> String {
 }
 
 #[test]
-fn processes_that_a_worker_left_behind_end_with_it() {
+fn worker_death_kills_its_descendants() {
     let _turn = heavy();
     for (sandbox, layers) in
         [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)]
@@ -215,16 +215,16 @@ fn processes_that_a_worker_left_behind_end_with_it() {
         let left = place.attempt(&place.client(), "x", "leave-processes-behind", &json!({}));
         assert!(matches!(left, Ended::Succeeded(_)), "{sandbox}: {left:?}");
         let family = || processes_with(&marker(&place));
-        let before = wait_for("they are there", || Some(family()).filter(|all| all.len() >= 6));
+        let before = wait_for("the worker has descendants", || Some(family()).filter(|all| all.len() >= 6));
         let worker = place.worker("x");
         kill_pid(worker, Signal::SIGKILL);
-        wait_for("they are gone", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
+        wait_for("all descendants have exited", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
         place.supervisor.wait_number("x", "limit", 1);
     }
 }
 
 #[test]
-fn the_supervisors_sudden_death_leaves_nothing() {
+fn killed_supervisor_leaves_no_traces_of_workers() {
     let _turn = heavy();
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         if !has_layers(layers) {
@@ -239,17 +239,19 @@ fn the_supervisors_sudden_death_leaves_nothing() {
         let cgroups: BTreeSet<_> = family.iter().filter_map(|(pid, _)| cgroup(*pid)).collect();
         place.supervisor.signal(Signal::SIGKILL);
         place.supervisor.wait();
-        wait_for("every process is gone", || (!family.iter().any(|(pid, _)| is_alive(*pid))).then_some(()));
-        wait_for("every cgroup is gone", || {
+        wait_for("every process has exited", || {
+            (!family.iter().any(|(pid, _)| is_alive(*pid))).then_some(())
+        });
+        wait_for("every cgroup is removed", || {
             (!cgroups.iter().filter(|path| Some(*path) != own.as_ref()).any(|path| cgroup_exists(path)))
                 .then_some(())
         });
-        wait_for("the temporary folders are gone", || (walk(place.path().join("tmp")) == 0).then_some(()));
+        wait_for("the temporary folders are removed", || (walk(place.path().join("tmp")) == 0).then_some(()));
     }
 }
 
 #[test]
-fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
+fn killed_keeper_leaves_no_strict_workers() {
     let _turn = heavy();
     if !has_layers(STRICT_LAYERS) {
         return;
@@ -258,7 +260,7 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
     let keeper = place.supervisor.keeper();
     let family: Vec<u32> = descendants(keeper).into_iter().map(|(pid, _)| pid).collect();
     kill_pid(keeper, Signal::SIGKILL);
-    wait_for("its processes are gone", || (!family.iter().any(|&pid| is_alive(pid))).then_some(()));
+    wait_for("all workers have exited", || (!family.iter().any(|&pid| is_alive(pid))).then_some(()));
     place.supervisor.wait_number("x", "limit", 2);
     assert_ne!(place.supervisor.keeper(), keeper);
 }
@@ -266,7 +268,7 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
 /// After both deaths, only the kernel can kill the descendants of a worker, including processes in other sessions and
 /// process groups.
 #[test]
-fn nothing_outlives_supervisor_and_keeper_killed_together() {
+fn killing_supervisor_and_keeper_leaves_no_processes() {
     let _turn = heavy();
     if !has_layers(STRICT_LAYERS) {
         return;
@@ -277,7 +279,7 @@ fn nothing_outlives_supervisor_and_keeper_killed_together() {
             let mut place = Setup { bulkheads: &bulkhead(sandbox, 2), user, ..Setup::default() }.start();
             let left = place.attempt(&place.client(), "x", "leave-processes-behind", &json!({}));
             assert!(matches!(left, Ended::Succeeded(_)), "{sandbox}: {left:?}");
-            let family = wait_for("they are there", || {
+            let family = wait_for("the worker has descendants", || {
                 Some(processes_with(&marker(&place))).filter(|all| all.len() >= 6)
             });
             let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
@@ -287,13 +289,15 @@ fn nothing_outlives_supervisor_and_keeper_killed_together() {
                 kill_pid(supervisor, signal);
             }
             place.supervisor.wait();
-            wait_for("they are gone", || (!family.iter().any(|&pid| is_alive(pid))).then_some(()));
+            wait_for("all descendants have exited", || {
+                (!family.iter().any(|&pid| is_alive(pid))).then_some(())
+            });
         }
     }
 }
 
 #[test]
-fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
+fn booby_trapped_temporary_folder_is_removed_safely() {
     let _turn = heavy();
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
         for user in [None, Some(NOBODY)] {
@@ -306,7 +310,7 @@ fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
             let precious = place.path().join("outside/precious");
             std::fs::write(&precious, "x").unwrap();
             let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
-            // A folder so deep counts as too much, as soon as it is looked at.
+            // The size check can reject the worker first, because the folder is too deep.
             let is_seen = |why: &String| why.contains("temporary folder");
             let folder = match &ended {
                 Ended::Succeeded(folder) => folder,
@@ -315,9 +319,9 @@ fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
             };
             kill_pid(place.worker("x"), Signal::SIGKILL);
             // The next worker does not wait for the removal of the folder.
-            wait_for("another worker is there", || place.client().job("x", "").send().ok());
+            wait_for("the next worker serves jobs", || place.client().job("x", "").send().ok());
             let temporary = || walk(place.path().join("tmp"));
-            wait_for(&format!("{folder} is gone, {sandbox}"), || (temporary() == before).then_some(()));
+            wait_for(&format!("{folder} is removed, {sandbox}"), || (temporary() == before).then_some(()));
             assert_eq!(std::fs::read(&precious).unwrap(), b"x", "{sandbox}, {user:?}");
         }
     }

@@ -83,19 +83,19 @@ fn limit_follows_service_time_down_and_up() {
     let supervisor = Supervisor::start(&bulkhead(ENFORCE));
     assert_eq!((supervisor.number("b", "limit"), adaptive(&supervisor, "limit")), (8, 8));
     let load = Load::of(&supervisor, 1);
-    wait_for("some are done", || (supervisor.number("b", "done") > 50).then_some(()));
+    wait_for("50 jobs are done", || (supervisor.number("b", "done") > 50).then_some(()));
     load.takes(400);
     let slow = wait_limit(&supervisor, 1);
     assert_eq!((&slow["limit"], &slow["adaptive"]["mode"]), (&1.into(), &"enforce".into()), "{slow}");
     assert!(slow["adaptive"]["latency_ms"].as_f64() >= Some(400.0), "{slow}");
-    // Jobs that are already running finish. From then on the limit applies to all workers together.
-    wait_for("one at once", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+    // Running jobs finish first. Afterwards all workers together run at most `limit` jobs.
+    wait_for("one job is in flight", || (supervisor.number("b", "in_flight") == 1).then_some(()));
     let done = supervisor.number("b", "done");
-    wait_for("the least goes on", || (supervisor.number("b", "done") > done).then_some(()));
+    wait_for("jobs run at the minimum limit", || (supervisor.number("b", "done") > done).then_some(()));
     assert!(supervisor.number("b", "in_flight") <= 1);
     load.takes(1);
     wait_limit(&supervisor, 8);
-    assert_eq!(load.failed.load(Ordering::SeqCst), 0, "no job is turned away while there is room to wait");
+    assert_eq!(load.failed.load(Ordering::SeqCst), 0, "a job was rejected although the queue had room");
     let told = supervisor.wait_events("limit_adapted", 1);
     assert_eq!((&told[0]["bulkhead"], &told[0]["from"]), (&"b".into(), &8.into()), "{told:?}");
     assert!(told[0]["to"].as_u64() < Some(8) && told[0]["target_ms"] == 200.0, "{told:?}");
@@ -115,18 +115,18 @@ fn limit_follows_service_time_down_and_up() {
 }
 
 #[test]
-fn monitoring_tells_and_holds_nothing_back() {
+fn monitor_mode_reports_but_does_not_limit() {
     let supervisor = Supervisor::start(&bulkhead(MONITOR));
     let _load = Load::of(&supervisor, 400);
     wait_for("a lower limit", || (adaptive(&supervisor, "limit") < 8).then_some(()));
-    wait_for("all run", || (supervisor.number("b", "in_flight") == 8).then_some(()));
+    wait_for("eight jobs are in flight", || (supervisor.number("b", "in_flight") == 8).then_some(()));
     assert_eq!(supervisor.number("b", "limit"), 8);
     let told = supervisor.wait_events("limit_adapted", 1);
     assert_eq!(told[0]["mode"], "monitor", "{told:?}");
     // A reload that switches to `enforce` keeps the learned limit.
     supervisor.configure("", &bulkhead(ENFORCE));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
-    wait_for("it is enforced", || (supervisor.number("b", "limit") < 8).then_some(()));
+    wait_for("the lower limit is enforced", || (supervisor.number("b", "limit") < 8).then_some(()));
     // A reload that removes `adaptive` lifts the limit.
     supervisor.configure("", &bulkhead(""));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
@@ -135,16 +135,16 @@ fn monitoring_tells_and_holds_nothing_back() {
 }
 
 #[test]
-fn the_limit_outlives_workers_that_die_and_are_replaced() {
+fn worker_deaths_do_not_reset_adaptive_limit() {
     let supervisor = Supervisor::start(&bulkhead(&format!("{ENFORCE}\nstart = {{ spares = 1 }}")));
     let load = Load::of(&supervisor, 400);
     wait_limit(&supervisor, 1);
     for _ in 0..3 {
         let pids = supervisor.worker_pids("b");
         pids.into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
-        wait_for("it works on", || {
+        wait_for("the bulkhead is ready and runs jobs", || {
             let done = supervisor.number("b", "done");
-            wait_for("another", || (supervisor.number("b", "done") > done).then_some(()));
+            wait_for("another job is done", || (supervisor.number("b", "done") > done).then_some(()));
             (supervisor.snapshot("b")["state"] == "ready").then_some(())
         });
         assert!(supervisor.number("b", "in_flight") <= adaptive(&supervisor, "limit").max(2));
@@ -155,7 +155,7 @@ fn the_limit_outlives_workers_that_die_and_are_replaced() {
 }
 
 #[test]
-fn numbers_below_its_most_are_refused_and_change_nothing() {
+fn resize_below_adaptive_maximum_is_rejected() {
     let supervisor = Supervisor::start(&bulkhead(ENFORCE));
     for change in
         [r#"{"processes": 1}"#, r#"{"max_in_flight": 3}"#, r#"{"max_in_flight": 0, "max_queue": 0}"#]
@@ -167,8 +167,8 @@ fn numbers_below_its_most_are_refused_and_change_nothing() {
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["processes"], &snapshot["limit"]), (&2.into(), &8.into()));
     supervisor.resize("b", r#"{"processes": 4}"#);
-    wait_for("more workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
-    assert_eq!(supervisor.number("b", "limit"), 8, "and no more jobs");
+    wait_for("there are four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
+    assert_eq!(supervisor.number("b", "limit"), 8, "the limit stays at `adaptive.max`");
     // A reload with an invalid file changes nothing.
     let above = ENFORCE.replace("max = 8", "max = 9");
     supervisor.configure("", &bulkhead(&above));
@@ -181,7 +181,7 @@ fn numbers_below_its_most_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn isolated_tenants_have_a_limit_each() {
+fn each_isolated_tenant_has_its_own_adaptive_limit() {
     let isolated = |idle: &str| {
         bulkhead(&format!("{ENFORCE}\ntenants = {{ isolate = true, max_active = 4, idle = \"{idle}\" }}"))
     };
@@ -206,9 +206,9 @@ fn isolated_tenants_have_a_limit_each() {
     assert_eq!(part("quick")["limit"], 8);
     let (status, problem) = supervisor.patch("/v1/bulkheads/b/tenants/quick", r#"{"processes": 1}"#);
     assert!(status == 400 && problem.to_string().contains("adaptive.max"), "{status} {problem}");
-    // The counters survive when no tenant has workers any more.
+    // The counters remain when no tenant has workers.
     supervisor.configure("", &isolated("100ms"));
     assert_eq!(supervisor.post("/v1/reload").0, 200);
-    wait_for("all are at rest", || (adaptive(&supervisor, "limit") == 0).then_some(()));
+    wait_for("no tenant has workers", || (adaptive(&supervisor, "limit") == 0).then_some(()));
     assert!(adaptive(&supervisor, "lowered") > 0);
 }

@@ -12,7 +12,7 @@ fn message(result: &Result<Reply, JobError>) -> String {
     result.as_ref().err().map(ToString::to_string).unwrap_or_default()
 }
 
-/// Occupies this many permits with critical jobs until the returned tasks are aborted.
+/// Occupies `permits` permits with critical jobs until the returned tasks are aborted.
 async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Running> {
     let blockers =
         (0..permits).map(|_| spawn(client.job("b", "").operation("hang").priority(Priority::Critical)));
@@ -22,7 +22,7 @@ async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Ru
 }
 
 #[test]
-fn a_tenant_that_floods_does_not_delay_another() {
+fn flooding_tenant_does_not_delay_another() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 200\ndeadline = \"60s\"\n\
          tenants = { max_in_flight = 3 }\n",
@@ -32,7 +32,9 @@ fn a_tenant_that_floods_does_not_delay_another() {
         let client = connect(&supervisor).await;
         let flood: Vec<_> =
             (0..100).map(|_| spawn(client.job("b", "").operation("steps:wait end").tenant("a"))).collect();
-        wait_for("the flood is there", || (supervisor.number("b", "queued") == 97).then_some(()));
+        wait_for("97 jobs of the flood are queued", || {
+            (supervisor.number("b", "queued") == 97).then_some(())
+        });
         // No job of the flood ends while this job runs.
         client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
         let tenants = supervisor.snapshot("b")["tenants"].clone();
@@ -43,7 +45,7 @@ fn a_tenant_that_floods_does_not_delay_another() {
 }
 
 #[test]
-fn critical_jobs_have_permits_of_their_own_and_go_first() {
+fn critical_jobs_have_reserved_permits_and_start_first() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 2\ndeadline = \"60s\"\n\
          priority = { critical_reserve = 0.25 }\n",
@@ -65,7 +67,7 @@ fn critical_jobs_have_permits_of_their_own_and_go_first() {
         assert_eq!(outcome(&job(Priority::BestEffort).send().await), "rejected/queue_full");
         running.push(spawn(job(Priority::Critical)));
         assert_eq!(outcome(&shed.await.unwrap()), "rejected/shed");
-        // The critical job arrived last and starts first.
+        // The critical job starts before the normal job, although it arrived last.
         running[0].abort();
         supervisor.wait_number("b", "queued", 1);
         supervisor.wait_number("b", "in_flight", 4);
@@ -75,7 +77,7 @@ fn critical_jobs_have_permits_of_their_own_and_go_first() {
 }
 
 #[test]
-fn a_queue_under_pressure_closes_to_all_but_critical_jobs() {
+fn queue_under_pressure_accepts_only_critical_jobs() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\ndeadline = \"60s\"\n\
          pressure = { warn = 0.8, reject = 0.95 }\n",
@@ -103,7 +105,7 @@ fn a_queue_under_pressure_closes_to_all_but_critical_jobs() {
 }
 
 #[test]
-fn evictions_are_spread_over_the_tenants() {
+fn evictions_are_distributed_among_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 20\ndeadline = \"60s\"\n\
          overflow = \"evict-oldest\"\n",
@@ -119,7 +121,7 @@ fn evictions_are_spread_over_the_tenants() {
                 (tenant, spawn(client.job("b", "").tenant(tenant)))
             })
             .collect();
-        wait_for("500 are evicted", || {
+        wait_for("500 jobs are evicted", || {
             (supervisor.snapshot("b")["rejected"]["evicted"] == 500).then_some(())
         });
         let mut evicted = Vec::new();
@@ -135,17 +137,18 @@ fn evictions_are_spread_over_the_tenants() {
         assert!(by_tenant.values().all(|&count| count <= 150), "{by_tenant:?}");
         running.iter().for_each(Running::abort);
 
-        // A tenant that floods the queue alone is reported.
+        // If a single tenant floods the queue, a `tenant_evictions` event names the tenant.
         supervisor.wait_number("b", "queued", 0);
         let running = block(&supervisor, &client, 1).await;
         let flood: Vec<_> = (0..200).map(|_| spawn(client.job("b", "").tenant("flood"))).collect();
-        let told = wait_for("it is told", || supervisor.events("tenant_evictions").pop());
+        let told =
+            wait_for("there is a `tenant_evictions` event", || supervisor.events("tenant_evictions").pop());
         assert_eq!(told["tenant"], "flood");
         flood.iter().chain(&running).for_each(Running::abort);
     });
 }
 
-/// The tenant still gets its rate.
+/// The tenant itself can still use its full rate.
 #[test]
 fn tenant_over_its_rate_does_not_affect_others() {
     let supervisor = Supervisor::start(
@@ -156,9 +159,9 @@ fn tenant_over_its_rate_does_not_affect_others() {
     run(async {
         let client = connect(&supervisor).await;
         let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
-        // On a slow machine the tenant can need several rounds to exceed the rate.
+        // On a slow machine, one round of 200 jobs may not exceed the rate.
         while waits.is_empty() {
-            assert!(began.elapsed() < PATIENCE, "{passed} passed, and none was refused");
+            assert!(began.elapsed() < PATIENCE, "{passed} jobs passed, and none was rejected");
             for job in (0..200).map(|_| spawn(client.job("b", "").tenant("greedy"))).collect::<Vec<_>>() {
                 let result = job.await.unwrap();
                 match outcome(&result).as_str() {
@@ -169,8 +172,8 @@ fn tenant_over_its_rate_does_not_affect_others() {
             }
         }
         let most = 20.0 * began.elapsed().as_secs_f64() + 50.0;
-        assert!(f64::from(passed) <= most + 1.0, "{passed} passed, and at most {most}");
-        assert!(passed >= 50, "{passed} passed");
+        assert!(f64::from(passed) <= most + 1.0, "{passed} jobs passed, but the rate allows {most}");
+        assert!(passed >= 50, "only {passed} jobs passed");
         for _ in 0..50 {
             assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
         }
@@ -183,7 +186,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
         }
         let dear = client.job("b", "").tenant("modest").cost(51).send().await;
         assert_eq!(outcome(&dear), "rejected/rate_limited");
-        assert!(!dear.unwrap_err().is_retryable(), "no wait will do");
+        assert!(!dear.unwrap_err().is_retryable(), "a cost above the burst can never pass");
         let told = supervisor.events("tenant_throttled");
         assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
         assert!(told.iter().all(|event| event["limit"] == "rate_limit per tenant"), "{told:?}");
@@ -191,7 +194,7 @@ fn tenant_over_its_rate_does_not_affect_others() {
 }
 
 #[test]
-fn throttling_by_a_bulkheads_own_limit_names_that_limit() {
+fn tenant_throttled_event_names_the_bulkhead_limit() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nrate_limit = { per_second = 0.01, burst = 1 }\n",
     );
@@ -210,7 +213,7 @@ fn throttling_by_a_bulkheads_own_limit_names_that_limit() {
 }
 
 #[test]
-fn a_breaker_opens_on_crashes_probes_and_closes() {
+fn breaker_opens_after_crashes_and_closes_after_probe() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10\n\
          breaker = { window = \"5m\", min_calls = 4, failure_rate = 0.5, open_for = \"1s\" }\n",
@@ -230,7 +233,7 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
         let wait = refused.unwrap_err().retry_after().unwrap();
         assert!(wait <= Duration::from_secs(1), "{wait:?}");
         assert_ne!(supervisor.snapshot("b")["breaker"], "closed");
-        // The first probe fails, so the breaker opens again, for longer.
+        // The first probe fails, so the breaker opens again for a longer time.
         let failed = wait_for("a probe goes through", || {
             let result = tokio::task::block_in_place(|| {
                 tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())
@@ -246,7 +249,7 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
         });
         assert_eq!(outcome(&ok), "ok");
         assert_eq!(supervisor.snapshot("b")["breaker"], "closed");
-        wait_for("all is told", || {
+        wait_for("there is an event for each change of the breaker", || {
             let count = |kind| supervisor.events(kind).len();
             let told = (count("breaker_opened"), count("breaker_half_open"), count("breaker_closed"));
             (told == (2, 2, 1)).then_some(())
@@ -257,7 +260,7 @@ fn a_breaker_opens_on_crashes_probes_and_closes() {
 }
 
 #[test]
-fn a_tenant_over_its_share_waits_and_then_is_told() {
+fn tenant_over_its_quota_waits_or_is_rejected() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_queue = 10\ndeadline = \"60s\"\n\
          tenants = { max_in_flight = 1, max_queue = 2 }\n\
@@ -303,7 +306,7 @@ fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
 }
 
 #[test]
-fn numbers_change_while_jobs_wait_and_none_is_lost() {
+fn changing_limits_loses_no_queued_job() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"60s\"\n");
     supervisor.wait_number("b", "limit", 1);

@@ -1,5 +1,5 @@
-//! Fallbacks: a job goes to the next bulkhead if the first cannot take it. The job keeps its deadline, obeys the rules
-//! of the next bulkhead, and is counted at the first.
+//! Fallbacks. A job that the first bulkhead (the entry) rejects is diverted to a fallback. The job keeps its deadline,
+//! is subject to the limits of the fallback, and is counted at the entry.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ fn counted(supervisor: &Supervisor, bulkhead: &str) -> [u64; 5] {
 // Conditions.
 
 #[test]
-fn an_open_breaker_sends_jobs_to_the_fallback() {
+fn open_breaker_diverts_jobs_to_fallback() {
     let supervisor = start("", "");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -68,7 +68,7 @@ fn an_open_breaker_sends_jobs_to_the_fallback() {
         assert_eq!((told.bulkhead.as_str(), told.attempts, told.worker_pid), ("safe", 1, Some(safe[0])));
         assert_eq!(told.deadline, Duration::from_secs(60));
     });
-    // Counted once, at the entry.
+    // The job is counted once, at the entry.
     assert_eq!(counted(&supervisor, "entry"), [1, 1, 0, 0, 0]);
     assert_eq!(counted(&supervisor, "safe"), [0, 0, 0, 0, 0]);
     let told = supervisor.wait_events("fallback_used", 1);
@@ -78,7 +78,7 @@ fn an_open_breaker_sends_jobs_to_the_fallback() {
         (&"safe".into(), &"circuit_open".into()),
         "{told:?}"
     );
-    // Once the breaker is closed, jobs stay at the entry.
+    // With the breaker closed, jobs run in the entry again.
     supervisor.resize("entry", r#"{"breaker": "auto"}"#);
     run(async {
         let client = connect(&supervisor).await;
@@ -88,7 +88,7 @@ fn an_open_breaker_sends_jobs_to_the_fallback() {
 }
 
 #[test]
-fn the_command_says_who_served_a_job() {
+fn submit_command_names_the_serving_bulkhead() {
     let supervisor = start("", "");
     supervisor.resize("entry", FORCED_OPEN);
     let told =
@@ -99,7 +99,7 @@ fn the_command_says_who_served_a_job() {
 }
 
 #[test]
-fn a_full_queue_sends_jobs_to_the_fallback() {
+fn full_queue_diverts_jobs_to_fallback() {
     let supervisor = start("max_queue = 1", "");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -140,7 +140,7 @@ fn backpressure_diverts_noncritical_jobs_to_fallback() {
 }
 
 #[test]
-fn without_worker_new_and_queued_jobs_use_fallback() {
+fn bulkhead_without_workers_diverts_jobs_to_fallback() {
     let supervisor = start("max_queue = 10\nrestart = { policy = \"never\" }", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -153,12 +153,12 @@ fn without_worker_new_and_queued_jobs_use_fallback() {
         let small = spawn(client.job("entry", "small").operation("echo"));
         supervisor.wait_number("entry", "queued", 4);
         supervisor.touch("end");
-        // This job has run and is not idempotent.
+        // This job is not diverted, because it has run and is not idempotent.
         assert_eq!(end(&last.await.unwrap()), ended("crashed/signal", "entry"));
         for job in waiting {
             let reply = job.await.unwrap().unwrap();
             assert_eq!((reply.outcome().bulkhead.as_str(), reply.outcome().attempts), ("safe", 1));
-            assert!(reply.payload() == payload, "it came back changed");
+            assert!(reply.payload() == payload, "the payload came back changed");
         }
         assert_eq!(small.await.unwrap().unwrap().payload(), b"small");
         let reply = client.job("entry", "new").operation("echo").send().await.unwrap();
@@ -170,7 +170,7 @@ fn without_worker_new_and_queued_jobs_use_fallback() {
 }
 
 #[test]
-fn drained_bulkhead_sends_new_and_queued_jobs_to_fallback() {
+fn drained_bulkhead_diverts_jobs_to_fallback() {
     let supervisor = start("max_queue = 10", "max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -193,7 +193,7 @@ fn drained_bulkhead_sends_new_and_queued_jobs_to_fallback() {
 }
 
 #[test]
-fn only_a_job_that_may_run_twice_goes_on_after_a_crash() {
+fn crash_diverts_only_idempotent_jobs() {
     let supervisor = start("restart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }", "");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -209,7 +209,7 @@ fn only_a_job_that_may_run_twice_goes_on_after_a_crash() {
             let (told, passed) = (reply.outcome(), began.elapsed());
             assert_eq!((told.bulkhead.as_str(), told.attempts), ("safe", 2), "{size} bytes");
             assert_eq!(told.worker_pid, Some(supervisor.worker_pids("safe")[0]));
-            // The sum of both attempts, within the total time.
+            // `ran` is the sum of both attempts and is within the total time.
             assert!(told.ran >= Duration::from_millis(80), "{told:?}");
             assert!(told.ran + told.queued <= passed, "{told:?} in {passed:?}");
             assert!(reply.payload() == payload, "{size} bytes came back changed");
@@ -222,7 +222,7 @@ fn only_a_job_that_may_run_twice_goes_on_after_a_crash() {
 }
 
 #[test]
-fn retries_come_before_the_fallback_and_go_on_in_it() {
+fn crashed_job_is_retried_before_and_in_fallback() {
     let retry =
         "retry = { attempts = 2 }\nrestart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }";
     let supervisor = start(retry, retry);
@@ -249,7 +249,7 @@ fn retries_come_before_the_fallback_and_go_on_in_it() {
 }
 
 #[test]
-fn what_another_bulkhead_cannot_better_stays() {
+fn job_specific_failures_do_not_use_fallback() {
     let supervisor = start(
         "max_payload = 1000\nmax_queue = 5\nqueue_timeout = \"50ms\"\npoison = { crashes = 1 }\n\
          rate_limit = { per_second = 0.001, burst = 1000 }\ntenants = { max_queue = 0 }\n",
@@ -280,7 +280,7 @@ fn what_another_bulkhead_cannot_better_stays() {
 }
 
 #[test]
-fn a_job_that_waited_too_long_for_its_turn_stays() {
+fn queue_timeout_does_not_use_fallback() {
     let supervisor = start("max_queue = 5\nqueue_timeout = \"50ms\"", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -296,7 +296,7 @@ fn a_job_that_waited_too_long_for_its_turn_stays() {
 // Targets.
 
 #[test]
-fn each_is_tried_in_order_and_the_first_reason_is_the_answer() {
+fn fallbacks_are_tried_in_order() {
     let supervisor = start_more(
         "fallback = [\"drained\", \"closed\", \"full\"]",
         &format!("[bulkhead.drained]\n{WORKER}\n[bulkhead.closed]\n{WORKER}\n[bulkhead.full]\n{WORKER}\n"),
@@ -332,7 +332,7 @@ fn each_is_tried_in_order_and_the_first_reason_is_the_answer() {
 }
 
 #[test]
-fn if_a_crash_was_the_first_answer_it_is_the_last_as_well() {
+fn unavailable_fallback_leaves_crash_as_outcome() {
     let supervisor = start("", "");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("safe", FORCED_OPEN);
@@ -350,7 +350,7 @@ fn if_a_crash_was_the_first_answer_it_is_the_last_as_well() {
 }
 
 #[test]
-fn bulkheads_that_name_each_other_do_not_pass_a_job_round() {
+fn mutual_fallbacks_do_not_loop() {
     let both =
         format!("[bulkhead.a]\n{WORKER}\nfallback = [\"b\"]\n[bulkhead.b]\n{WORKER}\nfallback = [\"a\"]\n");
     let supervisor = Supervisor::start(&both);
@@ -377,7 +377,7 @@ fn bulkheads_that_name_each_other_do_not_pass_a_job_round() {
 }
 
 #[test]
-fn a_bulkhead_whose_payloads_are_smaller_is_passed_over() {
+fn fallback_with_smaller_max_payload_is_skipped() {
     let supervisor = start_more(
         "fallback = [\"small\", \"big\"]",
         &format!(
@@ -399,7 +399,7 @@ fn a_bulkhead_whose_payloads_are_smaller_is_passed_over() {
 }
 
 #[test]
-fn large_payloads_pass_unchanged() {
+fn large_payloads_reach_the_fallback_unchanged() {
     let supervisor = start_more(
         "fallback = [\"shut\", \"safe\"]",
         &format!("[bulkhead.shut]\n{WORKER}\n[bulkhead.safe]\n{WORKER}\nmax_in_flight = 4\nmax_queue = 20\n"),
@@ -430,7 +430,7 @@ fn large_payloads_pass_unchanged() {
 // Rules of the fallback.
 
 #[test]
-fn fallback_limit_covers_guests_and_own_jobs() {
+fn fallback_limit_includes_diverted_jobs() {
     let supervisor = start("", "max_in_flight = 2\nmax_queue = 100");
     supervisor.wait_number("safe", "limit", 2);
     let auditor = Auditor::of(&supervisor);
@@ -458,7 +458,7 @@ fn fallback_limit_covers_guests_and_own_jobs() {
 }
 
 #[test]
-fn a_full_fallback_is_no_fallback() {
+fn full_fallback_returns_the_first_reject_reason() {
     let supervisor = start("", "max_queue = 1");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -486,7 +486,7 @@ fn a_full_fallback_is_no_fallback() {
 }
 
 #[test]
-fn guest_timed_out_in_fallback_queue_gets_first_reason() {
+fn queue_timeout_in_fallback_returns_the_first_reason() {
     let supervisor = start("", "max_queue = 5\nqueue_timeout = \"50ms\"");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -503,7 +503,7 @@ fn guest_timed_out_in_fallback_queue_gets_first_reason() {
 }
 
 #[test]
-fn tenants_and_priorities_go_along() {
+fn fallback_respects_tenant_and_priority() {
     let supervisor = start(
         "",
         "processes = 2\nmax_queue = 5\npriority = { critical_reserve = 0.5 }\n\
@@ -516,7 +516,7 @@ fn tenants_and_priorities_go_along() {
         let one = spawn(steps(&client, "wait end").tenant("one"));
         supervisor.wait_number("safe", "in_flight", 1);
         assert_eq!(supervisor.snapshot("safe")["tenants"][0]["name"], "one");
-        // The tenant has used up the share in the fallback, so the client gets the first reason.
+        // The tenant has reached its quota in the fallback, so the client gets the reject reason of the entry.
         let over = steps(&client, "echo").tenant("one").priority(Priority::Critical).send().await;
         assert_eq!(end(&over), ended("rejected/circuit_open", "entry"));
         let critical = steps(&client, "echo").tenant("two").priority(Priority::Critical).send().await;
@@ -527,7 +527,7 @@ fn tenants_and_priorities_go_along() {
 }
 
 #[test]
-fn isolated_tenants_are_kept_apart_in_the_fallback_too() {
+fn fallback_isolates_tenants() {
     let isolated = "tenants = { isolate = true }";
     let supervisor = start(isolated, isolated);
     let auditor = Auditor::of(&supervisor);
@@ -557,7 +557,7 @@ fn isolated_tenants_are_kept_apart_in_the_fallback_too() {
 }
 
 #[test]
-fn the_rate_is_charged_once_and_where_a_job_comes_in() {
+fn rate_limit_counts_jobs_only_at_first_bulkhead() {
     let rate = |burst: u32| format!("rate_limit = {{ per_second = 0.001, burst = {burst} }}");
     let supervisor = start(&rate(4), &format!("{}\nmax_in_flight = 8", rate(1)));
     supervisor.wait_number("safe", "limit", 8);
@@ -569,7 +569,7 @@ fn the_rate_is_charged_once_and_where_a_job_comes_in() {
             assert_eq!(end(&steps(&client, "echo").send().await), ended("ok", "safe"));
         }
         assert_eq!(end(&steps(&client, "echo").send().await), ended("rejected/rate_limited", "entry"));
-        // Jobs from the entry did not count against the rate limit of the fallback.
+        // Diverted jobs do not count against the rate limit of the fallback.
         assert_eq!(end(&client.job("safe", "").send().await), ended("ok", "safe"));
         assert_eq!(end(&client.job("safe", "").send().await), ended("rejected/rate_limited", "safe"));
         supervisor.touch("end");
@@ -577,10 +577,10 @@ fn the_rate_is_charged_once_and_where_a_job_comes_in() {
     });
 }
 
-/// The rate limit of the entry must also hold while the breaker is open. Otherwise a caller could run any number of
+/// The rate limit of the entry must also hold while the breaker is open. Otherwise a client could run any number of
 /// jobs in the fallback.
 #[test]
-fn an_open_breaker_is_no_way_round_the_rate() {
+fn open_breaker_does_not_bypass_rate_limit() {
     let supervisor = start("rate_limit = { per_second = 0.001, burst = 3 }", "max_in_flight = 8");
     supervisor.wait_number("safe", "limit", 8);
     supervisor.resize("entry", FORCED_OPEN);
@@ -597,7 +597,7 @@ fn an_open_breaker_is_no_way_round_the_rate() {
 // Deadlines.
 
 #[test]
-fn time_spent_in_the_first_queue_is_not_given_again() {
+fn deadline_includes_time_in_first_queue() {
     let supervisor = start("max_queue = 5", "");
     run(async {
         let client = connect(&supervisor).await;
@@ -607,7 +607,9 @@ fn time_spent_in_the_first_queue_is_not_given_again() {
         let began = Instant::now();
         let job = spawn(steps(&client, "wait never").deadline(limit));
         supervisor.wait_number("entry", "queued", 1);
-        wait_for("it has waited", || (began.elapsed() > Duration::from_secs(5)).then_some(()));
+        wait_for("the job has waited for five seconds", || {
+            (began.elapsed() > Duration::from_secs(5)).then_some(())
+        });
         assert_eq!(supervisor.post("/v1/bulkheads/entry/drain").0, 200);
         let result = job.await.unwrap();
         let passed = began.elapsed();
@@ -623,21 +625,21 @@ fn time_spent_in_the_first_queue_is_not_given_again() {
 }
 
 #[test]
-fn the_deadline_is_the_entrys_and_not_the_fallbacks() {
+fn deadline_of_first_bulkhead_applies_in_fallback() {
     let supervisor = start("deadline = \"40s\"", "deadline = \"50ms\"");
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
         let client = connect(&supervisor).await;
         let reply = steps(&client, "sleep 300").send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
-        // The entry limits the deadline, wherever the job runs.
+        // The maximum deadline is that of the entry, even if the job runs in the fallback.
         let reply = steps(&client, "echo").deadline(Duration::from_secs(600)).send().await.unwrap();
         assert_eq!(reply.outcome().deadline, Duration::from_secs(40));
     });
 }
 
 #[test]
-fn guest_expired_in_fallback_queue_has_not_run() {
+fn job_expired_in_fallback_queue_has_not_run() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -661,14 +663,14 @@ fn guest_expired_in_fallback_queue_has_not_run() {
 // Cancellation and shutdown.
 
 #[test]
-fn a_guest_is_cancelled_where_it_is() {
+fn cancellation_reaches_jobs_in_fallback() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
         let client = connect(&supervisor).await;
         let running = steps(&client, "count ran;wait never").start().await.unwrap();
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         let waiting = steps(&client, "count never-ran").start().await.unwrap();
         supervisor.wait_number("safe", "queued", 1);
         waiting.cancel();
@@ -706,7 +708,7 @@ fn crashed_job_cancelled_in_fallback_queue_has_run() {
 }
 
 #[test]
-fn guests_whose_client_goes_away_go_too() {
+fn client_disconnect_cancels_jobs_in_fallback() {
     let supervisor = start("", "max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     supervisor.resize("entry", FORCED_OPEN);
@@ -716,7 +718,7 @@ fn guests_whose_client_goes_away_go_too() {
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
     };
     let mut running = submit("steps:count ran;wait never");
-    wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+    wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
     let mut waiting = submit("steps:count ran");
     supervisor.wait_number("safe", "queued", 1);
     for client in [&mut waiting, &mut running] {
@@ -735,7 +737,7 @@ fn guests_whose_client_goes_away_go_too() {
 }
 
 #[test]
-fn a_stop_lets_guests_finish_and_tells_those_that_wait() {
+fn shutdown_finishes_running_jobs_in_fallback() {
     let mut supervisor = start("", "max_queue = 5");
     supervisor.resize("entry", FORCED_OPEN);
     run(async {
@@ -754,10 +756,10 @@ fn a_stop_lets_guests_finish_and_tells_those_that_wait() {
     assert_eq!(supervisor.file_bytes("ran"), 0);
 }
 
-// All conditions at once.
+// All conditions together.
 
 #[test]
-fn while_bulkheads_come_and_go_every_job_has_one_outcome() {
+fn every_job_has_one_outcome_as_bulkheads_drain_and_resume() {
     let _turn = heavy();
     let quick = "restart = { max = 1000, backoff = \"1ms\", backoff_max = \"5ms\" }";
     let supervisor = start_more(
@@ -826,7 +828,7 @@ fn while_bulkheads_come_and_go_every_job_has_one_outcome() {
 }
 
 #[test]
-fn operators_hear_of_a_fallback_once_and_not_for_every_job() {
+fn fallback_event_is_not_sent_for_every_job() {
     let supervisor = start("", "max_in_flight = 8");
     supervisor.wait_number("safe", "limit", 8);
     supervisor.resize("entry", FORCED_OPEN);

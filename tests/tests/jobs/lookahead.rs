@@ -1,5 +1,5 @@
-//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job and begins none twice, and
-//! jobs behind a slow one go to other workers. Clients notice no other difference.
+//! Prefetched jobs (`lookahead`). The death of a worker loses no prefetched job, and no job begins twice. Jobs behind a
+//! slow job go to other workers.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 /// Number of jobs in the tests that send many.
 const MANY: usize = 200;
 
-/// Lookahead that lets a worker prefetch every job of a test.
+/// A lookahead so long that one worker can prefetch all jobs of a test.
 const LONG: &str = "lookahead = \"10s\"";
 
 fn start(keys: &str) -> Supervisor {
@@ -31,7 +31,7 @@ fn steps(client: &Client, steps: &str) -> Job {
     client.job("b", "").operation(format!("steps:{steps}"))
 }
 
-/// Lets every worker serve a few jobs, because only workers known to be quick prefetch.
+/// Runs a few short jobs, because the supervisor prefetches jobs only for workers that are known to be fast.
 async fn warm_up(client: &Client) {
     for _ in 0..20 {
         assert!(client.job("b", "x").send().await.is_ok());
@@ -40,7 +40,7 @@ async fn warm_up(client: &Client) {
 
 /// A worker that dies loses only the running jobs, and no job begins twice.
 #[test]
-fn a_death_costs_the_job_that_ran_and_no_other() {
+fn worker_death_fails_only_the_running_job() {
     for max_in_flight in [1, 3] {
         let supervisor = start(&format!("max_in_flight = {max_in_flight}\n{LONG}"));
         run(async {
@@ -62,8 +62,7 @@ fn a_death_costs_the_job_that_ran_and_no_other() {
                 assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
                 assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
                 if max_in_flight == 1 {
-                    // Each job has its outcome before the next job begins, so a death loses only the job that
-                    // caused the death.
+                    // The worker runs one job at a time, so only the job that killed the worker fails.
                     assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
                 }
                 ends.push(end);
@@ -74,9 +73,9 @@ fn a_death_costs_the_job_that_ran_and_no_other() {
     }
 }
 
-/// Kills the worker from outside repeatedly, between jobs and within jobs.
+/// Sends SIGKILL to the worker at ten arbitrary moments.
 #[test]
-fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
+fn killed_worker_loses_at_most_one_job() {
     let supervisor = start(LONG);
     run(async {
         let client = connect(&supervisor).await;
@@ -92,7 +91,7 @@ fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
                     spawn(steps(&client, &format!("count {begun};count {ended}")))
                 })
                 .collect();
-            wait_for("some have ended", || {
+            wait_for("a job of the round has ended", || {
                 (supervisor.file_bytes(&path(10 * round, "ended")) > 0).then_some(())
             });
             kill_pid(pid, Signal::SIGKILL);
@@ -110,7 +109,7 @@ fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
 
 /// Jobs behind an unexpectedly slow job go to another worker.
 #[test]
-fn jobs_ahead_of_a_slow_one_are_given_to_others() {
+fn jobs_behind_slow_job_go_to_another_worker() {
     let supervisor = start("processes = 2\nlookahead = \"50ms\"");
     run(async {
         let client = connect(&supervisor).await;
@@ -120,7 +119,7 @@ fn jobs_ahead_of_a_slow_one_are_given_to_others() {
                 assert_eq!(outcome(&job.await.unwrap()), "ok");
             }
         }
-        // One slow job that lasts until all others are done, and many jobs behind it.
+        // The slow job ends only after all jobs behind it are done.
         let slow = spawn(steps(&client, "wait go"));
         let quick: Vec<Running> = (0..100).map(|_| spawn(client.job("b", "x"))).collect();
         for job in quick {
@@ -133,7 +132,7 @@ fn jobs_ahead_of_a_slow_one_are_given_to_others() {
 
 /// Prefetched jobs count as queued until they begin. They can be cancelled, and make room for critical jobs.
 #[test]
-fn jobs_ahead_are_queued() {
+fn prefetched_jobs_count_as_queued() {
     let supervisor = start(LONG);
     run(async {
         let client = connect(&supervisor).await;
@@ -159,17 +158,17 @@ fn jobs_ahead_are_queued() {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
         assert_eq!(outcome(&first.await.unwrap()), "ok");
-        assert_eq!(supervisor.file_bytes("cancelled"), 0, "it was cancelled before it began");
+        assert_eq!(supervisor.file_bytes("cancelled"), 0, "the job was cancelled before it began");
     });
 }
 
 #[test]
-fn cancels_only_what_has_not_begun() {
+fn cancel_unless_begun_does_not_cancel_running_job() {
     let supervisor = start("lookahead = \"0s\"");
     run(async {
         let client = connect(&supervisor).await;
         let begun = steps(&client, "count begun;wait go").start().await.unwrap();
-        wait_for("it has begun", || (supervisor.file_bytes("begun") > 0).then_some(()));
+        wait_for("the job has begun", || (supervisor.file_bytes("begun") > 0).then_some(()));
         let waits = steps(&client, "count waited").start().await.unwrap();
         waits.cancel_unless_begun();
         begun.cancel_unless_begun();
@@ -182,7 +181,7 @@ fn cancels_only_what_has_not_begun() {
 
 /// A drain rejects prefetched jobs like queued jobs.
 #[test]
-fn a_drain_takes_back_what_is_ahead() {
+fn drain_rejects_prefetched_jobs() {
     let supervisor = start(LONG);
     run(async {
         let client = connect(&supervisor).await;
@@ -203,7 +202,7 @@ fn a_drain_takes_back_what_is_ahead() {
 
 /// `lookahead = "0s"` turns prefetching off.
 #[test]
-fn nothing_is_ahead_where_it_is_off() {
+fn lookahead_of_zero_disables_prefetching() {
     let supervisor = start("lookahead = \"0s\"");
     run(async {
         let client = connect(&supervisor).await;
@@ -213,7 +212,7 @@ fn nothing_is_ahead_where_it_is_off() {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
     });
-    // A job behind a slow job misses its short deadline in the queue.
+    // Without prefetching, a job behind a slow job stays in the queue and misses its deadline there.
     run(async {
         let client = connect(&supervisor).await;
         let slow = spawn(steps(&client, "sleep 200"));
@@ -224,9 +223,9 @@ fn nothing_is_ahead_where_it_is_off() {
     });
 }
 
-/// A worker that answers for a job whose turn has not come is killed.
+/// The worker answers a prefetched job before it answers the current job.
 #[test]
-fn a_worker_that_answers_out_of_turn_is_ended() {
+fn worker_that_answers_prefetched_job_early_is_killed() {
     let supervisor = start_with("raw\", \"liar", LONG);
     run(async {
         let client = connect(&supervisor).await;
@@ -239,16 +238,17 @@ fn a_worker_that_answers_out_of_turn_is_ended() {
         for job in behind {
             ends.push(outcome(&job.await.unwrap()));
         }
-        // A job that the worker falsely answered has run and must not go to another worker. The worker can
-        // answer further jobs before being killed.
+        // A job that the worker answered too early counts as executed, so no other worker runs it. The worker can
+        // answer more jobs correctly before it is killed.
         let (crashed, done): (Vec<_>, Vec<_>) = ends.iter().partition(|end| *end == "crashed/protocol");
         assert!(!crashed.is_empty() && done.iter().all(|end| *end == "ok"), "{ends:?}");
     });
 }
 
-/// The supervisor trusts a worker's journal no more than the worker's link.
+/// The worker writes garbage or false results into its journal. The supervisor validates the journal like frames on the
+/// link.
 #[test]
-fn a_journal_without_sense_harms_only_its_worker() {
+fn invalid_journal_does_not_affect_other_jobs() {
     let supervisor = start_with("raw\", \"scribbler", LONG);
     run(async {
         let client = connect(&supervisor).await;
@@ -288,7 +288,7 @@ impl Blocked {
         start_with(arguments, &format!("health = {{ heartbeat = \"10s\", missed = 10 }}\n{keys}"))
     }
 
-    /// Blocks a worker after all workers are known to be quick.
+    /// Blocks one worker. First runs short jobs, so that all workers are known to be fast.
     async fn block(self, client: &Client) {
         for _ in 0..5 {
             let warm: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
@@ -321,7 +321,7 @@ impl Blocked {
 }
 
 #[test]
-fn a_blocked_worker_keeps_no_job_from_another() {
+fn blocked_worker_does_not_hold_back_jobs() {
     for how in BLOCKED {
         let supervisor = how.start("processes = 2");
         run(async {
@@ -338,7 +338,7 @@ fn a_blocked_worker_keeps_no_job_from_another() {
 }
 
 #[test]
-fn what_a_blocked_worker_has_not_begun_ends_queued() {
+fn unbegun_jobs_of_blocked_worker_have_not_run() {
     for (how, max_in_flight) in BLOCKED.into_iter().flat_map(|how| [(how, 1), (how, 4)]) {
         let supervisor = how.start(&format!("max_in_flight = {max_in_flight}"));
         run(async {
@@ -362,10 +362,10 @@ fn what_a_blocked_worker_has_not_begun_ends_queued() {
     }
 }
 
-/// A worker that is stopped while idle gets one job, which another worker then runs. The stopped worker gets
-/// no more jobs until SIGCONT.
+/// The stopped worker can get one job, which another worker then runs. Afterwards the stopped worker gets no jobs until
+/// SIGCONT.
 #[test]
-fn a_stopped_worker_is_spared_until_it_goes_on() {
+fn stopped_worker_gets_no_jobs_until_it_continues() {
     let supervisor = start("processes = 2\nhealth = { heartbeat = \"10s\", missed = 10 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -386,9 +386,9 @@ fn a_stopped_worker_is_spared_until_it_goes_on() {
     });
 }
 
-/// The outcome of a job that is cancelled at any moment says correctly whether the job ran.
+/// Cancels a third of the jobs right after their submission. Each outcome must say correctly whether the job ran.
 #[test]
-fn who_cancels_hears_whether_it_ran() {
+fn cancelled_job_reports_whether_it_ran() {
     let supervisor = start(&format!("processes = 2\nmax_in_flight = 2\n{LONG}"));
     run(async {
         let client = connect(&supervisor).await;
@@ -416,6 +416,6 @@ fn who_cancels_hears_whether_it_ran() {
                 }
             }
         }
-        assert!(unbegun > 0, "none was cancelled before it began");
+        assert!(unbegun > 0, "no job was cancelled before it began");
     });
 }

@@ -1,4 +1,4 @@
-//! Jobs through a real supervisor to real workers: results, bounds, deadlines, cancellation.
+//! Outcomes of jobs with a real supervisor and real workers: results, limits, deadlines and cancellation.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ fn payloads_of_every_size_come_back_unchanged() {
 }
 
 #[test]
-fn thirty_jobs_on_four_permits_and_five_places() {
+fn limit_and_queue_size_are_never_exceeded() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 5\n",
     );
@@ -60,12 +60,12 @@ fn thirty_jobs_on_four_permits_and_five_places() {
         running += if mark == b'+' { 1 } else { -1 };
         most = most.max(running);
     }
-    assert_eq!(most, 4, "the most that ran at once");
+    assert_eq!(most, 4, "the maximum number of concurrent jobs");
     assert_eq!(running, 0);
 }
 
 #[test]
-fn a_client_never_harms_its_neighbours_in_a_worker() {
+fn hanging_job_does_not_affect_other_jobs_in_worker() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\ndeadline = \"20s\"\ngrace = \"50ms\"\n",
     );
@@ -78,10 +78,10 @@ fn a_client_never_harms_its_neighbours_in_a_worker() {
                 tokio::spawn(async move { good.job("b", "").operation("steps:wait end").send().await })
             })
             .collect();
-        wait_for("three run", || (supervisor.number("b", "in_flight") == 3).then_some(()));
+        wait_for("three jobs are in flight", || (supervisor.number("b", "in_flight") == 3).then_some(()));
 
         let bad = Client::connect(supervisor.socket()).await.unwrap();
-        // The deadline leaves the job enough time to begin. A job that has not begun holds no permit.
+        // The deadline is long enough for the job to begin, because a job that has not begun holds no permit.
         let asked = bad.job("b", "").operation("hang").deadline(Duration::from_secs(2)).send().await;
         assert_eq!(outcome(&asked), "deadline_exceeded/running");
         // The hanging job still holds its permit, so a fifth job is rejected at once.
@@ -99,7 +99,7 @@ fn a_client_never_harms_its_neighbours_in_a_worker() {
 }
 
 #[test]
-fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
+fn cancelled_job_alone_in_its_worker_is_killed() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
     run(async {
@@ -107,14 +107,16 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
         // The job ignores the cancellation, and has begun when its client drops it.
         let stubborn = client.job("b", "").operation("steps:count begun;sleep 3600000");
         let task = tokio::spawn(stubborn.send());
-        wait_for("it has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
+        wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 1);
         assert_eq!(supervisor.number("b", "cancelled"), 1);
 
         let other = Client::connect(supervisor.socket()).await.unwrap();
-        let task = tokio::spawn(async move { other.job("b", "").operation("hang").send().await });
-        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        // A job that has not begun would be recalled, and its worker kept.
+        let stubborn = other.job("b", "").operation("steps:count begun;sleep 3600000");
+        let task = tokio::spawn(async move { stubborn.send().await });
+        wait_for("the second job has begun", || (supervisor.file_bytes("begun") == 2).then_some(()));
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
         // A job that obeys the cancellation keeps its worker.
@@ -136,20 +138,20 @@ fn async_handlers_run_concurrently_and_stop_when_cancelled() {
         let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let sleeping: Vec<_> =
             (0..49).map(|_| tokio::spawn(client.job("b", "50000").operation("async-sleep").send())).collect();
-        wait_for("all run", || (supervisor.number("b", "in_flight") == 49).then_some(()));
+        wait_for("all 49 jobs run", || (supervisor.number("b", "in_flight") == 49).then_some(()));
         let brief = client.job("b", "1").operation("async-sleep").send().await;
         assert_eq!(brief.unwrap().payload(), b"slept");
         sleeping.iter().for_each(tokio::task::JoinHandle::abort);
-        wait_for("all have yielded", || (supervisor.number("b", "in_flight") == 0).then_some(()));
+        wait_for("all handlers have stopped", || (supervisor.number("b", "in_flight") == 0).then_some(()));
         let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_secs(2));
         assert_eq!(outcome(&late.send().await), "deadline_exceeded/running");
         let again = client.job("b", "").operation("pid").send().await.unwrap();
-        assert_eq!(again.outcome().worker_pid, pid, "the worker is still the same");
+        assert_eq!(again.outcome().worker_pid, pid, "the worker was replaced");
     });
 }
 
 #[test]
-fn a_hanging_tree_is_gone_soon_after_its_deadline() {
+fn deadline_kills_the_whole_process_tree() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("tree.sh");
     let program = format!("PROGRAM-{}", std::process::id());
@@ -187,7 +189,7 @@ fn a_hanging_tree_is_gone_soon_after_its_deadline() {
 }
 
 #[test]
-fn what_is_wrong_with_a_job_is_said_precisely() {
+fn rejections_and_failures_have_specific_reasons() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\nmax_result = \"100KiB\"\n\
          max_queue = 10\nqueue_timeout = \"50ms\"\ndeadline = \"10s\"\ndeadline_max = \"20s\"\n",
@@ -215,7 +217,7 @@ fn what_is_wrong_with_a_job_is_said_precisely() {
 
         let slow = client.job("b", "").operation("steps:wait end").send();
         let waits = async {
-            wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+            wait_for("the job runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
             let waited = client.job("b", "").send().await;
             supervisor.touch("end");
             waited
@@ -236,7 +238,7 @@ fn what_is_wrong_with_a_job_is_said_precisely() {
 }
 
 #[test]
-fn waiting_payloads_stop_at_max_buffered() {
+fn queued_payloads_stay_within_max_buffered() {
     let _turn = heavy();
     let supervisor = Supervisor::start_with(
         "max_payload = \"1MiB\"\nmax_buffered = \"64MiB\"",
@@ -248,7 +250,7 @@ fn waiting_payloads_stop_at_max_buffered() {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let blocker = client.clone();
         let blocker = tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
-        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         let mut jobs = tokio::task::JoinSet::new();
         let mut rejected = 0_u64;
         for batch in 0..20 {
@@ -262,26 +264,29 @@ fn waiting_payloads_stop_at_max_buffered() {
                 rejected += 1;
             }
         }
-        // Jobs that fit into the memory wait. All others have been rejected.
+        // Jobs whose payloads fit into `max_buffered` wait in the queue. All others are rejected.
         while rejected < 400 - 64 {
             let done = jobs.join_next().await.unwrap();
             assert_eq!(outcome(&done.unwrap()), "rejected/overloaded");
             rejected += 1;
         }
-        wait_for("the rest waits", || {
+        wait_for("all other jobs are queued", || {
             rejected += std::iter::from_fn(|| jobs.try_join_next()).count() as u64;
             (supervisor.number("b", "queued") + rejected == 400).then_some(())
         });
         let queued = supervisor.number("b", "queued");
-        assert!((56..=64).contains(&queued), "{queued} of 1 MiB wait with 64 MiB allowed");
+        assert!(
+            (56..=64).contains(&queued),
+            "{queued} payloads of 1 MiB wait, with `max_buffered` of 64 MiB"
+        );
         let grown = bulkhead_tests::resident_bytes(supervisor.pid()).saturating_sub(before);
-        assert!(grown < 192 << 20, "{} MiB more", grown >> 20);
+        assert!(grown < 192 << 20, "memory grew by {} MiB", grown >> 20);
         blocker.abort();
     });
 }
 
 #[test]
-fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
+fn crashing_bulkhead_does_not_affect_other_bulkheads() {
     let _turn = heavy();
     let supervisor = Supervisor::start(
         "[defaults]\nmax_queue = 1000\ndeadline = \"60s\"\n\
@@ -324,9 +329,10 @@ fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
     assert!(supervisor.number("crash", "restarts") >= 1000);
 }
 
-/// A finished job is reported as such even if the supervisor was stopped when the job's deadline passed.
+/// The worker finishes before the deadline check, because the supervisor is stopped when the deadline passes. The job
+/// counts as done.
 #[test]
-fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
+fn result_sent_during_supervisor_pause_is_delivered() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -334,11 +340,11 @@ fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
         let began = Instant::now();
         let steps = "steps:count ran;wait end;count over";
         let job = tokio::spawn(client.job("b", "").operation(steps).deadline(deadline).send());
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         supervisor.signal(nix::sys::signal::Signal::SIGSTOP);
         supervisor.touch("end");
-        wait_for("it is over", || (supervisor.file_bytes("over") == 1).then_some(()));
-        wait_for("a second more than the deadline is over", || {
+        wait_for("the job is over", || (supervisor.file_bytes("over") == 1).then_some(()));
+        wait_for("the deadline has passed by a second", || {
             (began.elapsed() > deadline + Duration::from_secs(1)).then_some(())
         });
         supervisor.signal(nix::sys::signal::Signal::SIGCONT);
@@ -351,7 +357,7 @@ fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
 }
 
 #[test]
-fn an_unknown_operation_is_told_which_there_are() {
+fn unknown_operation_error_lists_the_operations() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"stray\"]\n");
     let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
     let error = client.job("b", "").operation("whom").send().unwrap_err();
@@ -366,11 +372,11 @@ fn an_unknown_operation_is_told_which_there_are() {
 }
 
 #[test]
-fn a_worker_that_registers_an_operation_twice_does_not_start() {
+fn registering_an_operation_twice_fails_the_start() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"registers-twice\"]\nrestart = { backoff = \"10ms\", max = 1 }\n",
     );
-    wait_for("operators are told", || {
+    wait_for("the snapshot shows the error", || {
         let snapshot = supervisor.snapshot("b");
         snapshot["detail"]
             .as_str()?

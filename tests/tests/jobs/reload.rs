@@ -1,5 +1,5 @@
-//! Reloads of the configuration while jobs run: a valid file takes effect at once and costs no job, and an
-//! invalid file changes nothing.
+//! Reloads of the configuration while jobs run. A valid file takes effect at once and no job is lost. An invalid file
+//! changes nothing.
 
 use std::os::unix::fs::symlink;
 use std::process::Output;
@@ -58,7 +58,7 @@ fn holders(client: &Client, bulkhead: &str, count: usize) -> Vec<Running> {
 }
 
 fn wait_ran(supervisor: &Supervisor, count: usize) {
-    wait_for(&format!("{count} run"), || (supervisor.file_bytes("ran") == count).then_some(()));
+    wait_for(&format!("{count} jobs run"), || (supervisor.file_bytes("ran") == count).then_some(()));
 }
 
 async fn outcomes(jobs: Vec<Running>) -> Vec<String> {
@@ -96,7 +96,7 @@ fn names(supervisor: &Supervisor) -> Vec<String> {
 // Changes in place.
 
 #[test]
-fn numbers_change_in_place_and_jobs_go_on() {
+fn reload_changes_limits_without_replacing_workers() {
     let supervisor = start(&format!("{B}max_queue = 10\n"));
     let auditor = Auditor::of(&supervisor);
     let workers = supervisor.worker_pids("b");
@@ -128,7 +128,7 @@ fn numbers_change_in_place_and_jobs_go_on() {
         // Waiting jobs get the new permits in the same worker, and no job is dropped.
         wait_ran(&supervisor, 3);
         assert_eq!(supervisor.snapshot("b")["queue_capacity"], 2);
-        // The first job is within the burst, but the queue is longer than its new limit.
+        // The first job passes the rate limit and is rejected by the queue. The second job exceeds the rate limit.
         let refused = client.job("b", "").operation("echo").send().await;
         assert_eq!(outcome(&refused), "rejected/queue_full");
         let refused = client.job("b", "").operation("echo").send().await;
@@ -137,13 +137,15 @@ fn numbers_change_in_place_and_jobs_go_on() {
         assert_eq!(outcomes(jobs).await, vec!["ok"; 5]);
     });
     assert_eq!(supervisor.worker_pids("b"), workers);
-    let [told] = &supervisor.wait_events("config_reloaded", 1)[..] else { panic!("told once") };
+    let [told] = &supervisor.wait_events("config_reloaded", 1)[..] else {
+        panic!("expected exactly one event")
+    };
     assert_eq!(told["changes"]["bulkheads"][0]["bulkhead"], "b");
     auditor.finish();
 }
 
 #[test]
-fn a_tighter_deadline_is_for_jobs_that_come_after() {
+fn shorter_deadline_applies_only_to_later_jobs() {
     let supervisor = start(&format!("{B}max_in_flight = 2\n"));
     run(async {
         let client = connect(&supervisor).await;
@@ -158,21 +160,21 @@ fn a_tighter_deadline_is_for_jobs_that_come_after() {
 }
 
 #[test]
-fn live_values_survive_unless_their_key_changes() {
+fn reload_keeps_live_values_of_unchanged_keys() {
     let tenants = "tenants = { max_queue = 5 }\n";
     let file = format!("{B}max_queue = 10\nmax_in_flight = 2\n{tenants}");
     let supervisor = start(&file);
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 4, "breaker": "forced_open"}"#);
     let path = "/v1/bulkheads/b/tenants/acme";
     assert_eq!(supervisor.patch(path, r#"{"max_queue": 3}"#).0, 200);
-    // The file changes another key, and one of the two keys that were set live.
+    // The file changes `grace`, and `max_in_flight`, which was also changed live.
     reload(&supervisor, &file.replace("max_in_flight = 2", "max_in_flight = 3\ngrace = \"7ms\""));
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["max_in_flight"], &snapshot["queue_capacity"]), (&json!(3), &json!(77)));
     assert_eq!(snapshot["breaker"], "forced_open");
     let own = supervisor.patch(path, "{}").1;
-    assert_eq!(own["max_queue"], 3, "a tenant's own numbers are live values, too");
-    // The file changes the other key, which overrides the live value.
+    assert_eq!(own["max_queue"], 3, "the limits of a tenant are live values, too");
+    // The file changes `max_queue`, which overrides the live value.
     reload(&supervisor, &file.replace("max_queue = 10", "max_queue = 11"));
     assert_eq!(supervisor.snapshot("b")["queue_capacity"], 11);
     // If the live value and the new file contradict each other, the file wins.
@@ -181,9 +183,9 @@ fn live_values_survive_unless_their_key_changes() {
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
 }
 
-/// A live value that contradicts the new file is dropped and named. Other live values stay.
+/// A live value that contradicts the new file is dropped, and the response names the key. Other live values stay.
 #[test]
-fn names_live_value_that_contradicts_the_new_file() {
+fn reload_names_dropped_live_values() {
     let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
     let supervisor = start(&file);
     supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 1}"#);
@@ -192,7 +194,8 @@ fn names_live_value_that_contradicts_the_new_file() {
     let tried = post(&supervisor, "/v1/reload?dry_run=true", 200);
     assert_eq!(tried["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
     let told = text(&command(&supervisor, &["reload", "--dry-run"]).stdout);
-    let dropped = "live values dropped because of a conflict with the configuration file: max_in_flight";
+    let dropped =
+        "values set at runtime were dropped because they conflict with the configuration file: max_in_flight";
     assert!(told.starts_with(&format!("b: adaptive; {dropped}\n")), "{told}");
     assert_eq!(supervisor.snapshot("b")["max_in_flight"], 1, "a dry run drops nothing");
     let changes = reload(&supervisor, &adaptive);
@@ -200,14 +203,16 @@ fn names_live_value_that_contradicts_the_new_file() {
     assert_eq!(changes["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
     let snapshot = supervisor.snapshot("b");
     assert_eq!((&snapshot["max_in_flight"], &snapshot["queue_capacity"]), (&json!(4), &json!(77)));
-    let [told] = &supervisor.wait_events("config_reloaded", 1)[..] else { panic!("told once") };
+    let [told] = &supervisor.wait_events("config_reloaded", 1)[..] else {
+        panic!("expected exactly one event")
+    };
     assert_eq!(told["changes"]["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
 }
 
 // Replacement.
 
 #[test]
-fn environment_and_program_are_replaced_while_jobs_run() {
+fn changed_environment_or_program_replaces_workers() {
     let exec = |env: &str, script: &str| {
         format!("[bulkhead.e]\nexec = [\"/bin/sh\", \"-c\", \"{script}\"]\nenv = {{ MODE = \"{env}\" }}\n{B}")
     };
@@ -225,7 +230,7 @@ fn environment_and_program_are_replaced_while_jobs_run() {
         reload(&supervisor, &exec("two", "echo not $MODE"));
         wait_replaced(&supervisor, "e", &after);
         assert_eq!(answer(&client, "e", "").await, "not two");
-        assert_eq!(supervisor.worker_pids("b"), others, "no other is touched");
+        assert_eq!(supervisor.worker_pids("b"), others, "workers of another bulkhead were replaced");
     });
     let recycled = supervisor.events("worker_recycled");
     assert!(recycled.len() == 2 && recycled.iter().all(|event| event["reason"] == "reload"), "{recycled:?}");
@@ -233,7 +238,7 @@ fn environment_and_program_are_replaced_while_jobs_run() {
 }
 
 #[test]
-fn a_job_in_flight_ends_in_the_worker_that_has_it() {
+fn running_job_finishes_in_the_old_worker() {
     let supervisor = start(&format!("{B}processes = 2\nmax_queue = 10\n"));
     run(async {
         let client = connect(&supervisor).await;
@@ -259,7 +264,7 @@ fn a_job_in_flight_ends_in_the_worker_that_has_it() {
 }
 
 #[test]
-fn a_program_that_does_not_start_leaves_the_old_workers_at_work() {
+fn old_workers_stay_if_replacement_fails() {
     let supervisor = start(&format!("{B}processes = 2\n"));
     let before = supervisor.worker_pids("b");
     reload(&supervisor, "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nprocesses = 2\n");
@@ -278,7 +283,7 @@ fn a_program_that_does_not_start_leaves_the_old_workers_at_work() {
 }
 
 #[test]
-fn workers_that_hang_at_their_start_are_not_waited_for() {
+fn reload_replaces_workers_that_hang_at_start() {
     let hanging = B.replace("\"MISBEHAVE\"", "\"MISBEHAVE\", \"hang-at-start\"");
     let supervisor = start(&format!("{B}[bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"));
     let start = "start = { handshake = \"60s\" }\nrestart = { policy = \"never\" }\n";
@@ -295,7 +300,7 @@ fn workers_that_hang_at_their_start_are_not_waited_for() {
 // Added and removed bulkheads.
 
 #[test]
-fn a_removed_bulkhead_serves_what_it_has_and_goes() {
+fn removed_bulkhead_finishes_accepted_jobs() {
     let supervisor = start(&format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10\n"));
     run(async {
         let client = connect(&supervisor).await;
@@ -314,7 +319,7 @@ fn a_removed_bulkhead_serves_what_it_has_and_goes() {
         assert_eq!(outcomes(jobs).await, vec!["ok"; 4]);
         let gone = supervisor.wait_events("bulkhead_removed", 1);
         assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("gone"), &json!(4)));
-        wait_for("its worker is gone", || (!is_alive(pids[0])).then_some(()));
+        wait_for("the worker of the removed bulkhead has exited", || (!is_alive(pids[0])).then_some(()));
         // A new bulkhead with the removed name starts with empty counters.
         reload(&supervisor, &format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\n"));
         assert_eq!(answer(&client, "gone", "echo").await, "");
@@ -324,14 +329,16 @@ fn a_removed_bulkhead_serves_what_it_has_and_goes() {
 }
 
 #[test]
-fn a_bulkhead_with_another_name_is_another_one() {
+fn renamed_bulkhead_finishes_accepted_jobs() {
     let supervisor = start(&format!("{B}max_queue = 5\n"));
     run(async {
         let client = connect(&supervisor).await;
         let jobs = holders(&client, "b", 3);
         wait_ran(&supervisor, 1);
         reload(&supervisor, &format!("{}max_queue = 5\n", B.replace("bulkhead.b", "bulkhead.c")));
-        wait_for("the new one serves", || (supervisor.snapshot("c")["state"] == "ready").then_some(()));
+        wait_for("the new bulkhead is ready", || {
+            (supervisor.snapshot("c")["state"] == "ready").then_some(())
+        });
         assert_eq!(answer(&client, "c", "echo").await, "");
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, vec!["ok"; 3]);
@@ -340,7 +347,7 @@ fn a_bulkhead_with_another_name_is_another_one() {
 }
 
 #[test]
-fn a_bulkhead_whose_tenants_part_is_begun_anew() {
+fn enabling_tenant_isolation_rebuilds_the_bulkhead() {
     let supervisor = start(&format!("{B}max_queue = 5\n"));
     run(async {
         let client = connect(&supervisor).await;
@@ -354,7 +361,7 @@ fn a_bulkhead_whose_tenants_part_is_begun_anew() {
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, vec!["ok"; 2]);
         supervisor.wait_events("bulkhead_removed", 1);
-        // Reloading the first file removes a bulkhead with active tenants.
+        // Reloading the first file removes isolation while the bulkhead has active tenants.
         reload(&supervisor, B);
         assert_eq!(answer(&client, "b", "echo").await, "");
         supervisor.wait_events("bulkhead_removed", 2);
@@ -362,7 +369,7 @@ fn a_bulkhead_whose_tenants_part_is_begun_anew() {
 }
 
 #[test]
-fn isolated_tenants_have_the_new_numbers() {
+fn reload_changes_limits_of_isolated_tenants() {
     let keys = "tenants = { isolate = true, max_active = 4 }\n";
     let supervisor = start(&format!("{B}{keys}"));
     run(async {
@@ -383,7 +390,7 @@ fn isolated_tenants_have_the_new_numbers() {
 }
 
 #[test]
-fn fallbacks_are_found_by_their_names() {
+fn reload_keeps_fallbacks_by_name() {
     let with = |fallback: &str, others: &str| format!("{B}fallback = [{fallback}]\n{others}");
     let other = |name: &str| format!("[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\n");
     let supervisor = start(&with("\"x\", \"y\"", &(other("x") + &other("y"))));
@@ -393,7 +400,7 @@ fn fallbacks_are_found_by_their_names() {
             async || client.job("b", "").operation("echo").send().await.unwrap().outcome().bulkhead.clone();
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
         assert_eq!(served_by().await, "x");
-        // The first fallback is removed, and another bulkhead takes its index.
+        // Removes the fallback `x`. Another bulkhead gets its index.
         reload(&supervisor, &with("\"y\"", &(other("y") + &other("z"))));
         assert_eq!(served_by().await, "y");
         reload(&supervisor, &with("\"z\"", &other("z")));
@@ -402,7 +409,7 @@ fn fallbacks_are_found_by_their_names() {
 }
 
 #[test]
-fn a_removed_bulkhead_waits_for_its_jobs_that_are_elsewhere() {
+fn removed_bulkhead_waits_for_jobs_in_fallback() {
     let b = format!("{B}max_queue = 5\n");
     let supervisor = start(&format!("[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"b\"]\n{b}"));
     run(async {
@@ -412,21 +419,25 @@ fn a_removed_bulkhead_waits_for_its_jobs_that_are_elsewhere() {
         wait_ran(&supervisor, 1);
         supervisor.wait_number("b", "queued", 1);
         reload(&supervisor, &b);
-        // Meanwhile other bulkheads are added and removed, and use free indices.
+        // Adds another bulkhead meanwhile, which uses a free index.
         reload(&supervisor, &format!("{b}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
         assert!(supervisor.events("bulkhead_removed").is_empty());
         supervisor.touch("end");
         assert_eq!(outcomes(jobs).await, ["ok", "ok"]);
         let gone = supervisor.wait_events("bulkhead_removed", 1);
         assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("entry"), &json!(2)));
-        assert_eq!(supervisor.number("b", "done"), 0, "they count where they were sent");
+        assert_eq!(
+            supervisor.number("b", "done"),
+            0,
+            "the jobs count at the bulkhead to which they were sent"
+        );
     });
 }
 
 // Invalid files.
 
 #[test]
-fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
+fn invalid_file_is_rejected_with_line_numbers() {
     let supervisor = start(&format!("{B}max_queue = 3\n"));
     let before = supervisor.snapshot("b");
     let broken = format!("{B}max_queue = 9\nmax_qeue = 4\n[bulkhead.c]\ncommand = [\"/no/such/program\"]\n");
@@ -442,7 +453,7 @@ fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
     }
     let told = supervisor.wait_events("config_rejected", 1);
     assert_eq!((&told[0]["line"], &told[0]["errors_in_all"]), (&json!(line), &json!(2)), "{told:?}");
-    assert_eq!(told.len(), 1, "a dry run is told to no other");
+    assert_eq!(told.len(), 1, "a dry run raised an event");
     for arguments in [&["reload"][..], &["reload", "--dry-run"]] {
         let ran = command(&supervisor, arguments);
         assert_eq!(ran.status.code(), Some(2), "{ran:?}");
@@ -469,7 +480,7 @@ fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
 }
 
 #[test]
-fn a_dry_run_says_the_same_and_changes_nothing() {
+fn dry_run_reports_changes_without_applying_them() {
     let supervisor = start(&format!("{B}[bulkhead.old]\ncommand = [\"MISBEHAVE\"]\n"));
     let before = supervisor.worker_pids("b");
     let next =
@@ -485,7 +496,7 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
                     b: env, max_queue; workers are replaced one after the other\n\
                     new: added\n\
                     [supervisor]: drain_timeout\n\
-                    [supervisor]: not applied: crash_keep; restart the supervisor to apply\n\
+                    [supervisor]: not applied: crash_keep; restart the supervisor to apply these changes\n\
                     dry run: nothing was changed\n";
     assert_eq!((ran.status.code(), &*text(&ran.stdout)), (Some(0), expected));
     assert_eq!(names(&supervisor), ["b", "old"]);
@@ -498,7 +509,7 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     real["dry_run"] = json!(true);
     assert_eq!(dry, real);
     assert_eq!(names(&supervisor), ["b", "new"]);
-    // Changes that need a restart are reported again, and nothing else is.
+    // The second reload lists only the change that needs a restart.
     let again = post(&supervisor, "/v1/reload", 200);
     assert_eq!((&again["ignored"], &again["bulkheads"]), (&json!(["crash_keep"]), &json!([])));
 }
@@ -506,7 +517,7 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
 // Ways to reload.
 
 #[test]
-fn signals_in_a_storm_are_obeyed_once_more_after_the_last() {
+fn many_sighups_load_the_last_file() {
     let supervisor = start(B);
     for size in 1..=50 {
         configure(&supervisor, &format!("{B}max_queue = {size}\n"));
@@ -520,7 +531,7 @@ fn signals_in_a_storm_are_obeyed_once_more_after_the_last() {
 }
 
 #[test]
-fn two_at_once_come_one_after_the_other() {
+fn concurrent_reloads_apply_a_change_once() {
     let supervisor = Arc::new(start(B));
     configure(&supervisor, &format!("{B}max_queue = 5\n"));
     let askers: Vec<_> = (0..8)
@@ -531,11 +542,11 @@ fn two_at_once_come_one_after_the_other() {
         .collect();
     let changed = askers.into_iter().map(|asker| asker.join().unwrap());
     let changed = changed.filter(|changes| changes["bulkheads"] != json!([])).count();
-    assert_eq!(changed, 1, "the others find nothing to do");
+    assert_eq!(changed, 1, "more than one reload changed something");
 }
 
 #[test]
-fn a_file_behind_a_link_is_read_through_it() {
+fn reload_follows_symbolic_link() {
     let supervisor = start(B);
     let file = std::fs::read_to_string(supervisor.file("workers.toml")).unwrap();
     std::fs::create_dir(supervisor.file("v2")).unwrap();
@@ -554,7 +565,7 @@ fn a_file_behind_a_link_is_read_through_it() {
 // Access.
 
 #[test]
-fn clients_that_are_connected_have_the_new_rights() {
+fn new_access_rules_apply_to_connected_clients() {
     let own = nix::unistd::Uid::effective();
     let entry = |bulkheads: &str| format!("[[access]]\nuid = {own}\nbulkheads = [{bulkheads}]\n");
     let both = format!("{B}max_queue = 5\n[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n");
@@ -584,7 +595,7 @@ fn clients_that_are_connected_have_the_new_rights() {
 // Confinement.
 
 #[test]
-fn what_was_not_confined_can_be() {
+fn reload_can_enable_confinement() {
     let with = |profile: &str| format!("{B}[bulkhead.b.sandbox]\nprofile = \"{profile}\"\n");
     let supervisor = start(&with("none"));
     let profile = || supervisor.snapshot("b")["workers"][0]["confinement"]["profile"].clone();
@@ -604,7 +615,7 @@ fn what_was_not_confined_can_be() {
 // Stopping the supervisor.
 
 #[test]
-fn a_stop_waits_for_those_that_were_removed_as_for_others() {
+fn shutdown_waits_for_jobs_of_removed_bulkhead() {
     let mut supervisor = start(&format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n"));
     run(async {
         let client = connect(&supervisor).await;
@@ -613,7 +624,7 @@ fn a_stop_waits_for_those_that_were_removed_as_for_others() {
         supervisor.wait_number("gone", "queued", 1);
         reload(&supervisor, B);
         supervisor.signal(Signal::SIGTERM);
-        wait_for("it is told", || (!supervisor.events("draining").is_empty()).then_some(()));
+        wait_for("the supervisor drains", || (!supervisor.events("draining").is_empty()).then_some(()));
         let (status, body) = supervisor.post("/v1/reload?dry_run=false");
         assert!(status == 200 || status == 409, "{body}");
         supervisor.touch("end");
@@ -625,7 +636,7 @@ fn a_stop_waits_for_those_that_were_removed_as_for_others() {
 
 // Many reloads under load.
 
-/// Sends jobs to bulkheads that come and go until `is_over` is set. Returns the outcomes.
+/// Sends jobs, also to bulkheads that reloads add and remove, until `is_over` is set. Returns the outcomes.
 async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<AtomicBool>) -> Vec<String> {
     let mut ends = Vec::new();
     let mut turn = 0;
@@ -641,7 +652,7 @@ async fn load(client: Client, bulkheads: &'static [&'static str], is_over: Arc<A
 }
 
 #[test]
-fn a_hundred_reloads_under_load_cost_no_job() {
+fn hundred_reloads_under_load_lose_no_job() {
     let _turn = heavy();
     const ROUNDS: usize = 100;
     const JOBS_MIN: usize = 50_000;
@@ -682,7 +693,9 @@ fn a_hundred_reloads_under_load_cost_no_job() {
         for round in 1..=ROUNDS {
             tokio::task::block_in_place(|| reload(&supervisor, &file(round)));
             let enough = JOBS_MIN * round / ROUNDS / 2;
-            tokio::task::block_in_place(|| wait_for("jobs go on", || (done() >= enough).then_some(())));
+            tokio::task::block_in_place(|| {
+                wait_for("more jobs are done", || (done() >= enough).then_some(()))
+            });
         }
         is_over.store(true, Ordering::SeqCst);
         let mut ends = Vec::new();
@@ -697,16 +710,18 @@ fn a_hundred_reloads_under_load_cost_no_job() {
     });
     auditor.finish();
     assert!(supervisor.events("config_rejected").is_empty());
-    // The first configuration is in force again, and nothing is left of the others.
+    // Loads the first configuration again. The others must not leave descriptors or threads.
     reload(&supervisor, &file(0));
-    wait_for("as many descriptors as before", || {
+    wait_for("the supervisor has no more descriptors than before", || {
         (descriptors(supervisor.pid()) <= descriptors_before).then_some(())
     });
-    wait_for("as many threads as before", || (threads(supervisor.pid()) <= threads_before).then_some(()));
+    wait_for("the supervisor has no more threads than before", || {
+        (threads(supervisor.pid()) <= threads_before).then_some(())
+    });
 }
 
 #[test]
-fn the_keeper_may_die_meanwhile() {
+fn reload_survives_death_of_the_keeper() {
     let file = |round: usize| {
         format!(
             "{B}max_queue = 500\nprocesses = 2\nenv = {{ ROUND = \"{round}\" }}\nretry = {{ attempts = 50, budget = 1.0 }}\n"
@@ -724,7 +739,7 @@ fn the_keeper_may_die_meanwhile() {
             supervisor.signal(Signal::SIGHUP);
             kill_pid(keeper, Signal::SIGKILL);
             supervisor.wait_events("config_reloaded", round);
-            wait_for("the keeper is gone", || (!is_alive(keeper)).then_some(()));
+            wait_for("the keeper has exited", || (!is_alive(keeper)).then_some(()));
         }
         let ends = tally(outcomes(jobs).await);
         let allowed = ["ok", "crashed/signal", "crashed/collateral"];

@@ -1,5 +1,5 @@
 //! Live changes of `max_in_flight` and `processes` while jobs run and wait. No job is interrupted or lost,
-//! and the bound always holds.
+//! and the limit is never exceeded.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
@@ -44,7 +44,7 @@ async fn texts(jobs: Vec<Running>) -> Vec<String> {
 }
 
 fn wait_ran(supervisor: &Supervisor, count: usize) {
-    wait_for(&format!("{count} run"), || (supervisor.file_bytes("ran") == count).then_some(()));
+    wait_for(&format!("{count} jobs run"), || (supervisor.file_bytes("ran") == count).then_some(()));
 }
 
 /// Returns the numbers of running and waiting jobs, from a single snapshot.
@@ -54,14 +54,14 @@ fn load(supervisor: &Supervisor) -> (u64, u64) {
 }
 
 fn wait_load(supervisor: &Supervisor, in_flight: u64, queued: u64) {
-    wait_for(&format!("{in_flight} in flight, {queued} waiting"), || {
+    wait_for(&format!("{in_flight} jobs in flight, {queued} jobs waiting"), || {
         (load(supervisor) == (in_flight, queued)).then_some(())
     });
 }
 
 /// Waits until exactly `count` workers exist and all are ready. Returns the process ids.
 fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
-    wait_for(&format!("{count} workers stand by"), || {
+    wait_for(&format!("{count} workers are ready"), || {
         let snapshot = supervisor.snapshot("b");
         let workers = snapshot["workers"].as_array().unwrap().clone();
         let are_ready = workers.iter().all(|worker| worker["state"] == "ready");
@@ -73,7 +73,7 @@ fn wait_workers(supervisor: &Supervisor, count: usize) -> Vec<u32> {
 // `max_in_flight`.
 
 #[test]
-fn more_jobs_at_once_begin_at_once_in_the_same_process() {
+fn higher_max_in_flight_starts_queued_jobs_without_restart() {
     let supervisor = start("max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     let workers = supervisor.worker_pids("b");
@@ -82,10 +82,10 @@ fn more_jobs_at_once_begin_at_once_in_the_same_process() {
         let jobs = holders(&client, 6);
         wait_load(&supervisor, 1, 5);
         let snapshot = supervisor.resize("b", r#"{"max_in_flight": 4}"#);
-        // The answer shows the state after the resize, in which the jobs have begun.
+        // The response already counts the newly dispatched jobs.
         let shown = ["limit", "in_flight", "queued", "available"].map(|field| snapshot[field].clone());
         assert_eq!(shown, [4, 4, 2, 0].map(Value::from), "{snapshot}");
-        // The worker has started further threads, too.
+        // The jobs have begun, so the worker has started more threads.
         wait_ran(&supervisor, 4);
         assert_eq!(load(&supervisor), (4, 2));
         assert_eq!(supervisor.file_bytes("ran"), 4);
@@ -101,7 +101,7 @@ fn more_jobs_at_once_begin_at_once_in_the_same_process() {
 }
 
 #[test]
-fn a_worker_grows_far_beyond_its_welcome() {
+fn worker_accepts_limit_far_above_its_initial_limit() {
     let supervisor = start("max_queue = 300");
     let workers = supervisor.worker_pids("b");
     run(async {
@@ -117,7 +117,7 @@ fn a_worker_grows_far_beyond_its_welcome() {
     assert_eq!(supervisor.worker_pids("b"), workers);
 }
 
-/// No queued job begins until the number of running jobs is below the new limit.
+/// Queued jobs wait until fewer jobs run than the new limit allows.
 #[test]
 fn lower_max_in_flight_interrupts_no_running_job() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
@@ -135,12 +135,12 @@ fn lower_max_in_flight_interrupts_no_running_job() {
         assert_eq!(shown, [1, 4, 0].map(Value::from), "{snapshot}");
         for (i, job) in running.into_iter().enumerate() {
             assert_eq!(load(&supervisor), (4 - i as u64, 2));
-            assert_eq!(supervisor.file_bytes("waited"), 0, "one began while {} ran", 4 - i);
+            assert_eq!(supervisor.file_bytes("waited"), 0, "a queued job began while {} jobs ran", 4 - i);
             supervisor.touch(&format!("end-{i}"));
             assert_eq!(outcome(&job.await.unwrap()), "ok");
         }
         wait_load(&supervisor, 1, 1);
-        wait_for("the next begins", || (supervisor.file_bytes("waited") == 1).then_some(()));
+        wait_for("the next job begins", || (supervisor.file_bytes("waited") == 1).then_some(()));
         supervisor.touch("end");
         for job in waiting {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
@@ -151,7 +151,7 @@ fn lower_max_in_flight_interrupts_no_running_job() {
 }
 
 #[test]
-fn a_debt_that_is_not_paid_is_forgiven_by_growth() {
+fn raising_max_in_flight_overrides_earlier_lower_limit() {
     let supervisor = start("max_in_flight = 4\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 4);
     let workers = supervisor.worker_pids("b");
@@ -172,13 +172,13 @@ fn a_debt_that_is_not_paid_is_forgiven_by_growth() {
 }
 
 #[test]
-fn a_worker_that_is_just_starting_hears_of_growth_too() {
+fn starting_worker_gets_the_higher_limit() {
     let supervisor = start_with("command = [\"MISBEHAVE\", \"slow-again\", \"starts\"]", "max_queue = 10");
     run(async {
         let client = connect(&supervisor).await;
         assert_eq!(outcome(&steps(&client, "die").send().await), "crashed/signal");
-        // The next worker has been welcomed with a limit of 1, and is not ready yet.
-        wait_for("it initialises", || {
+        // The replacement got `max_in_flight` 1 in its welcome and is not ready yet.
+        wait_for("the next worker initialises", || {
             (supervisor.snapshot("b")["workers"][0]["state"] == "initializing").then_some(())
         });
         let jobs = holders(&client, 4);
@@ -196,7 +196,7 @@ fn a_worker_that_is_just_starting_hears_of_growth_too() {
 }
 
 #[test]
-fn a_worker_that_comes_after_a_resize_has_the_new_numbers() {
+fn restarted_worker_keeps_resized_limits() {
     let supervisor = start("max_queue = 10");
     supervisor.resize("b", r#"{"max_in_flight": 3}"#);
     run(async {
@@ -208,14 +208,14 @@ fn a_worker_that_comes_after_a_resize_has_the_new_numbers() {
         supervisor.touch("end");
         assert_eq!(texts(jobs).await.len(), 5);
         assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
-        wait_for("it is replaced", || (supervisor.number("b", "restarts") == 2).then_some(()));
+        wait_for("the worker is replaced", || (supervisor.number("b", "restarts") == 2).then_some(()));
         wait_workers(&supervisor, 1);
         assert_eq!(supervisor.number("b", "limit"), 3);
     });
 }
 
 #[test]
-fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
+fn max_in_flight_of_zero_disables_the_bulkhead() {
     let supervisor = start("max_queue = 5");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -244,7 +244,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
-        // If no worker is ready yet, the job waits.
+        // The job waits if the new worker is not ready yet.
         assert_eq!(outcome(&client.job("b", "").send().await), "ok");
         wait_workers(&supervisor, 1);
         assert_eq!(supervisor.number("b", "limit"), 1);
@@ -256,7 +256,7 @@ fn no_job_at_once_closes_a_bulkhead_and_one_opens_it() {
 // `processes`.
 
 #[test]
-fn more_processes_take_what_waits() {
+fn additional_processes_run_queued_jobs() {
     let supervisor = start("max_queue = 10");
     let auditor = Auditor::of(&supervisor);
     let first = supervisor.worker_pids("b")[0];
@@ -273,7 +273,7 @@ fn more_processes_take_what_waits() {
         assert!(pids.len() == 3 && pids.contains_key(&first.to_string()), "{pids:?}");
     });
     let workers = wait_workers(&supervisor, 3);
-    assert!(workers.contains(&first), "the first one stays");
+    assert!(workers.contains(&first), "the first worker was replaced");
     // The first start in a slot does not count as a restart.
     assert_eq!(supervisor.number("b", "restarts"), 0);
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
@@ -281,7 +281,7 @@ fn more_processes_take_what_waits() {
 }
 
 #[test]
-fn fewer_processes_finish_what_they_have() {
+fn removed_processes_finish_their_jobs() {
     let supervisor = start("processes = 3\nmax_in_flight = 2\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 6);
     let auditor = Auditor::of(&supervisor);
@@ -302,8 +302,8 @@ fn fewer_processes_finish_what_they_have() {
         assert_eq!(outcome(&waiting.await.unwrap()), "ok");
     });
     let left = wait_workers(&supervisor, 1);
-    assert!(before.contains(&left[0]), "one of those that were there stays");
-    wait_for("the others are gone", || {
+    assert!(before.contains(&left[0]), "the remaining worker is new");
+    wait_for("the other workers have exited", || {
         before.iter().all(|pid| left.contains(pid) || !is_alive(*pid)).then_some(())
     });
     let snapshot = supervisor.snapshot("b");
@@ -313,10 +313,9 @@ fn fewer_processes_finish_what_they_have() {
     auditor.finish();
 }
 
-// Jobs in leaving processes count towards the limit, so no job begins while more jobs run than the new limit
-// allows.
+// Jobs in removed processes count towards the limit, so no job begins while more jobs run than the new limit allows.
 #[test]
-fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
+fn queued_job_waits_until_removed_processes_have_finished() {
     let supervisor = start("processes = 3\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 3);
     run(async {
@@ -331,11 +330,16 @@ fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
             snapshot["workers"].as_array().unwrap().iter().cloned().partition(|w| w["state"] == "draining");
         assert_eq!((leaving.len(), staying.len()), (2, 1), "{snapshot}");
         for (worker, left) in staying.iter().chain(&leaving).zip([2, 1, 0]) {
-            assert_eq!(supervisor.file_bytes("waited"), 0, "it began while {} ran", left + 1);
+            assert_eq!(
+                supervisor.file_bytes("waited"),
+                0,
+                "the queued job began while {} jobs ran",
+                left + 1
+            );
             supervisor.touch(&format!("end-{}", worker["pid"]));
             supervisor.wait_number("b", "done", 3 - left);
         }
-        wait_for("the last one begins", || (supervisor.file_bytes("waited") == 1).then_some(()));
+        wait_for("the queued job begins", || (supervisor.file_bytes("waited") == 1).then_some(()));
         supervisor.touch("end");
         for job in jobs.into_iter().chain([waiting]) {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
@@ -343,7 +347,7 @@ fn nothing_begins_while_more_run_than_fewer_processes_may_have() {
     });
 }
 
-// The job in the killed worker has begun and is not idempotent, so the outcome is a crash. See
+// The job in the killed worker has begun and is not idempotent, so its outcome is `crashed`. See
 // `started_job_is_not_repeated_after_missed_resize`.
 #[test]
 fn surplus_process_is_not_restarted_after_its_death() {
@@ -356,7 +360,7 @@ fn surplus_process_is_not_restarted_after_its_death() {
             .collect();
         wait_ran(&supervisor, 2);
         supervisor.resize("b", r#"{"processes": 1}"#);
-        let leaving = wait_for("one leaves", || {
+        let leaving = wait_for("a worker is draining", || {
             let snapshot = supervisor.snapshot("b");
             let workers = snapshot["workers"].as_array().unwrap().clone();
             workers.iter().find(|worker| worker["state"] == "draining").map(|worker| worker["pid"].clone())
@@ -398,7 +402,7 @@ fn repeated_process_resizes_lose_no_running_job() {
 }
 
 #[test]
-fn the_same_numbers_again_change_nothing() {
+fn resize_to_current_limits_changes_nothing() {
     let supervisor = start("processes = 2\nmax_in_flight = 2\nmax_queue = 4");
     supervisor.wait_number("b", "limit", 4);
     let workers = supervisor.worker_pids("b");
@@ -411,7 +415,7 @@ fn the_same_numbers_again_change_nothing() {
 }
 
 #[test]
-fn a_drained_bulkhead_keeps_its_new_numbers_for_later() {
+fn resize_of_drained_bulkhead_applies_after_resume() {
     let supervisor = start("");
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
     supervisor.resize("b", r#"{"processes": 2, "max_in_flight": 2, "max_queue": 2}"#);
@@ -455,13 +459,13 @@ fn resize_under_load(
         let (mut tasks, mut sent, mut resized) = (Vec::new(), 0, 0);
         let batch = (jobs / 20).max(200);
         while sent < jobs || resized < resizes {
-            // Usually keeps enough jobs waiting that each growth can start one. Jobs can end faster than they
-            // arrive, so this does not wait for more.
+            // Keeps jobs waiting, so that each increase can start jobs. Does not wait for a minimum, because jobs can
+            // end faster than they arrive.
             if load(supervisor).1 < 100 {
                 tasks.extend((0..batch).map(|i| spawn(job(&client, sent + i))));
                 sent += batch;
                 let expected = sent as u64;
-                wait_for("they are there", || {
+                wait_for("the batch is submitted", || {
                     (supervisor.number("b", "submitted") == expected).then_some(())
                 });
             }
@@ -491,13 +495,13 @@ fn resize_under_load(
 }
 
 #[test]
-fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
+fn hundred_resizes_under_load_lose_no_job() {
     let _turn = heavy();
     let supervisor = start("processes = 3\nmax_in_flight = 5\nmax_queue = 100000");
     wait_workers(&supervisor, 3);
     let open = |supervisor: &Supervisor| (descriptors(supervisor.pid()), descriptors(supervisor.keeper()));
-    let before = wait_for("nothing is open but what must be", || {
-        // Confinement rules that were prepared for the next worker are closed after a quarter of a second.
+    let before = wait_for("the number of descriptors is stable", || {
+        // The supervisor closes prepared confinement rules after a quarter of a second.
         let first = open(&supervisor);
         std::thread::park_timeout(Duration::from_millis(300));
         (first == open(&supervisor)).then_some(first)
@@ -518,7 +522,7 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     wait_for(&format!("descriptors are {before:?} again"), || (open(&supervisor) == before).then_some(()));
 }
 
-// A job that has begun must not go to another worker, even if the worker missed the resize.
+// A started job must not go to another worker, even if the worker died before it handled the resize.
 #[test]
 fn started_job_is_not_repeated_after_missed_resize() {
     let supervisor = start("max_queue = 5");
@@ -528,18 +532,18 @@ fn started_job_is_not_repeated_after_missed_resize() {
         let job = spawn(steps(&client, "freeze-first 1 ran"));
         wait_ran(&supervisor, 1);
         supervisor.resize("b", r#"{"max_in_flight": 2}"#);
-        // Reading the snapshot takes another iteration, so the resize has been sent by now.
+        // The snapshot comes from a later iteration of the event loop, so the resize has been sent.
         assert_eq!(supervisor.number("b", "limit"), 2);
         kill_pid(worker, Signal::SIGKILL);
         let result = job.await.unwrap();
         assert_eq!(outcome(&result), "crashed/signal");
         assert_eq!(result.unwrap_err().outcome().unwrap().attempts, 1);
     });
-    assert_eq!(supervisor.file_bytes("ran"), 1, "how often a job ran that may run once");
+    assert_eq!(supervisor.file_bytes("ran"), 1, "the job ran more than once");
 }
 
 #[test]
-fn resizes_among_crashes_and_retries_lose_no_innocent() {
+fn resizes_with_crashes_fail_only_the_culprits() {
     let _turn = heavy();
     let supervisor = start(
         "processes = 2\nmax_in_flight = 4\nmax_queue = 100000\nretry = { budget = 1.0 }\nbreaker = { min_calls = 1000000 }",
@@ -564,7 +568,7 @@ fn resizes_among_crashes_and_retries_lose_no_innocent() {
 }
 
 #[test]
-fn the_bound_holds_while_it_moves() {
+fn concurrent_jobs_never_exceed_a_changing_limit() {
     let _turn = heavy();
     // Each job reports how many jobs ran at once. The number must not exceed the highest limit.
     let supervisor = start("max_in_flight = 2\nmax_queue = 100000");
@@ -584,9 +588,9 @@ fn the_bound_holds_while_it_moves() {
 
 // Workers that cannot be resized.
 
-/// The worker finishes its jobs and gets no more.
+/// The old worker finishes its jobs and gets no new ones.
 #[test]
-fn replaces_worker_that_cannot_be_resized() {
+fn worker_that_cannot_be_resized_is_replaced() {
     let supervisor = start_with(
         "command = [\"MISBEHAVE\", \"raw\", \"hoard\"]",
         "max_in_flight = 2\nmax_queue = 10\nhealth = { heartbeat = \"60s\" }",
@@ -600,12 +604,12 @@ fn replaces_worker_that_cannot_be_resized() {
         wait_load(&supervisor, 2, 4);
         supervisor.resize("b", r#"{"max_in_flight": 4}"#);
         // The replacement serves jobs before the first worker has finished.
-        wait_for("another one has the rest", || {
+        wait_for("the replacement has jobs", || {
             let snapshot = supervisor.snapshot("b");
             let workers = snapshot["workers"].as_array().unwrap();
             workers.iter().any(|w| w["pid"] != first && w["in_flight"].as_u64() > Some(0)).then_some(())
         });
-        assert!(is_alive(first), "it still has two jobs");
+        assert!(is_alive(first), "the first worker still has two jobs");
         supervisor.touch("go");
         for peak in texts(jobs).await {
             assert!(peak.parse::<u32>().unwrap() <= 4, "{peak}");
@@ -613,12 +617,12 @@ fn replaces_worker_that_cannot_be_resized() {
         let workers = wait_workers(&supervisor, 1);
         assert_ne!(workers[0], first);
         assert_eq!(supervisor.number("b", "limit"), 4);
-        wait_for("the first is gone", || (!is_alive(first)).then_some(()));
+        wait_for("the first worker has exited", || (!is_alive(first)).then_some(()));
         let told = supervisor.wait_events("worker_recycled", 1);
         assert_eq!((&told[0]["reason"], told.len()), (&"resize".into(), 1), "{told:?}");
         assert_eq!(supervisor.events("worker_killed").len(), 0);
 
-        // A worker needs no message for a lower limit, nor for a limit up to the value in its welcome.
+        // The supervisor sends a worker no message for a limit up to the value in the worker's welcome.
         std::fs::remove_file(supervisor.file("go")).unwrap();
         supervisor.resize("b", r#"{"max_in_flight": 1}"#);
         let jobs: Vec<_> = (0..5).map(|_| spawn(client.job("b", ""))).collect();
@@ -636,7 +640,7 @@ fn replaces_worker_that_cannot_be_resized() {
 }
 
 #[test]
-fn workers_that_cannot_be_told_are_replaced_one_after_the_other() {
+fn workers_that_cannot_be_resized_are_replaced_one_by_one() {
     let supervisor = start_with(
         "command = [\"MISBEHAVE\", \"raw\", \"hoard\"]",
         "processes = 3\nmax_queue = 1000\nhealth = { heartbeat = \"60s\" }",
@@ -649,12 +653,12 @@ fn workers_that_cannot_be_told_are_replaced_one_after_the_other() {
         let client = connect(&supervisor).await;
         let jobs: Vec<_> = (0..300).map(|_| spawn(client.job("b", ""))).collect();
         supervisor.resize("b", r#"{"max_in_flight": 2}"#);
-        wait_for("all are replaced", || {
+        wait_for("all workers are replaced", || {
             let snapshot = supervisor.snapshot("b");
             let workers = snapshot["workers"].as_array().unwrap();
             // Capacity never drops.
             assert!(snapshot["limit"].as_u64() >= Some(3), "{snapshot}");
-            // Leaving workers can take their time, but only one new worker starts at a time.
+            // Any number of old workers can be draining, but only one new worker starts at a time.
             let is_coming = |worker: &&Value| {
                 ["spawning", "handshaking", "initializing"].iter().any(|state| worker["state"] == *state)
             };
@@ -674,7 +678,7 @@ fn workers_that_cannot_be_told_are_replaced_one_after_the_other() {
 // Programs of `exec`.
 
 #[test]
-fn more_programs_run_at_once_below_the_same_worker() {
+fn resize_starts_more_programs_in_the_same_worker() {
     let script = "printf . >>ran; while [ ! -e end ]; do sleep 0.01; done; echo fine";
     let supervisor = start_with(&format!("exec = [\"sh\", \"-c\", {script:?}]"), "max_queue = 20");
     let auditor = Auditor::of(&supervisor);
@@ -704,7 +708,7 @@ fn more_programs_run_at_once_below_the_same_worker() {
 }
 
 #[test]
-fn programs_survive_resizes_of_everything() {
+fn resizes_lose_no_job_of_exec_bulkhead() {
     let supervisor = start_with("exec = [\"cat\"]", "processes = 2\nmax_in_flight = 2\nmax_queue = 100000");
     let auditor = Auditor::of(&supervisor);
     let ends = resize_under_load(&supervisor, 200, 40, 3, 3, |client, i| {
@@ -721,7 +725,7 @@ fn programs_survive_resizes_of_everything() {
 // Queue, rate limit, tenants.
 
 #[test]
-fn a_tenant_that_may_have_more_has_it_at_once() {
+fn higher_tenant_limit_applies_immediately() {
     let supervisor =
         start("max_in_flight = 4\nmax_queue = 10\ntenants = { max_in_flight = 1, max_queue = 3 }");
     supervisor.wait_number("b", "limit", 4);
@@ -755,14 +759,14 @@ fn a_tenant_that_may_have_more_has_it_at_once() {
 }
 
 #[test]
-fn an_isolated_tenant_has_numbers_of_its_own() {
+fn isolated_tenant_has_separate_limits() {
     let supervisor = start("max_queue = 10\ntenants = { isolate = true }");
     let auditor = Auditor::of(&supervisor);
     let of = |tenant: &str, field: &str| {
         supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"))[field].as_u64().unwrap()
     };
     let wait = |tenant: &str, in_flight: u64, queued: u64| {
-        wait_for(&format!("{tenant} has {in_flight} and {queued}"), || {
+        wait_for(&format!("{tenant} has {in_flight} jobs in flight and {queued} queued"), || {
             ((of(tenant, "in_flight"), of(tenant, "queued")) == (in_flight, queued)).then_some(())
         });
     };
@@ -785,11 +789,11 @@ fn an_isolated_tenant_has_numbers_of_its_own() {
         resize(&["--tenant", "one", "--max-in-flight", "2", "--processes", "2"]);
         wait("one", 4, 2);
         wait("two", 1, 5);
-        // Common limits apply only to tenants without separate limits.
+        // A change of the bulkhead's limits applies only to tenants without separate limits.
         resize(&["--max-in-flight", "3"]);
         wait("two", 3, 3);
         wait("one", 4, 2);
-        // Common limits also apply to tenants that come later.
+        // New tenants get the bulkhead's limits, too.
         jobs.extend(hold("three"));
         supervisor.wait_number("b", "submitted", 18);
         wait("three", 3, 3);
@@ -818,7 +822,7 @@ fn code(output: &Output) -> i32 {
 }
 
 #[test]
-fn the_command_resizes_everything() {
+fn resize_command_changes_every_limit() {
     let supervisor = start("");
     let in_force = |arguments: &[&str]| {
         let output = resize(&supervisor, &[&["b"], arguments].concat());
@@ -856,7 +860,7 @@ fn the_command_resizes_everything() {
 }
 
 #[test]
-fn the_command_says_what_it_cannot_do() {
+fn resize_command_rejects_invalid_limits() {
     let mut supervisor = start("max_queue = 5");
     for (arguments, expected) in [
         (&["b"][..], 2),
@@ -894,7 +898,7 @@ fn the_command_says_what_it_cannot_do() {
 }
 
 #[test]
-fn a_tenant_without_a_name_is_refused_in_words() {
+fn resize_command_rejects_empty_tenant_name() {
     let supervisor = start("max_queue = 5");
     let output = resize(&supervisor, &["b", "--tenant", "", "--max-queue", "2"]);
     let told = String::from_utf8_lossy(&output.stderr);
@@ -949,9 +953,9 @@ fn invalid_limits_are_rejected_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
-/// The error has the same words as the check of the configuration file.
+/// The check of the configuration file reports the same error.
 #[test]
-fn a_queue_that_is_used_cannot_be_taken_away() {
+fn queue_required_by_other_keys_cannot_be_removed() {
     let some = "max_queue = 5\n";
     for (keys, why) in [
         (
@@ -980,7 +984,7 @@ fn a_queue_that_is_used_cannot_be_taken_away() {
 }
 
 #[test]
-fn spares_of_isolated_tenants_count_among_their_workers() {
+fn worker_maximum_includes_spares_of_isolated_tenants() {
     let supervisor =
         start("tenants = { isolate = true, max_active = 1024 }\nstart.spares = 2\nmax_queue = 5");
     for arguments in [&["b", "--processes", "15"][..], &["b", "--tenant", "t", "--processes", "15"]] {
@@ -996,14 +1000,14 @@ fn spares_of_isolated_tenants_count_among_their_workers() {
 }
 
 #[test]
-fn a_stopping_supervisor_takes_no_numbers() {
+fn resize_during_shutdown_is_rejected() {
     let mut supervisor = start("");
     run(async {
         let client = connect(&supervisor).await;
         let jobs = holders(&client, 1);
         wait_ran(&supervisor, 1);
         supervisor.signal(Signal::SIGTERM);
-        wait_for("it stops", || supervisor.log().contains("draining").then_some(()));
+        wait_for("the supervisor stops", || supervisor.log().contains("draining").then_some(()));
         let (status, problem) = supervisor.patch("/v1/bulkheads/b", r#"{"processes": 3}"#);
         assert_eq!(status, 409, "{problem}");
         assert_eq!(code(&resize(&supervisor, &["b", "--processes", "3"])), 75);
@@ -1013,7 +1017,7 @@ fn a_stopping_supervisor_takes_no_numbers() {
     assert!(supervisor.wait().success());
 }
 
-/// A longer queue accepts more jobs immediately.
+/// Also checks that a longer queue accepts more jobs immediately.
 #[test]
 fn shorter_queue_drops_no_job() {
     let supervisor = start("max_queue = 3");

@@ -1,5 +1,5 @@
-//! `run_limit`, the maximum duration of one attempt: from the file, and requested by a client in each way to
-//! submit a job.
+//! `run_limit`, the maximum duration of one attempt. The configuration sets the limit, and clients can request a
+//! shorter one over every interface.
 
 use std::time::Duration;
 
@@ -19,18 +19,18 @@ const LIMITED: &str = "[defaults]\ndeadline = \"60s\"\n\
 const LIMIT: Duration = Duration::from_secs(2);
 
 fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
-    let error = result.expect_err("it runs for longer than it may");
+    let error = result.expect_err("the job runs for longer than its limit");
     let outcome = error.outcome().expect("an outcome").clone();
     assert_eq!((outcome.verdict.name(), outcome.verdict.reason()), ("deadline_exceeded", Some("running")));
     outcome
 }
 
 #[test]
-fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
+fn job_that_exceeds_its_run_limit_is_ended() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let error = client.job("own", "").operation("yield").send().unwrap_err();
-    assert!(error.to_string().contains("the job ran for 3000 ms, the run limit"), "{error}");
+    assert!(error.to_string().contains("the job reached the run limit of 3000 ms"), "{error}");
     let outcome = late(Err(error));
     assert_eq!(
         (outcome.run_limit, outcome.deadline),
@@ -52,7 +52,7 @@ fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
 }
 
 #[test]
-fn the_wait_for_a_permit_does_not_count() {
+fn run_limit_excludes_queue_time() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let blocker = client.job("single", "3000").operation("sleep").start().unwrap();
@@ -63,10 +63,10 @@ fn the_wait_for_a_permit_does_not_count() {
     blocker.wait().unwrap();
 }
 
-/// A limit requested by a client ends only the client's job. The bulkhead's limit ends the worker with all
-/// jobs in it.
+/// A limit that a client requested ends only the client's job. The limit of the bulkhead kills the worker with all of
+/// its jobs.
 #[test]
-fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
+fn only_run_limit_of_bulkhead_kills_shared_worker() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let neighbour = client.job("asked", "5000").operation("sleep").start().unwrap();
@@ -83,7 +83,7 @@ fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
 }
 
 #[test]
-fn a_program_knows_what_remains_of_its_run() {
+fn program_gets_its_remaining_run_time() {
     let supervisor = Supervisor::start(LIMITED);
     let client = Client::connect(supervisor.socket()).unwrap();
     let reply = client.job("program", "").operation("0").run_limit(Duration::from_secs(5)).send().unwrap();
@@ -94,7 +94,7 @@ fn a_program_knows_what_remains_of_its_run() {
 }
 
 #[test]
-fn it_can_be_asked_for_over_http_and_by_the_command() {
+fn run_limit_can_be_set_over_http_and_command_line() {
     let supervisor = Supervisor::start(LIMITED);
     let place = Place::of(&supervisor);
     let answer = place.job("asked", "yield", &["Bulkhead-Run-Limit-Ms: 2000"], b"");
@@ -117,7 +117,7 @@ fn it_can_be_asked_for_over_http_and_by_the_command() {
     assert_eq!(told.status.code(), Some(124), "{told:?}");
     let object: Value = serde_json::from_slice(&told.stdout).unwrap();
     assert_eq!((&object["reason"], &object["run_limit_ms"]), (&"running".into(), &2000.0.into()), "{object}");
-    assert_eq!(submit("2000").status.code(), Some(2), "a duration has a unit");
+    assert_eq!(submit("2000").status.code(), Some(2), "a duration without a unit is rejected");
     let negative = submit("-1s");
     let said = String::from_utf8_lossy(&negative.stderr);
     assert!(negative.status.code() == Some(2) && said.contains("must be greater than zero"), "{said}");

@@ -22,19 +22,19 @@ fn runs(scenario: &str) {
     assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
 }
 
-/// No process is left after the shutdown.
+/// Also checks that the shutdown leaves no processes.
 #[test]
-fn embedded_jobs_have_the_usual_outcomes() {
+fn embedded_supervisor_runs_jobs_and_restarts_workers() {
     runs("jobs");
 }
 
 #[test]
-fn large_payloads_travel_in_memory_files() {
+fn embedded_clients_use_memory_files() {
     runs("lends-files");
 }
 
 #[test]
-fn clients_are_held_to_the_rules_of_the_jobs_socket() {
+fn embedded_clients_have_the_limits_of_socket_clients() {
     runs("admission");
 }
 
@@ -43,97 +43,97 @@ fn application_reaps_only_its_own_children() {
     runs("waits-for-all");
 }
 
-/// Covers signals, resource limits and descriptors.
+/// Covers signal handlers, resource limits and descriptors.
 #[test]
-fn process_state_of_application_is_unchanged() {
+fn embedding_does_not_change_process_state() {
     runs("keeps-its-own");
 }
 
-/// The application's own children survive.
+/// Also checks that the application's own children survive.
 #[test]
 fn killed_keeper_or_guard_is_replaced() {
     runs("loses-its-keeper");
 }
 
-/// No job begins twice.
+/// Also checks that no job begins twice.
 #[test]
-fn each_job_has_one_outcome_while_processes_are_killed() {
+fn each_job_has_one_outcome_despite_killed_processes() {
     let _turn = heavy();
     runs("holds");
 }
 
 #[test]
-fn outcomes_hold_on_the_application_thread() {
+fn local_supervisor_keeps_outcomes_despite_killed_processes() {
     let _turn = heavy();
     runs("local-holds");
 }
 
 #[test]
-fn each_of_a_thousand_jobs_that_wait_is_told_of_the_end() {
+fn shutdown_answers_a_thousand_waiting_jobs() {
     runs("is-told");
     runs("local-is-told");
 }
 
-/// Also covers use from other threads and runtimes.
+/// Also covers clients on other threads and runtimes.
 #[test]
 fn supervisor_survives_panics_and_dropped_futures() {
     runs("local-goes-on");
 }
 
 #[test]
-fn each_poll_drives_it_even_if_there_is_no_second_one() {
+fn single_polls_drive_the_local_supervisor() {
     runs("local-polled-once");
 }
 
 #[test]
-fn the_end_is_told_for_good_and_a_copy_ends_nothing() {
+fn clients_get_errors_after_shutdown_but_not_after_fork() {
     runs("ends-for-good");
 }
 
 #[test]
-fn one_process_can_have_two() {
+fn two_supervisors_run_in_one_process() {
     runs("two");
 }
 
 #[test]
-fn what_is_wrong_is_an_error_and_leaves_nothing() {
+fn failed_start_leaves_no_descriptors() {
     runs("refused");
 }
 
 #[test]
-fn to_drop_it_drains() {
+fn dropping_the_supervisor_finishes_running_jobs() {
     runs("drains");
 }
 
 #[test]
-fn it_starts_in_a_runtime_beside_many_threads() {
+fn supervisor_starts_in_multithreaded_async_application() {
     runs("async");
 }
 
 #[test]
-fn its_data_plane_can_be_on_the_thread_of_the_application() {
+fn local_supervisor_runs_on_the_application_thread() {
     runs("local");
 }
 
 #[test]
-fn on_the_thread_of_the_application_it_ends_in_order_too() {
+fn local_supervisor_shuts_down_cleanly() {
     runs("local-ends");
 }
 
 #[test]
-fn an_application_that_adopts_orphans_is_left_with_none() {
+fn subreaper_application_has_no_leftover_children() {
     runs("adopts");
 }
 
 #[test]
-fn a_process_that_is_forked_off_ends_nothing() {
+fn dropping_supervisor_in_forked_child_has_no_effect() {
     runs("forks");
 }
 
 /// Also covers an application whose forked child inherits all descriptors, so that no pipe or socket reports an end of
 /// file.
 #[test]
-fn an_application_that_is_killed_leaves_nothing() {
+fn killed_application_leaves_no_processes() {
     for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {
         let folder = tempfile::tempdir().unwrap();
         let mut running =
@@ -144,11 +144,11 @@ fn an_application_that_is_killed_leaves_nothing() {
         assert!(pids.len() >= 3 && pids.iter().all(|&pid| is_alive(pid)), "{told:?}");
         running.kill().unwrap();
         running.wait().unwrap();
-        wait_for("its workers, their keeper and its guard are gone", || {
+        wait_for("the worker, the keeper and the guard have exited", || {
             (!pids[..3].iter().any(|&pid| is_alive(pid))).then_some(())
         });
         if let Some(&forked) = pids.get(3) {
-            assert!(is_alive(forked), "it is the application's");
+            assert!(is_alive(forked), "the application's own child was killed");
             kill_pid(forked, Signal::SIGKILL);
         }
     }

@@ -1,4 +1,4 @@
-//! Start and end of supervisors, embedded ones included.
+//! Start and end of supervisors, including embedded supervisors.
 
 mod embedded;
 mod survival;

@@ -1,17 +1,17 @@
-//! Death of an essential thread: the supervisor ends with its workers and says why. (Threads panic on request
-//! only in debug builds.)
+//! Panics of essential threads. The supervisor stops, ends its workers and logs the reason. Only debug builds panic on
+//! request.
 
 use bulkhead_tests::{Supervisor, is_alive, not_run, wait_for};
 
-/// The keeper and the workers end with the supervisor.
+/// Also checks that the keeper and the workers exit.
 #[test]
-fn end_of_an_essential_thread_ends_the_supervisor() {
+fn panic_of_essential_thread_stops_the_supervisor() {
     if !cfg!(debug_assertions) {
         not_run!("a release build does not panic on request");
         return;
     }
-    // Covers a task of the thread `control`, and the thread `onlookers` with all of its tasks. The log names
-    // exactly one task or thread.
+    // Covers one task of the thread `control`, and the whole thread `onlookers`. The log names exactly one task or
+    // thread.
     for thread in ["CONTROL", "ONLOOKERS"] {
         let signs = tempfile::tempdir().unwrap();
         let sign = signs.path().join("panic");
@@ -27,7 +27,7 @@ fn end_of_an_essential_thread_ends_the_supervisor() {
         let told = "has ended; the supervisor cannot continue and stops";
         assert_eq!(supervisor.log().matches(told).count(), 1, "{}", supervisor.log());
         for process in workers.into_iter().chain([keeper]) {
-            wait_for("nothing is left", || (!is_alive(process)).then_some(()));
+            wait_for("the keeper and all workers have exited", || (!is_alive(process)).then_some(()));
         }
         for socket in ["jobs.sock", "admin.sock"] {
             assert!(!supervisor.file(socket).exists(), "{socket} is left");

@@ -1,4 +1,5 @@
-//! `--while-open`: a supervisor that another program starts for itself ends with that program.
+//! `--while-open` and `--own-folder`, for a supervisor that another program starts as its child. The supervisor ends
+//! with that program.
 
 use std::io::Write;
 use std::os::fd::OwnedFd;
@@ -14,9 +15,9 @@ use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// A supervisor that is the child of a program ends with the program, however the program ends.
+/// The descriptor is a pipe or a pidfd of the parent program, so the supervisor stops however the parent ends.
 #[test]
-fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
+fn supervisor_stops_when_its_while_open_descriptor_ends() {
     const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
     let inherited = |fd: BorrowedFd<'_>| {
         fcntl_setfd(fd, FdFlags::empty()).unwrap();
@@ -49,7 +50,7 @@ fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
 }
 
 #[test]
-fn a_descriptor_that_never_ends_is_refused() {
+fn while_open_rejects_descriptor_that_never_ends() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
@@ -69,10 +70,18 @@ fn a_descriptor_that_never_ends_is_refused() {
     let listener = std::os::unix::net::UnixListener::bind(folder.path().join("listener")).unwrap();
     let (datagrams, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
     for (number, stdin, sentence) in [
-        ("0", file(), "descriptor 0 never reports an end: pass a pipe"),
-        ("0", Stdio::null(), "descriptor 0 never reports an end"),
-        ("0", Stdio::from(OwnedFd::from(listener)), "descriptor 0 never reports an end"),
-        ("0", Stdio::from(OwnedFd::from(datagrams)), "descriptor 0 never reports an end"),
+        ("0", file(), "descriptor 0 cannot report that its other end was closed: pass a pipe"),
+        ("0", Stdio::null(), "descriptor 0 cannot report that its other end was closed"),
+        (
+            "0",
+            Stdio::from(OwnedFd::from(listener)),
+            "descriptor 0 cannot report that its other end was closed",
+        ),
+        (
+            "0",
+            Stdio::from(OwnedFd::from(datagrams)),
+            "descriptor 0 cannot report that its other end was closed",
+        ),
         ("977", Stdio::null(), "descriptor 977 is not open"),
         ("-1", Stdio::null(), "-1"),
         ("x", Stdio::null(), "invalid value 'x'"),
@@ -82,11 +91,11 @@ fn a_descriptor_that_never_ends_is_refused() {
     }
     let (ended, _) = std::io::pipe().unwrap();
     let (code, told) = start("0", ended.into());
-    assert_eq!(code, Some(0), "it had ended before: {told}");
+    assert_eq!(code, Some(0), "the descriptor had ended before the start: {told}");
 }
 
 #[test]
-fn the_own_folder_goes_with_the_supervisor() {
+fn own_folder_is_removed_at_exit() {
     let outer = tempfile::tempdir().unwrap();
     let folder = outer.path().join("own");
     let make = |mode| {
@@ -104,12 +113,12 @@ fn the_own_folder_goes_with_the_supervisor() {
     };
     make(0o700);
     let mut supervisor = start();
-    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
     let ended = supervisor.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
     assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
-    // A folder that others can read is refused, because it was not created for the supervisor.
+    // A folder that other users can read is rejected, because such a folder was not created for the supervisor.
     make(0o755);
     let refused = start().wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&refused.stderr);
@@ -117,9 +126,9 @@ fn the_own_folder_goes_with_the_supervisor() {
     assert!(folder.join("further/file").exists());
 }
 
-/// A mount in the folder does not belong to the program and must not be emptied.
+/// Mounted data does not belong to the supervisor and must not be removed.
 #[test]
-fn what_is_mounted_in_the_own_folder_stays() {
+fn mount_in_own_folder_is_not_emptied() {
     if !is_root() {
         not_run!("a mount requires root");
         return;
@@ -139,7 +148,7 @@ fn what_is_mounted_in_the_own_folder_stays() {
     command.args(["--mount", "sh", "-c", script, "sh"]).args([&data, &place]);
     command.arg(programs().join("bulkhead-supervisor")).arg(&folder);
     let mut supervisor = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    wait_for("the supervisor listens", || folder.join("admin.sock").exists().then_some(()));
     drop(supervisor.stdin.take());
     let ended = supervisor.wait_with_output().unwrap();
     let told = String::from_utf8_lossy(&ended.stderr);
@@ -147,9 +156,9 @@ fn what_is_mounted_in_the_own_folder_stays() {
     assert!(told.contains("failed to remove the supervisor's own folder"), "{told}");
 }
 
-/// No process is left, whatever the supervisor is about to start when it is killed.
+/// The test kills the supervisor at many moments during its start.
 #[test]
-fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
+fn supervisor_killed_during_start_leaves_no_processes() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("workers.toml");
     std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
@@ -161,12 +170,12 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let began = Instant::now();
         let mut supervisor = command.spawn().unwrap();
         if number < 4 {
-            // Measures how long the supervisor takes to start the keeper.
-            wait_for("its socket", || folder.path().join("jobs.sock").exists().then_some(()));
+            // Measures the time until the supervisor listens.
+            wait_for("the jobs socket exists", || folder.path().join("jobs.sock").exists().then_some(()));
             longest = longest.max(began.elapsed());
             kill_pid(supervisor.id(), Signal::SIGKILL);
         } else {
-            // Kills the supervisor at moments that are spread evenly over its start.
+            // Kills the supervisor at evenly spaced moments of its start.
             std::thread::sleep(longest * (number - 4) / 396);
             kill_pid(supervisor.id(), Signal::SIGKILL);
         }
@@ -179,5 +188,5 @@ fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
         let told = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
         told.filter(|line| String::from_utf8_lossy(line).contains(name)).count()
     };
-    wait_for("all are gone", || (left() == 0).then_some(()));
+    wait_for("no process of a supervisor is left", || (left() == 0).then_some(()));
 }

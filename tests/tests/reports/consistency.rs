@@ -30,7 +30,7 @@ fn submit(supervisor: &Supervisor, arguments: &[&str]) -> Value {
 }
 
 #[test]
-fn a_job_has_one_number_in_one_notation() {
+fn all_interfaces_show_the_same_job_number() {
     let supervisor = Supervisor::start_as(&["--log-format", "json"], &[], SHELL);
     // Sends enough jobs that the next number contains a hexadecimal letter.
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -41,7 +41,7 @@ fn a_job_has_one_number_in_one_notation() {
     let ok = submit(&supervisor, &["--output", result.to_str().unwrap()]);
     let number = ok["job"].as_str().expect("a number").to_owned();
     assert!(number.contains(|digit: char| digit.is_ascii_lowercase()), "{number}");
-    assert_eq!(std::fs::read_to_string(result).unwrap(), number, "what the worker was told");
+    assert_eq!(std::fs::read_to_string(result).unwrap(), number, "the number that the worker received");
 
     let died = submit(&supervisor, &["die"]);
     let number = died["job"].as_str().expect("a number");
@@ -54,7 +54,7 @@ fn a_job_has_one_number_in_one_notation() {
         (status == 200).then(|| serde_json::from_str::<Value>(&body).unwrap())
     });
     assert_eq!(report["jobs"][0]["job"], number, "{report}");
-    wait_for("the log has it", || {
+    wait_for("the log has the event and the output", || {
         let lines = log(&supervisor);
         let said = format!("this is {number}");
         let is_told = lines.iter().any(|line| line["kind"] == "job_crashed" && line["job"] == *number);
@@ -71,7 +71,7 @@ fn a_job_has_one_number_in_one_notation() {
 }
 
 #[test]
-fn the_log_has_fields_and_the_output_of_workers_if_it_is_wanted() {
+fn json_log_has_event_fields_and_optional_worker_output() {
     for (arguments, has_output) in
         [(&["--log-format", "json"][..], true), (&["--log-format", "json", "--log-output", "off"], false)]
     {
@@ -105,7 +105,7 @@ fn the_log_has_fields_and_the_output_of_workers_if_it_is_wanted() {
 }
 
 #[test]
-fn workers_that_never_start_are_one_row_and_push_nothing_out() {
+fn repeated_start_failures_share_one_crash_report() {
     let supervisor = Supervisor::start_with(
         "crash_keep = 2",
         "[bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n\
@@ -124,7 +124,7 @@ fn workers_that_never_start_are_one_row_and_push_nothing_out() {
     });
     let all = crashes();
     assert_eq!(all.iter().filter(is_of("broken")).count(), 1, "{all:#?}");
-    assert_eq!(all.iter().find(is_of("good")).expect("it is there still")["count"], 1, "{all:#?}");
+    assert_eq!(all.iter().find(is_of("good")).expect("the older report is kept")["count"], 1, "{all:#?}");
     let row = all.iter().find(is_of("broken")).unwrap();
     assert_eq!((&row["stage"], &row["exit_code"]), (&"starting".into(), &3.into()), "{row}");
     // Events of later failures name the report of the first failure.

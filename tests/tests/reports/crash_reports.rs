@@ -74,7 +74,7 @@ fn kept_in(folder: &Path, keep: usize) -> String {
 // Contents.
 
 #[test]
-fn a_worker_that_dies_of_a_signal_leaves_all_that_is_known() {
+fn report_of_signal_death_describes_worker_and_job() {
     let (supervisor, report) = after(B, "segv", "the payload");
     assert_eq!((&report["cause"], &report["signal"]), (&"signal".into(), &"SIGSEGV".into()));
     assert_eq!((&report["victim"], &report["stage"]), (&"worker".into(), &"working".into()));
@@ -106,7 +106,7 @@ fn crashed_outcome_names_its_report() {
         let report = error.outcome().unwrap().report.clone().expect("an id");
         assert!(error.to_string().ends_with(&format!("; see `bulkhead crashes {report}`")), "{error}");
         let kept = reports(&supervisor, count + 1).into_iter().find(|kept| kept["id"] == report.as_str());
-        let kept = kept.expect("the report of that name");
+        let kept = kept.expect("the report with this id");
         assert_eq!(kept["jobs"][0]["job"], error.outcome().unwrap().job.unwrap().to_string());
         let shown = command(&supervisor, &["crashes", &report]);
         assert!(shown.status.success() && stdout(&shown).contains("SIGSEGV"), "{shown:?}");
@@ -123,7 +123,7 @@ fn crashed_outcome_names_its_report() {
 }
 
 #[test]
-fn exit_codes_are_told_even_that_of_success() {
+fn reports_contain_exit_code_even_if_zero() {
     for code in ["0", "99"] {
         let (supervisor, report) = after(B, "exit", code);
         assert_eq!(report["exit_code"].to_string(), code);
@@ -132,7 +132,7 @@ fn exit_codes_are_told_even_that_of_success() {
 }
 
 #[test]
-fn a_hung_worker_is_reported_and_hangs_again() {
+fn replay_reproduces_hung_worker() {
     let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
     let (supervisor, report) = after(&hasty, "stop", "");
     assert_eq!((&report["cause"], &report["signal"]), (&"hung".into(), &Value::Null), "{report}");
@@ -141,7 +141,7 @@ fn a_hung_worker_is_reported_and_hangs_again() {
 }
 
 #[test]
-fn a_worker_that_breaks_the_protocol_is_reported() {
+fn protocol_violation_produces_crash_report() {
     let (supervisor, report) =
         after("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"rubbish\"]\n", "", "");
     assert_eq!(report["cause"], "protocol", "{report}");
@@ -149,7 +149,7 @@ fn a_worker_that_breaks_the_protocol_is_reported() {
 }
 
 #[test]
-fn a_c_library_that_crashes_is_reported_with_its_last_words() {
+fn replay_reproduces_crash_of_c_library() {
     let library = programs().join("libthumbnail.so");
     let supervisor = Supervisor::start(&format!("[bulkhead.b]\nlibrary = {library:?}\n"));
     let picture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/crash.gif");
@@ -167,7 +167,7 @@ fn a_c_library_that_crashes_is_reported_with_its_last_words() {
 }
 
 #[test]
-fn program_killed_by_signal_is_reported_but_worker_lives() {
+fn report_of_killed_program_names_program_as_victim() {
     let script = "echo last words >&2; cat >/dev/null; kill -SEGV $$";
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\nexec = [\"sh\", \"-c\", {script:?}]\nenv = {{ PATH = \"/usr/bin:/bin\" }}\n"
@@ -188,7 +188,7 @@ fn program_killed_by_signal_is_reported_but_worker_lives() {
     reports(&supervisor, 1);
 }
 
-/// Both have a crash report.
+/// Failed starts and idle deaths have a crash report, but it contains no job.
 #[test]
 fn failed_starts_and_idle_deaths_cannot_be_replayed() {
     let never = "restart = { policy = \"never\" }\n";
@@ -214,7 +214,7 @@ fn failed_starts_and_idle_deaths_cannot_be_replayed() {
 }
 
 #[test]
-fn what_is_no_crash_makes_no_report() {
+fn deadlines_failures_and_restarts_produce_no_report() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
          [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"2s\"\ngrace = \"10ms\"\n",
@@ -231,7 +231,7 @@ fn what_is_no_crash_makes_no_report() {
 }
 
 #[test]
-fn a_large_payload_is_not_kept_and_said_so() {
+fn report_omits_large_payload() {
     let supervisor = Supervisor::start(&format!("{B}poison = {{ crashes = 9 }}\n"));
     assert_eq!(send(&supervisor, "abort", vec![b'x'; 65_536]), "crashed/signal");
     assert_eq!(send(&supervisor, "abort", vec![b'x'; 65_537]), "crashed/signal");
@@ -243,11 +243,13 @@ fn a_large_payload_is_not_kept_and_said_so() {
     assert_eq!(replay(&supervisor, &all[0])["verdict"], "same");
     let refused = command(&supervisor, &["replay", &id(&all[1])]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("65537 bytes are more than a report keeps"));
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains("a report cannot contain a payload of 65537 bytes")
+    );
 }
 
 #[test]
-fn payloads_are_not_kept_where_the_file_says_so() {
+fn reports_omit_payloads_if_crash_payloads_is_false() {
     let folder = tempfile::tempdir().unwrap();
     let keys = format!("{}crash_payloads = false\n", kept_in(&folder.path().join("crashes"), 9));
     let supervisor = Supervisor::start_with(&keys, B);
@@ -262,14 +264,14 @@ fn payloads_are_not_kept_where_the_file_says_so() {
     let kept = kept.expect("the report is a file");
     assert!(!kept.contains("my-secret") && !kept.contains("bXktc2VjcmV0"), "{kept}");
     let shown = stdout(&command(&supervisor, &["crashes", &id(&report)]));
-    assert!(shown.contains("9 bytes, not kept"), "{shown}");
+    assert!(shown.contains("9 bytes, not stored in the report"), "{shown}");
     let refused = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(refused.status.code(), Some(65));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("the report contains none of the 9 bytes"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("all 9 bytes of the payload are missing"));
 }
 
 #[test]
-fn hostile_names_do_not_reach_a_terminal() {
+fn crash_commands_escape_hostile_names() {
     let supervisor = Supervisor::start(B);
     let client = Client::connect(supervisor.socket()).unwrap();
     let operation = "steps:die-on \u{1b}[31m\u{9b}2J\r;die";
@@ -287,7 +289,7 @@ fn hostile_names_do_not_reach_a_terminal() {
 }
 
 #[test]
-fn ids_from_outside_are_names_and_never_paths() {
+fn report_ids_cannot_leave_the_crash_folder() {
     let folder = tempfile::tempdir().unwrap();
     let secret = folder.path().join("20260307T101530123-0001.json");
     std::fs::write(secret, "{\"secret\": true}").unwrap();
@@ -320,7 +322,7 @@ fn ids_from_outside_are_names_and_never_paths() {
 // Several jobs in flight.
 
 #[test]
-fn of_several_jobs_each_is_tried_until_it_happens_again() {
+fn replay_tries_each_job_until_crash_recurs() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 3\ndeadline = \"1s\"\n\
          grace = \"10ms\"\n",
@@ -331,7 +333,7 @@ fn of_several_jobs_each_is_tried_until_it_happens_again() {
         for payload in ["first", "second"] {
             scope.spawn(move || client.job("b", payload).operation("steps:sleep 10;wait end").send());
         }
-        wait_for("both run", || (supervisor.number("b", "in_flight") == 2).then_some(()));
+        wait_for("both jobs run", || (supervisor.number("b", "in_flight") == 2).then_some(()));
         let ended = client.job("b", "third").operation("steps:sleep 10;die").send();
         assert_eq!(outcome(&ended), "crashed/signal");
     });
@@ -339,7 +341,7 @@ fn of_several_jobs_each_is_tried_until_it_happens_again() {
     let operations: Vec<&Value> =
         report["jobs"].as_array().unwrap().iter().map(|job| &job["operation"]).collect();
     assert_eq!((report["culprit"].clone(), operations.len()), (Value::Null, 3));
-    assert_eq!(operations[2], "steps:sleep 10;die", "the oldest first");
+    assert_eq!(operations[2], "steps:sleep 10;die", "the oldest job is listed first");
     supervisor.touch("end");
     let told = replay(&supervisor, &report);
     let verdicts: Vec<&str> =
@@ -362,7 +364,7 @@ fn of_several_jobs_each_is_tried_until_it_happens_again() {
 // Replays.
 
 #[test]
-fn what_happens_only_once_or_otherwise_is_told_apart() {
+fn replay_distinguishes_no_crash_from_different_crash() {
     let hasty = format!("{B}health = {{ heartbeat = \"100ms\", missed = 2 }}\n");
     let supervisor = Supervisor::start(&hasty);
     assert_eq!(send(&supervisor, "steps:die-first 1 once", "x"), "crashed/signal");
@@ -381,7 +383,7 @@ fn what_happens_only_once_or_otherwise_is_told_apart() {
 }
 
 #[test]
-fn a_replay_counts_nowhere_and_leaves_nothing_behind() {
+fn replays_do_not_change_statistics_or_workers() {
     let (supervisor, report) = after(
         &format!(
             "{B}poison = {{ crashes = 1 }}\nbreaker = {{ min_calls = 1, failure_rate = 0.1, open_for = \"1h\" }}\n"
@@ -416,14 +418,15 @@ fn a_replay_counts_nowhere_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_replay_works_whatever_has_become_of_the_bulkhead() {
+fn replay_works_in_failed_and_draining_bulkheads() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nstart = { ready = \"2s\" }\n\
          restart = { backoff = \"10ms\", backoff_max = \"1h\", max = 1 }\n",
     );
     assert_eq!(send(&supervisor, "steps:die", "x"), "crashed/signal");
-    wait_for("it fails", || (supervisor.snapshot("b")["state"] == "failed").then_some(()));
-    let all = wait_for("all is told", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
+    wait_for("the bulkhead has failed", || (supervisor.snapshot("b")["state"] == "failed").then_some(()));
+    let all =
+        wait_for("both deaths are reported", || Some(crashes(&supervisor)).filter(|all| all.len() >= 2));
     let report = supervisor.get(&format!("/v1/crashes/{}", id(&all[0])));
     assert_eq!(report["stage"], "working");
     // The worker of the replay does not start either.
@@ -439,7 +442,7 @@ fn a_replay_works_whatever_has_become_of_the_bulkhead() {
 }
 
 #[test]
-fn tenants_apart_have_their_crashes_and_their_replays() {
+fn crash_of_isolated_tenant_can_be_replayed() {
     let (supervisor, report) =
         after(&format!("{B}tenants = {{ isolate = true, max_active = 1, idle = \"60s\" }}\n"), "segv", "x");
     assert_eq!(report["tenant"], "acme");
@@ -448,8 +451,9 @@ fn tenants_apart_have_their_crashes_and_their_replays() {
     assert_eq!((&books["submitted"], &books["crashed"]), (&1.into(), &1.into()));
 }
 
+/// A replay that is still running at shutdown is ended.
 #[test]
-fn replays_are_few_at_once_and_end_with_the_supervisor() {
+fn third_concurrent_replay_is_rejected() {
     let mut supervisor =
         Supervisor::start_with("drain_timeout = \"100ms\"\n", &format!("{B}env = {{ A = \"b\" }}\n"));
     assert_eq!(send(&supervisor, "steps:die-first 1 once;wait end", "x"), "crashed/signal");
@@ -457,8 +461,8 @@ fn replays_are_few_at_once_and_end_with_the_supervisor() {
     let path = format!("/v1/crashes/{}/replay", id(&report));
     std::thread::scope(|scope| {
         let begun: Vec<_> = (0..2).map(|_| scope.spawn(|| supervisor.post(&path))).collect();
-        wait_for("both run", || (children(supervisor.keeper()).len() == 3).then_some(()));
-        let (status, body) = wait_for("a third is refused", || {
+        wait_for("both replays run", || (children(supervisor.keeper()).len() == 3).then_some(()));
+        let (status, body) = wait_for("the third replay is rejected", || {
             Some(supervisor.post(&path)).filter(|(status, _)| *status != 200)
         });
         assert!(status == 429 && body.contains("2 replays are already running"), "{status} {body}");
@@ -472,19 +476,19 @@ fn replays_are_few_at_once_and_end_with_the_supervisor() {
     std::fs::remove_file(supervisor.file("end")).unwrap();
     // This replay does not end, so the shutdown has to end it.
     let client = supervisor.command().args(["replay", &id(&report)]).spawn().unwrap();
-    wait_for("it runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
+    wait_for("the replay runs", || (children(supervisor.keeper()).len() == 2).then_some(()));
     let workers = children(supervisor.keeper());
     supervisor.signal(Signal::SIGTERM);
     assert!(supervisor.wait().success());
     let mut client = client;
-    wait_for("its client ends", || client.try_wait().unwrap());
+    wait_for("the replay command exits", || client.try_wait().unwrap());
     assert!(workers.iter().all(|&pid| !is_alive(pid)));
 }
 
 // Storage.
 
 #[test]
-fn reports_outlive_the_supervisor() {
+fn crash_reports_survive_supervisor_restart() {
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("not/yet/there");
     let keys = kept_in(&crash_dir, 10);
@@ -517,7 +521,7 @@ fn reports_outlive_the_supervisor() {
 }
 
 #[test]
-fn the_newest_reports_are_kept() {
+fn crash_keep_retains_newest_reports() {
     let folder = tempfile::tempdir().unwrap();
     for keys in [kept_in(&folder.path().join("crashes"), 3), "crash_keep = 3\n".to_owned()] {
         let supervisor = Supervisor::start_with(&keys, B);
@@ -527,7 +531,7 @@ fn the_newest_reports_are_kept() {
         let codes =
             || crashes(&supervisor).iter().map(|crash| crash["exit_code"].as_i64()).collect::<Vec<_>>();
         let expected = [Some(3), Some(4), Some(5)];
-        wait_for("the last is kept", || (codes() == expected).then_some(()));
+        wait_for("only the newest reports are kept", || (codes() == expected).then_some(()));
         let listed = command(&supervisor, &["crashes", "--limit", "1"]);
         assert!(stdout(&listed).lines().count() == 2 && stdout(&listed).contains("exit:5"));
     }
@@ -536,7 +540,7 @@ fn the_newest_reports_are_kept() {
 
 /// Other users must not be able to read the folder, and no other supervisor can use it.
 #[test]
-fn refuses_readable_or_occupied_crash_folder() {
+fn supervisor_rejects_readable_or_occupied_crash_folder() {
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("crashes");
     std::fs::create_dir(&crash_dir).unwrap();
@@ -557,7 +561,7 @@ fn refuses_readable_or_occupied_crash_folder() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_read_is_refused() {
+fn supervisor_rejects_unreadable_crash_folder() {
     let folder = tempfile::tempdir().unwrap();
     if std::fs::metadata(folder.path()).unwrap().uid() == 0 {
         not_run!("root can read every folder");
@@ -572,7 +576,7 @@ fn a_folder_that_cannot_be_read_is_refused() {
 }
 
 #[test]
-fn what_is_no_report_is_told_once_and_harms_nothing() {
+fn foreign_files_in_crash_folder_are_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("crashes");
     let keys = kept_in(&crash_dir, 10);
@@ -603,7 +607,7 @@ fn what_is_no_report_is_told_once_and_harms_nothing() {
 }
 
 #[test]
-fn a_report_that_cannot_be_written_is_kept_in_memory() {
+fn unwritable_report_is_kept_in_memory() {
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("crashes");
     let supervisor = Supervisor::start_with(&kept_in(&crash_dir, 10), B);
@@ -618,7 +622,7 @@ fn a_report_that_cannot_be_written_is_kept_in_memory() {
 }
 
 #[test]
-fn a_storm_of_crashes_is_bounded_and_counted() {
+fn crash_storm_produces_limited_number_of_reports() {
     const CRASHES: usize = 500;
     let folder = tempfile::tempdir().unwrap();
     let crash_dir = folder.path().join("crashes");

@@ -17,7 +17,7 @@ const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 
 #[test]
-fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
+fn event_storm_is_rate_limited_and_fully_counted() {
     let _turn = heavy();
     let supervisor = Supervisor::start(
         "[bulkhead.storm]\nexec = [\"sh\", \"-c\", \"kill -9 $$\"]\nmax_in_flight = 8\ndeadline = \"60s\"\n\
@@ -37,7 +37,7 @@ fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
         }
     });
     assert_eq!(supervisor.number("storm", "crashed"), CRASHES);
-    let told = wait_for("all are told or counted", || {
+    let told = wait_for("each crash is reported or counted", || {
         let told = supervisor.events("job_crashed");
         let mut rest = supervisor.events("events_suppressed");
         rest.retain(|event| event["of"] == "job_crashed" && event["bulkhead"] == "storm");
@@ -65,8 +65,10 @@ impl Stopped {
         let is_named = |path: &std::path::Path| {
             std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim() == name)
         };
-        let thread =
-            threads.map(|entry| entry.path()).find(|path| is_named(path)).expect("it has this thread");
+        let thread = threads
+            .map(|entry| entry.path())
+            .find(|path| is_named(path))
+            .expect("the process has this thread");
         let number = thread.file_name().unwrap().to_str().unwrap().parse().unwrap();
         let thread = Pid::from_raw(number);
         ptrace::seize(thread, ptrace::Options::empty()).unwrap();
@@ -82,9 +84,9 @@ impl Drop for Stopped {
     }
 }
 
-/// The control plane is stopped while the events arrive. The descriptors of a new worker's output have to wait for it.
+/// The control plane is stopped while the events arrive, so the descriptors of a new worker's output stay queued.
 #[test]
-fn a_storm_of_events_closes_no_output_of_new_workers() {
+fn event_storm_loses_no_output_of_new_workers() {
     let _turn = heavy();
     let hostile = programs().join("hostile");
     let supervisor = Supervisor::start(&format!(

@@ -78,7 +78,7 @@ fn check_books(page: &Page) {
 fn check_growth(before: &Page, after: &Page) {
     let now = after.growing();
     for (series, value) in before.growing() {
-        let grown = now.get(&series).unwrap_or_else(|| panic!("{series:?} has gone"));
+        let grown = now.get(&series).unwrap_or_else(|| panic!("{series:?} has disappeared"));
         assert!(*grown >= value, "{series:?} went from {value} to {grown}");
     }
 }
@@ -114,14 +114,14 @@ impl Scraper {
     /// Scrapes once more, stops, and returns the last page.
     fn finish(self) -> Page {
         self.is_over.store(true, Ordering::SeqCst);
-        let (scrapes, page) = self.thread.join().expect("the books balance");
+        let (scrapes, page) = self.thread.join().expect("all scrapes are consistent");
         eprintln!("{scrapes} scrapes");
         page
     }
 }
 
-/// Waits until the metrics and the snapshot agree. Both can change for a while, because workers end late
-/// jobs, restart, or rest.
+/// Waits until the metrics and the snapshot agree. Both can still change, because workers finish late
+/// jobs, restart, or become idle.
 fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     let mut told = Vec::new();
     wait_for("metrics and snapshot agree", || {
@@ -171,7 +171,7 @@ const TWO: &str = "[defaults]\nmax_queue = 4\noverflow = \"evict-oldest\"\nbreak
                    [bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true }\n";
 
 #[test]
-fn every_name_is_there_from_the_first_scrape_on() {
+fn first_scrape_contains_every_metric() {
     let supervisor = Supervisor::start(TWO);
     let page = page(&supervisor);
     check_books(&page);
@@ -253,7 +253,7 @@ fn every_name_is_there_from_the_first_scrape_on() {
 }
 
 #[test]
-fn what_cannot_be_counted_is_left_out_until_it_can() {
+fn series_of_unconfigured_features_are_absent() {
     let plain = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 16\n";
     let supervisor = Supervisor::start(plain);
     let there = |name: &str, labels: &[(&str, &str)]| {
@@ -309,7 +309,7 @@ fn what_cannot_be_counted_is_left_out_until_it_can() {
 }
 
 #[test]
-fn the_scraper_chooses_the_format() {
+fn accept_header_selects_the_format() {
     let supervisor = Supervisor::start(TWO);
     let open = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     let classic = "text/plain; version=0.0.4; charset=utf-8";
@@ -348,7 +348,7 @@ fn the_scraper_chooses_the_format() {
 // Tenants.
 
 #[test]
-fn hostile_tenants_are_escaped_and_strangers_are_others() {
+fn tenant_label_escapes_names_and_groups_unlisted_tenants() {
     let hostile = "a\"} 1\n# EOF\n\\{b=\"ü";
     let toml = hostile.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     let supervisor = Supervisor::start(&format!(
@@ -379,7 +379,7 @@ fn hostile_tenants_are_escaped_and_strangers_are_others() {
 }
 
 #[test]
-fn as_many_tenants_are_named_as_may_be() {
+fn tenant_labels_key_limits_named_tenants() {
     let tenants: String =
         ["c", "b", "a"].map(|t| format!("[bulkhead.b.tenant.{t}]\nmax_in_flight = 1\n")).concat();
     let bulkhead = format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{tenants}");
@@ -398,7 +398,7 @@ fn as_many_tenants_are_named_as_may_be() {
 }
 
 #[test]
-fn jobs_that_are_refused_at_the_door_count() {
+fn metrics_count_jobs_rejected_at_admission() {
     let own = nix::unistd::geteuid();
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 10\n[bulkhead.closed]\ncommand = [\"MISBEHAVE\"]\n\
@@ -443,7 +443,7 @@ fn jobs_that_are_refused_at_the_door_count() {
 // Counters.
 
 #[test]
-fn bytes_that_wait_are_told_while_they_wait() {
+fn buffered_bytes_include_queued_payloads() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 4\n");
     let held = || page(&supervisor).sum("bulkhead_buffered_bytes", &[]);
     run(async {
@@ -460,11 +460,11 @@ fn bytes_that_wait_are_told_while_they_wait() {
             job.await.unwrap().unwrap();
         }
     });
-    wait_for("what waited is given back", || (held() < 1 << 20).then_some(()));
+    wait_for("the buffered bytes are released", || (held() < 1 << 20).then_some(()));
 }
 
 #[test]
-fn evictions_restarts_breakers_and_late_replies_are_counted() {
+fn metrics_count_evictions_restarts_and_late_replies() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 2\noverflow = \"evict-oldest\"\ndeadline = \"60s\"\n\
          grace = \"60s\"\n[bulkhead.b.tenant.greedy]\nmax_queue = 2\n\
@@ -493,7 +493,7 @@ fn evictions_restarts_breakers_and_late_replies_are_counted() {
         supervisor.touch("later");
         supervisor.wait_number("b", "late_replies", 1);
         assert_eq!(outcome(&client.job("b", "").operation("abort").send().await), "crashed/signal");
-        wait_for("the worker is there again", || (supervisor.number("b", "limit") == 1).then_some(()));
+        wait_for("the worker has been replaced", || (supervisor.number("b", "limit") == 1).then_some(()));
         supervisor.post("/v1/bulkheads/b/restart");
         supervisor.wait_events("worker_recycled", 1);
         supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
@@ -519,7 +519,7 @@ fn evictions_restarts_breakers_and_late_replies_are_counted() {
     check_against_snapshot(&supervisor, "b");
 }
 
-/// Returns a job, and true if its client gives the job up. The number selects success, failure, crash, retry
+/// Returns a job, and true if the client cancels the job. The number selects success, failure, crash, retry
 /// or a missed deadline.
 fn job(client: &Client, number: usize) -> (Job, bool) {
     let bulkhead = ["entry", "entry", "safe", "apart"][number % 4];
@@ -556,7 +556,7 @@ const LOADED: &str = "[defaults]\nprocesses = 2\nmax_queue = 4\nmax_payload = 16
     [bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\nprocesses = 1\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n";
 
 #[test]
-fn the_books_balance_in_every_scrape() {
+fn metrics_are_consistent_in_every_scrape() {
     let supervisor = Supervisor::start(LOADED);
     let scraper = Scraper::of(&supervisor);
     let ended = run(async {
@@ -584,7 +584,7 @@ fn the_books_balance_in_every_scrape() {
         }
         ended
     });
-    wait_for("all is quiet", || {
+    wait_for("no job is open", || {
         let page = page(&supervisor);
         let open = page.sum("bulkhead_active_calls", &[]) + page.sum("bulkhead_queue_length", &[]);
         (open == 0).then_some(())
@@ -607,7 +607,7 @@ fn the_books_balance_in_every_scrape() {
 
 /// Counters survive reloads, including counters of former fallbacks.
 #[test]
-fn the_books_balance_while_the_file_changes() {
+fn metrics_stay_consistent_across_reloads() {
     const ROUNDS: usize = 20;
     let file = |round: usize| {
         let fallback = ["[\"x\"]", "[\"y\", \"x\"]", "[]", "[\"y\"]"][round % 4];
@@ -646,7 +646,7 @@ fn the_books_balance_while_the_file_changes() {
                 assert_eq!(supervisor.post("/v1/reload").0, 200);
                 let submitted = || supervisor.number("entry", "submitted");
                 let before = submitted();
-                wait_for("jobs go on", || (submitted() >= before + 50).then_some(()));
+                wait_for("jobs continue", || (submitted() >= before + 50).then_some(()));
             });
         }
         is_over.store(true, Ordering::SeqCst);
@@ -666,7 +666,7 @@ fn the_books_balance_while_the_file_changes() {
 }
 
 #[test]
-fn nothing_is_lost_with_tenants_that_are_forgotten() {
+fn metrics_keep_jobs_of_forgotten_tenants() {
     let supervisor = Supervisor::start(
         "[bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true, max_active = 2, idle = \"5ms\" }\n",
     );
@@ -712,7 +712,7 @@ fn named_in(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn alerts_and_dashboard_name_only_what_there_is() {
+fn alerts_and_dashboard_use_existing_metrics() {
     let supervisor = Supervisor::start(TWO);
     let page = page(&supervisor);
     let known: BTreeSet<&str> =
@@ -722,7 +722,7 @@ fn alerts_and_dashboard_name_only_what_there_is() {
     assert!(parsed["panels"].as_array().unwrap().len() > 8);
     assert!(
         named_in(&dashboard).contains("bulkhead_buffered_bytes"),
-        "what fills before jobs are `overloaded`"
+        "the dashboard shows how full the buffer is"
     );
     for text in [dashboard, read("deploy/prometheus/alerts.yml"), read("deploy/prometheus/alerts_test.yml")] {
         let named = named_in(&text);
@@ -734,7 +734,7 @@ fn alerts_and_dashboard_name_only_what_there_is() {
 }
 
 #[test]
-fn prometheus_accepts_rules_and_page() {
+fn promtool_accepts_alert_rules_and_metrics() {
     let promtool = |arguments: &[&str]| Command::new("promtool").args(arguments).current_dir(root()).output();
     let Ok(checked) =
         promtool(&["check", "rules", "deploy/prometheus/alerts.yml", "deploy/prometheus/fleet-alerts.yml"])
@@ -761,7 +761,7 @@ fn prometheus_accepts_rules_and_page() {
         .unwrap();
     child.stdin.take().unwrap().write_all(classic.as_bytes()).unwrap();
     let judged = child.wait_with_output().unwrap();
-    // Exit status 3 reports only matters of style.
+    // Exit status 3 reports only style problems.
     let said = String::from_utf8_lossy(&judged.stderr).into_owned();
     assert!(matches!(judged.status.code(), Some(0 | 3)), "{said}");
 }
@@ -785,10 +785,10 @@ for path, parse in ((sys.argv[1], openmetrics), (sys.argv[2], classic)):
 "#;
 
 #[test]
-fn prometheus_own_parser_reads_both_formats() {
+fn prometheus_parsers_read_both_formats() {
     let folder = tempfile::tempdir().unwrap();
     let Some(python) = python(folder.path()) else {
-        not_run!("prometheus_client is not installed, and pip cannot install prometheus_client");
+        not_run!("prometheus_client is not installed, and pip cannot install it");
         return;
     };
     let hostile = "a\"} 1\n# EOF\\n";

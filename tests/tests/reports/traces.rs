@@ -126,7 +126,7 @@ fn span_of(traceparent: &str) -> String {
 }
 
 #[test]
-fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
+fn span_of_sampled_job_connects_caller_and_worker() {
     let collector = Collector::start(&[200]);
     let supervisor = start_for(&collector);
     let client = connect(&supervisor);
@@ -145,7 +145,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
 
     let by_socket_span = span_of(&String::from_utf8_lossy(by_socket.payload()));
     let by_http_span = span_of(&by_http.text());
-    assert_eq!(by_http.header("traceparent"), by_http.text(), "the answer names it too");
+    assert_eq!(by_http.header("traceparent"), by_http.text(), "the response has the same header");
     assert_ne!(by_socket_span, by_http_span);
 
     // Sends a third sampled job last. If the unsampled jobs had spans, more than three would arrive.
@@ -181,7 +181,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
 }
 
 #[test]
-fn a_job_has_one_span_whatever_becomes_of_it() {
+fn each_outcome_produces_exactly_one_span() {
     let collector = Collector::start(&[200]);
     let supervisor = start_for(&collector);
     let client = connect(&supervisor);
@@ -197,8 +197,8 @@ fn a_job_has_one_span_whatever_becomes_of_it() {
     operation("missing", "echo").send().unwrap_err();
     let large = client.job("b", vec![0; 1001]).traceparent(SAMPLED);
     large.send().unwrap_err();
-    let running = operation("b", "yield").start().unwrap();
-    supervisor.wait_number("b", "in_flight", 1);
+    let running = operation("b", "steps:count begun;wait never").start().unwrap();
+    wait_for("the job has begun", || (supervisor.file_bytes("begun") == 1).then_some(()));
     running.cancel();
     running.wait().unwrap_err();
     assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
@@ -271,7 +271,7 @@ fn logged(arguments: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn the_log_has_a_line_for_each_span_where_it_is_asked_for() {
+fn debug_level_logs_one_line_per_span() {
     let lines = logged(&["--log-format", "json", "--log-level", LOGGED]);
     let [line, hostile] = [&lines[0], &lines[1]].map(|line| serde_json::from_str::<Value>(line).unwrap());
     for (field, value) in [
@@ -303,14 +303,14 @@ fn the_log_has_a_line_for_each_span_where_it_is_asked_for() {
 }
 
 #[test]
-fn without_a_taker_no_spans_are_made() {
-    // Otherwise a worker's spans would have an unknown parent.
+fn traceparent_is_unchanged_without_collector() {
+    // A new parent would be unknown to the backend that receives the worker's spans.
     let supervisor = Supervisor::start(TWO);
     let client = connect(&supervisor);
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
 
     let supervisor = start("https://127.0.0.1:1");
-    wait_for("it is told", || supervisor.log().contains("must start with http://").then_some(()));
+    wait_for("the log has a warning", || supervisor.log().contains("must start with http://").then_some(()));
     let client = connect(&supervisor);
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
 }
@@ -331,7 +331,7 @@ fn lost(log: &str) -> u64 {
 }
 
 #[test]
-fn unavailable_or_silent_collector_costs_only_spans() {
+fn unavailable_collector_loses_spans_but_no_jobs() {
     let silent = Collector::start(&[0]);
     let (gone, _kept) = unserved();
     let refuses = Collector::start(&[400]);
@@ -344,7 +344,7 @@ fn unavailable_or_silent_collector_costs_only_spans() {
         }
         drop(client);
         if address != silent.address {
-            wait_for("the failure is told", || {
+            wait_for("the failure is logged", || {
                 supervisor.log().contains("failed to send spans").then_some(())
             });
         }
@@ -358,7 +358,7 @@ fn unavailable_or_silent_collector_costs_only_spans() {
 }
 
 #[test]
-fn a_collector_that_comes_back_is_sent_what_was_kept() {
+fn recovered_collector_receives_buffered_spans() {
     let collector = Collector::start(&[503, 429, 200]);
     let supervisor = start_for(&collector);
     let client = connect(&supervisor);
@@ -369,8 +369,8 @@ fn a_collector_that_comes_back_is_sent_what_was_kept() {
 }
 
 #[test]
-fn the_last_spans_are_sent_before_the_end() {
-    // The supervisor sends spans for another second, which can be too short on a very busy machine.
+fn shutdown_sends_remaining_spans() {
+    // During shutdown, the supervisor sends spans for one second, which can be too short on a very busy machine.
     assert!((0..5).any(|_| sent_at_the_end() == 100));
 }
 

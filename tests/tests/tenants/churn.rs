@@ -1,5 +1,5 @@
-//! Tenants that come and go under changes: recycled workers, dying keepers, a stop, changed limits, and
-//! programs that know nothing of tenants.
+//! Tenants that come and go during other changes: recycled workers, keeper deaths, shutdown and changed limits. Also
+//! programs, which know nothing about tenants.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,7 +46,7 @@ async fn crowd(supervisor: &Supervisor, clients: usize, tenants: usize, end: Arc
 }
 
 #[test]
-fn workers_that_are_replaced_after_each_job_make_way_as_well() {
+fn recycled_workers_yield_to_other_tenants() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 1, idle = \"5ms\"",
         "max_queue = 10\nrecycle = { jobs = 1 }",
@@ -65,7 +65,7 @@ fn workers_that_are_replaced_after_each_job_make_way_as_well() {
 }
 
 #[test]
-fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
+fn keeper_deaths_crash_only_running_jobs() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"20ms\"", "max_queue = 20"));
     run(async {
@@ -77,7 +77,7 @@ fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
                 wait_for("jobs are done", || (supervisor.number("b", "done") > done + 5).then_some(()));
                 let keeper = supervisor.keeper();
                 kill_pid(keeper, Signal::SIGKILL);
-                wait_for("it is dead", || (!is_alive(keeper)).then_some(()));
+                wait_for("the keeper is dead", || (!is_alive(keeper)).then_some(()));
             }
             end.store(true, Ordering::Relaxed);
         };
@@ -94,7 +94,7 @@ fn keepers_that_die_in_a_crowd_of_tenants_cost_only_what_ran() {
     });
 }
 
-/// Sends jobs until the tenant gets a place. Returns the last outcome, or "never".
+/// Sends jobs until the tenant is admitted. Returns the last outcome, or "never".
 async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
     let client = connect(supervisor).await;
     for _ in 0..200 {
@@ -108,7 +108,7 @@ async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
 }
 
 #[test]
-fn a_stop_in_a_crowd_of_tenants_leaves_no_job_without_an_answer() {
+fn shutdown_leaves_no_tenant_job_without_outcome() {
     for _ in 0..3 {
         let mut supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"5ms\"", "max_queue = 20"));
         let keeper = supervisor.keeper();
@@ -119,7 +119,7 @@ fn a_stop_in_a_crowd_of_tenants_leaves_no_job_without_an_answer() {
                 supervisor.signal(Signal::SIGTERM);
             };
             let all = tokio::time::timeout(Duration::from_secs(50), async { tokio::join!(jobs, stop).0 });
-            all.await.expect("every job has its answer")
+            all.await.expect("every job has an outcome")
         });
         assert_eq!(supervisor.wait().code(), Some(0));
         assert!(!is_alive(keeper));
@@ -131,7 +131,7 @@ fn a_stop_in_a_crowd_of_tenants_leaves_no_job_without_an_answer() {
 }
 
 #[test]
-fn numbers_that_go_to_nothing_and_back_are_every_tenants() {
+fn live_limits_can_disable_and_enable_all_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"200ms\"", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -157,7 +157,7 @@ fn numbers_that_go_to_nothing_and_back_are_every_tenants() {
 }
 
 #[test]
-fn programs_that_know_nothing_of_tenants_are_kept_apart_as_well() {
+fn programs_of_different_tenants_have_different_hosts() {
     let supervisor = Supervisor::start(&format!(
         "{SAME_NUMBERS}[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\n\
          max_queue = 10\ntenants = {{ isolate = true, max_active = 2, idle = \"100ms\" }}\n"
@@ -182,7 +182,7 @@ fn programs_that_know_nothing_of_tenants_are_kept_apart_as_well() {
 }
 
 #[test]
-fn strangers_at_a_closed_door_are_no_events() {
+fn rejected_new_tenants_produce_no_events() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "breaker = {}"));
     run(async {
         let client = connect(&supervisor).await;
@@ -202,7 +202,7 @@ fn strangers_at_a_closed_door_are_no_events() {
             let name = event["tenant"].as_str().unwrap_or_default();
             name.strip_prefix("tenant ").and_then(|n| n.parse().ok()).is_some_and(|n: u32| n >= 50)
         });
-        assert_eq!(strangers.count(), 0, "they came when it had been opened already");
+        assert_eq!(strangers.count(), 0, "tenants that arrived later have no event");
     });
 }
 

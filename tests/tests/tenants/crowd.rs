@@ -1,4 +1,4 @@
-//! More tenants than may have workers at once: the order in which tenants yield, and that no job is lost.
+//! More tenants than `max_active`: the order in which tenants give up their workers, and that no job is lost.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,10 +24,11 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Starts a job that hangs, and waits until it has begun. Otherwise the job could go to the next worker.
+/// Starts a job that hangs, and waits until it has begun. A job that a dying worker has not read would go to another
+/// worker.
 async fn running(client: &Client, tenant: &str) -> JobHandle {
     let mut job = client.job("b", "").operation("hang").tenant(tenant).start().await.unwrap();
-    job.progress().await.expect("it says so when it begins");
+    job.progress().await.expect("a progress report at the start");
     job
 }
 
@@ -40,7 +41,7 @@ fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes
         let workers = children(keeper).len();
         assert!(workers <= max_active * processes, "{workers} processes");
         let snapshot = supervisor.snapshot("b");
-        let of = |worker: &Value| worker["tenant"].as_str().expect("a tenant's").to_owned();
+        let of = |worker: &Value| worker["tenant"].as_str().expect("the name of a tenant").to_owned();
         let active = tally(snapshot["workers"].as_array().unwrap().iter().map(of));
         assert!(active.len() <= max_active, "{active:?}");
         assert!(active.values().all(|&count| count <= processes), "{active:?}");
@@ -54,7 +55,7 @@ fn watch(supervisor: &Supervisor, end: &AtomicBool, max_active: usize, processes
 }
 
 #[test]
-fn the_tenant_that_has_been_idle_for_longest_yields() {
+fn longest_idle_tenant_yields_its_workers() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", ""));
     run(async {
         let client = connect(&supervisor).await;
@@ -81,7 +82,7 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
 }
 
 #[test]
-fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
+fn new_tenant_is_rejected_while_others_are_busy() {
     let supervisor = Supervisor::start(&isolated("max_active = 2", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -99,7 +100,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
         // As soon as one tenant is idle, newcomers are no longer rejected.
         busy[0].abort();
         wait_part(&supervisor, "a", "in_flight", 0);
-        wait_for("there is room", || {
+        wait_for("the new tenant is served", || {
             let send = client.job("b", "").tenant("c").send();
             let result = tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(send));
             (outcome(&result) == "ok").then_some(())
@@ -109,7 +110,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
 }
 
 #[test]
-fn two_hundred_tenants_take_turns_and_none_is_lost() {
+fn max_active_limit_holds_with_two_hundred_tenants() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"50ms\"", "max_queue = 10"));
     let end = AtomicBool::new(false);
@@ -153,11 +154,11 @@ fn two_hundred_tenants_take_turns_and_none_is_lost() {
     assert_eq!((&all["submitted"], &all["done"]), (&400.into(), &passed.into()), "{all}");
     assert_eq!(all["rejected"]["unavailable"].as_u64().unwrap_or(0), refused as u64, "{all}");
     wait_for_rest(&supervisor);
-    assert_eq!(all["tenants"].as_array().unwrap().len(), 10, "the busiest");
+    assert_eq!(all["tenants"].as_array().unwrap().len(), 10, "only the busiest are listed");
 }
 
 #[test]
-fn patient_tenants_all_get_their_turn() {
+fn retrying_tenants_are_all_served_eventually() {
     let supervisor =
         Supervisor::start(&isolated("max_active = 2", "processes = 2\nmax_queue = 10\nmax_in_flight = 2"));
     let end = AtomicBool::new(false);
@@ -177,7 +178,10 @@ fn patient_tenants_all_get_their_turn() {
                                 "rejected/unavailable" => tokio::time::sleep(Duration::from_millis(5)).await,
                                 other => panic!("{other}"),
                             }
-                            assert!(began.elapsed() < Duration::from_secs(60), "{lane} starves at {done}");
+                            assert!(
+                                began.elapsed() < Duration::from_secs(60),
+                                "tenant {lane} has finished only {done} jobs"
+                            );
                         }
                     })
                 })
@@ -199,11 +203,11 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
     run(async {
         let client = connect(&supervisor).await;
         ok(&client, "a").await;
-        // The stopped worker ignores the order to exit and is killed in the end.
+        // The stopped worker ignores the order to exit and is killed later.
         kill_pid(pids(&supervisor, "a")[0], Signal::SIGSTOP);
         let late = client.job("b", "").tenant("b").deadline(Duration::from_millis(100)).send().await;
         assert_eq!(outcome(&late), "deadline_exceeded/queued");
-        // The tenant's place is available again.
+        // Another tenant can become active again.
         wait_for_rest(&supervisor);
         for tenant in ["c", "a", "b"] {
             ok(&client, tenant).await;
@@ -214,7 +218,7 @@ fn job_waiting_for_tenant_eviction_keeps_its_deadline() {
 }
 
 #[test]
-fn a_tenant_that_no_longer_waits_leaves_its_turn_to_the_next() {
+fn cancelled_tenant_does_not_block_the_next() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -229,7 +233,7 @@ fn a_tenant_that_no_longer_waits_leaves_its_turn_to_the_next() {
 }
 
 #[test]
-fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
+fn evicted_tenant_gets_new_workers() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -238,7 +242,7 @@ fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
         kill_pid(old[0], Signal::SIGSTOP);
         let first = spawn(client.job("b", "").tenant("b"));
         wait_part(&supervisor, "b", "queued", 1);
-        // The workers of `a` are already leaving to make room for `b`.
+        // The workers of `a` are already exiting in favour of `b`.
         let second = spawn(client.job("b", "").tenant("a"));
         for job in [first, second] {
             assert_eq!(outcome(&job.await.unwrap()), "ok");
@@ -249,7 +253,7 @@ fn a_tenant_that_is_made_to_yield_gets_its_workers_back() {
 }
 
 #[test]
-fn a_tenant_over_its_rate_does_not_drive_out_others() {
+fn rate_limited_tenant_does_not_evict_others() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", ""));
     assert_eq!(
         patch(&supervisor, "b/tenants/spam", r#"{"rate_limit": {"per_second": 0.001, "burst": 1}}"#).0,
@@ -265,12 +269,16 @@ fn a_tenant_over_its_rate_does_not_drive_out_others() {
             assert_eq!(outcome(&refused), "rejected/rate_limited");
         }
         ok(&client, "a").await;
-        assert_eq!(pids(&supervisor, "a"), before, "a lost its workers to a tenant that may not run a job");
+        assert_eq!(
+            pids(&supervisor, "a"),
+            before,
+            "a tenant without permission to run a job took the workers of a"
+        );
     });
 }
 
 #[test]
-fn tenants_that_are_switched_off_do_not_drive_out_others() {
+fn disabled_tenants_do_not_evict_others() {
     let supervisor = Supervisor::start(&format!(
         "{}[bulkhead.b.tenant.a]\nmax_in_flight = 1\n",
         isolated("max_active = 1", "max_in_flight = 0")
@@ -289,7 +297,7 @@ fn tenants_that_are_switched_off_do_not_drive_out_others() {
 }
 
 #[test]
-fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
+fn shutdown_finishes_running_jobs_and_rejects_waiting_tenants() {
     let mut supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
     let keeper = supervisor.keeper();
     let workers = run(async {
@@ -321,7 +329,7 @@ fn a_stop_finds_tenants_at_work_at_rest_waiting_and_leaving() {
 }
 
 #[test]
-fn a_stop_at_once_ends_the_workers_of_every_tenant() {
+fn drain_timeout_kills_workers_of_every_tenant() {
     let mut supervisor =
         Supervisor::start_with("drain_timeout = \"200ms\"", &isolated("max_active = 4", "processes = 2"));
     let workers = run(async {
@@ -341,7 +349,7 @@ fn a_stop_at_once_ends_the_workers_of_every_tenant() {
 }
 
 #[test]
-fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
+fn killed_keeper_is_replaced_for_all_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -368,7 +376,7 @@ fn a_keeper_that_is_killed_under_several_tenants_is_replaced() {
 }
 
 #[test]
-fn two_thousand_tenants_in_sequence_leave_nothing() {
+fn two_thousand_tenants_leak_no_resources() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 2", ""));
     run(async {
@@ -394,7 +402,7 @@ fn two_thousand_tenants_in_sequence_leave_nothing() {
 }
 
 #[test]
-fn a_flood_of_tenants_without_room_is_forgotten() {
+fn rejected_tenants_use_bounded_memory() {
     let _turn = heavy();
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2"));
     run(async {

@@ -61,7 +61,7 @@ fn two_tenants_never_share_a_process() {
         for (tenant, job) in jobs {
             let pid = String::from_utf8(job.await.unwrap().unwrap().payload().to_vec()).unwrap();
             let owner = *owners.entry(pid.clone()).or_insert(tenant);
-            assert_eq!(owner, tenant, "{pid} works for both");
+            assert_eq!(owner, tenant, "worker {pid} serves both tenants");
         }
         assert_eq!(tally(owners.values().copied()).len(), names.len(), "{owners:?}");
         let snapshot = supervisor.snapshot("b");
@@ -70,7 +70,7 @@ fn two_tenants_never_share_a_process() {
                 assert_eq!(worker["tenant"], *owner, "{worker}");
             }
         }
-        // Jobs that name no tenant count as one more tenant.
+        // Jobs without a tenant name form a separate tenant.
         assert_eq!(part(&supervisor, "")["done"], 20);
         assert_eq!(part(&supervisor, "a%20")["done"], 20);
         assert_balanced(&snapshot);
@@ -79,7 +79,7 @@ fn two_tenants_never_share_a_process() {
 
 /// A saturated tenant uses all of its permits and has a full queue.
 #[test]
-fn saturated_tenant_takes_nothing_from_another() {
+fn saturated_tenant_uses_no_permits_of_another() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3",
         "processes = 2\nmax_in_flight = 2\nmax_queue = 3\npressure = { warn = 0.5 }",
@@ -113,13 +113,13 @@ fn saturated_tenant_takes_nothing_from_another() {
         assert_eq!(all["workers"].as_array().unwrap().len(), 4);
         assert_balanced(&all);
         let pressed = tally(supervisor.events("queue_pressure").iter().map(|e| e["tenant"].to_string()));
-        assert_eq!(pressed.into_values().collect::<Vec<_>>(), [1, 1], "once for each");
+        assert_eq!(pressed.into_values().collect::<Vec<_>>(), [1, 1], "one event per tenant");
         first.iter().chain(&second).for_each(Running::abort);
     });
 }
 
 #[test]
-fn a_tenant_that_crashes_or_hangs_does_not_disturb_another() {
+fn crashes_and_hangs_affect_only_their_tenant() {
     let supervisor = Supervisor::start(&isolated("max_active = 4", "max_in_flight = 2\nmax_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;
@@ -146,7 +146,7 @@ fn a_tenant_that_crashes_or_hangs_does_not_disturb_another() {
 }
 
 #[test]
-fn breakers_open_for_one_tenant_and_stay_open_while_it_rests() {
+fn open_breaker_of_tenant_survives_idle_shutdown() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 2, idle = \"100ms\"",
         "max_queue = 10\nbreaker = { window = \"5m\", min_calls = 3, open_for = \"5m\" }",
@@ -168,7 +168,7 @@ fn breakers_open_for_one_tenant_and_stay_open_while_it_rests() {
         let refused = client.job("b", "").tenant("bad").send().await;
         assert_eq!(outcome(&refused), "rejected/circuit_open");
         let wait = refused.unwrap_err().retry_after().unwrap();
-        assert!(wait > Duration::from_secs(120), "what remains of open_for, not {wait:?}");
+        assert!(wait > Duration::from_secs(120), "expected the rest of open_for, got {wait:?}");
         assert_eq!(part(&supervisor, "bad")["breaker"], "open");
         assert_eq!(outcome(&client.job("b", "").tenant("good").send().await), "ok");
         assert_eq!(supervisor.post("/v1/bulkheads/b/reset").0, 200);
@@ -177,7 +177,7 @@ fn breakers_open_for_one_tenant_and_stay_open_while_it_rests() {
 }
 
 #[test]
-fn rates_are_each_tenants_and_not_forgotten_by_a_rest() {
+fn rate_limit_of_tenant_survives_idle_shutdown() {
     for per in ["bulkhead", "tenant"] {
         let supervisor = Supervisor::start(&isolated(
             "max_active = 3, idle = \"100ms\"",
@@ -204,7 +204,7 @@ fn rates_are_each_tenants_and_not_forgotten_by_a_rest() {
 }
 
 #[test]
-fn idle_workers_go_and_the_next_job_has_new_ones() {
+fn idle_tenant_has_no_workers_until_next_job() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"150ms\"", "processes = 2"));
     run(async {
         let client = connect(&supervisor).await;
@@ -229,7 +229,7 @@ fn idle_workers_go_and_the_next_job_has_new_ones() {
 }
 
 #[test]
-fn a_job_that_comes_just_as_the_workers_go_is_answered() {
+fn job_arriving_during_idle_shutdown_succeeds() {
     let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"1ms\"", "max_queue = 10"));
     run(async {
         let client = connect(&supervisor).await;
@@ -248,7 +248,7 @@ fn a_job_that_comes_just_as_the_workers_go_is_answered() {
 }
 
 #[test]
-fn one_tenant_can_be_looked_at_alone() {
+fn status_can_show_a_single_tenant() {
     let supervisor = Supervisor::start(&format!(
         "{}[bulkhead.shared]\ncommand = [\"MISBEHAVE\"]\n",
         isolated("max_active = 3", "")
@@ -292,11 +292,11 @@ fn one_tenant_can_be_looked_at_alone() {
 }
 
 #[test]
-fn a_tenants_part_holds_nothing_of_others() {
+fn tenant_statistics_exclude_other_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "max_payload = 10"));
     run(async {
         let client = connect(&supervisor).await;
-        // This job was rejected before it reached its tenant's compartment.
+        // The job is rejected before it reaches the compartment of its tenant.
         let large = client.job("b", vec![0; 100]).tenant("other").send().await;
         assert_eq!(outcome(&large), "rejected/too_large");
         assert_eq!(outcome(&client.job("b", "").tenant("a").send().await), "ok");
@@ -309,7 +309,7 @@ fn a_tenants_part_holds_nothing_of_others() {
 }
 
 #[test]
-fn a_tenants_latency_is_its_own() {
+fn tenant_latency_excludes_other_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", ""));
     run(async {
         let client = connect(&supervisor).await;
@@ -318,12 +318,12 @@ fn a_tenants_latency_is_its_own() {
         assert_eq!(outcome(&slow), "ok");
         let fast = part(&supervisor, "fast");
         let most = fast["latency_ms"]["run"]["max"].as_f64().unwrap_or(0.0);
-        assert!(most < 2900.0, "its only job took no time: {}", fast["latency_ms"]);
+        assert!(most < 2900.0, "its only job was short: {}", fast["latency_ms"]);
     });
 }
 
 #[test]
-fn a_drain_is_for_every_tenant_and_those_to_come() {
+fn drain_applies_to_existing_and_new_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"200ms\"", "max_queue = 5"));
     run(async {
         let client = connect(&supervisor).await;
@@ -342,7 +342,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
         supervisor.touch("end");
         assert_eq!(outcome(&running.await.unwrap()), "ok");
-        // No tenant has a job, so that all workers exit.
+        // No tenant has a job, so all workers exit.
         wait_for_rest(&supervisor);
 
         assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);
@@ -356,7 +356,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
 }
 
 #[test]
-fn a_tenant_without_workers_is_draining_while_its_bulkhead_is() {
+fn drain_applies_to_tenant_without_workers() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"100ms\"", ""));
     run(async {
         let client = connect(&supervisor).await;
@@ -369,7 +369,7 @@ fn a_tenant_without_workers_is_draining_while_its_bulkhead_is() {
 }
 
 #[test]
-fn a_forced_breaker_is_for_every_tenant_and_those_to_come() {
+fn forced_breaker_applies_to_existing_and_new_tenants() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"200ms\"", "breaker = {}"));
     run(async {
         let client = connect(&supervisor).await;
@@ -400,7 +400,7 @@ fn a_forced_breaker_is_for_every_tenant_and_those_to_come() {
 }
 
 #[test]
-fn a_restart_replaces_the_workers_of_every_tenant() {
+fn restart_replaces_workers_of_every_tenant() {
     let supervisor = Supervisor::start(&isolated("max_active = 3", "processes = 2\nmax_queue = 100"));
     run(async {
         let client = connect(&supervisor).await;
@@ -429,7 +429,7 @@ fn a_restart_replaces_the_workers_of_every_tenant() {
 }
 
 #[test]
-fn what_happens_to_a_tenant_is_told_with_its_name() {
+fn operator_events_name_the_tenant() {
     let supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"100ms\"", "grace = \"10ms\""));
     run(async {
         let client = connect(&supervisor).await;
@@ -450,19 +450,19 @@ fn what_happens_to_a_tenant_is_told_with_its_name() {
             assert!(told.iter().all(|event| event["tenant"].is_string()), "{told:?}");
         }
         let output = supervisor.command().arg("events").output().unwrap();
-        assert!(!output.stdout.contains(&0x1b), "a tenant's name does not steer a terminal");
+        assert!(!output.stdout.contains(&0x1b), "a tenant's name reached the terminal unescaped");
     });
 }
 
 #[test]
-fn a_worker_that_grows_is_replaced_for_its_tenant_alone() {
+fn recycling_by_memory_affects_only_one_tenant() {
     let supervisor =
         Supervisor::start(&isolated("max_active = 3", "max_queue = 10\nrecycle = { rss = \"48MiB\" }"));
     run(async {
         let client = connect(&supervisor).await;
         let modest = pid_of(&client, "modest").await;
         let mut greedy = Vec::new();
-        wait_for("it was recycled twice", || {
+        wait_for("the tenant's workers were recycled twice", || {
             let reply = tokio::task::block_in_place(|| {
                 let job = client.job("b", "8").operation("hoard").tenant("greedy").send();
                 tokio::runtime::Handle::current().block_on(job)

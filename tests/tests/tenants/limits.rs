@@ -17,8 +17,8 @@ fn hang(client: &Client, tenant: &str) -> Running {
     spawn(client.job("b", "").operation("hang").tenant(tenant))
 }
 
-/// Sends jobs until one is counted. On a busy machine a worker may be late to begin its job and gets no other meanwhile,
-/// so that a job beyond the queue is rejected although the share has a place.
+/// Sends jobs until one is counted in the field. On a busy machine, a worker can be slow to begin a job and gets no
+/// other job until then. A job beyond the queue is then rejected although the tenant's share is not used up.
 fn hang_until(
     supervisor: &Supervisor,
     client: &Client,
@@ -58,7 +58,7 @@ fn resize(supervisor: &Supervisor, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn over_common_workers_one_tenant_has_its_own_share() {
+fn tenant_table_sets_share_of_common_workers() {
     let supervisor = Supervisor::start(&shared(
         "processes = 8\nmax_queue = 100\ntenants = { max_in_flight = 2, max_queue = 1 }\n\
          [bulkhead.b.tenant.acme]\nmax_in_flight = 4\nmax_queue = 3\n\
@@ -80,9 +80,9 @@ fn over_common_workers_one_tenant_has_its_own_share() {
     });
 }
 
-/// The tenant's jobs ignore their deadlines, so each job costs a worker, whose replacement takes long.
+/// The tenant's jobs ignore their deadlines, so each job ends a worker. Replacements start slowly.
 #[test]
-fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
+fn tenant_that_lost_a_worker_waits_for_replacement() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("go"), "").unwrap();
     let supervisor = Supervisor::launch(
@@ -107,7 +107,7 @@ fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
         for _ in 0..5 {
             let end = ends_a_worker().deadline(Duration::from_millis(5)).send().await;
             assert_eq!(outcome(&end), "deadline_exceeded/queued");
-            assert_eq!(told(&client, "other").await, "ok", "two workers are there for the others");
+            assert_eq!(told(&client, "other").await, "ok", "two workers serve the other tenants");
         }
         assert_eq!((share(&supervisor, "greedy", "queued"), supervisor.file_bytes("begun")), (1, 0));
         assert_eq!(supervisor.events("worker_exited").len(), 1);
@@ -118,7 +118,7 @@ fn tenant_that_ends_a_worker_waits_until_it_is_replaced() {
 }
 
 #[test]
-fn over_common_workers_one_tenant_has_its_own_rate() {
+fn tenant_table_overrides_the_rate_limit() {
     for general in ["rate_limit = { per_second = 0.01, burst = 2, per = \"tenant\" }", ""] {
         let supervisor = Supervisor::start(&shared(&format!(
             "{general}\n[bulkhead.b.tenant.acme]\nrate_limit = {{ per_second = 0.01, burst = 5 }}"
@@ -148,7 +148,7 @@ fn over_common_workers_one_tenant_has_its_own_rate() {
 }
 
 #[test]
-fn a_rate_that_is_raised_lets_the_next_job_in() {
+fn raised_rate_limit_applies_to_the_next_job() {
     let keys = "max_in_flight = 100\nrate_limit = { per_second = 1, burst = 120, per = \"tenant\" }";
     for (path, body) in [
         ("b/tenants/acme", r#"{"rate_limit": {"per_second": 1000, "burst": 1000}}"#),
@@ -164,7 +164,7 @@ fn a_rate_that_is_raised_lets_the_next_job_in() {
             assert_eq!(patch(&supervisor, path, body).0, 200);
             let next = client.job("b", "").tenant("acme").send().await;
             let wait = next.err().and_then(|error| error.retry_after()).unwrap_or_default();
-            assert!(wait < Duration::from_secs(5), "{path}: it is to wait for {wait:?}");
+            assert!(wait < Duration::from_secs(5), "{path}: retry_after is {wait:?}");
         });
     }
 }
@@ -190,13 +190,13 @@ fn larger_share_starts_waiting_jobs_of_the_tenant() {
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 4}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 4})));
         assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
-        assert_eq!(share(&supervisor, "other", "queued"), 1, "it is acme's number");
+        assert_eq!(share(&supervisor, "other", "queued"), 1, "the limit applies only to acme");
 
         let (status, own) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 2, "max_queue": 1}"#);
         assert_eq!((status, &own), (200, &json!({"max_in_flight": 2, "max_queue": 1})));
         assert_eq!((share(&supervisor, "acme", "in_flight"), share(&supervisor, "acme", "queued")), (4, 4));
         assert_eq!(told(&client, "acme").await, "rejected/tenant_quota");
-        // The first two ends only reach the new limit. The third makes room for a waiting job.
+        // After two finished jobs, the tenant is at its new limit. The third finished job lets a waiting job start.
         for (in_flight, queued) in [(3, 4), (2, 4), (2, 3)] {
             drop(jobs.remove(0));
             wait_share(&supervisor, "acme", "in_flight", in_flight);
@@ -212,7 +212,7 @@ fn larger_share_starts_waiting_jobs_of_the_tenant() {
 }
 
 #[test]
-fn over_its_own_workers_one_tenant_has_its_own_numbers() {
+fn tenant_table_overrides_limits_of_isolated_tenant() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 3",
         "max_queue = 1\nrate_limit = { per_second = 0.01, burst = 4 }\n\
@@ -265,7 +265,7 @@ fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
         assert_eq!(status, 200, "{snapshot}");
         let acme = part(&supervisor, "acme");
         assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
-        assert_eq!(acme["queue_capacity"], 1, "this number is not its own: {acme}");
+        assert_eq!(acme["queue_capacity"], 1, "acme has no separate max_queue: {acme}");
         assert_eq!(part(&supervisor, "other")["in_flight"], 1);
         // Lower limits drop no job.
         let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
@@ -291,7 +291,7 @@ fn live_limits_of_isolated_tenant_survive_idle_shutdown() {
 }
 
 #[test]
-fn names_of_any_kind_can_have_numbers() {
+fn tenant_limits_accept_unusual_tenant_names() {
     let supervisor = Supervisor::start(&isolated("max_active = 20", "max_in_flight = 2"));
     let long = "l".repeat(256);
     run(async {
@@ -333,7 +333,7 @@ fn names_of_any_kind_can_have_numbers() {
 }
 
 #[test]
-fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
+fn invalid_tenant_limits_are_rejected_without_effect() {
     let supervisor = Supervisor::start(&format!(
         "{}[bulkhead.common]\ncommand = [\"MISBEHAVE\"]\nrate_limit = {{ per_second = 5 }}\n",
         isolated("max_active = 3", "")
@@ -371,7 +371,7 @@ fn numbers_that_do_not_fit_are_refused_and_change_nothing() {
 
 /// The tenant shares the workers of the bulkhead.
 #[test]
-fn live_tenant_share_has_same_bounds_as_in_file() {
+fn tenant_share_has_same_maximum_live_and_in_configuration() {
     let own = "[bulkhead.b.tenant.acme]\nmax_in_flight = 1000000";
     let supervisor = Supervisor::start(&shared(own));
     let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_in_flight": 5000}"#);
@@ -379,19 +379,19 @@ fn live_tenant_share_has_same_bounds_as_in_file() {
 }
 
 #[test]
-fn a_tenants_own_numbers_are_judged_live_as_in_the_file() {
+fn unserved_tenant_queue_is_rejected_live_and_in_configuration() {
     let general = "max_in_flight = 0";
     let file = format!("{}[bulkhead.b.tenant.acme]\nmax_queue = 5\n", isolated("max_active = 64", general));
     let folder = tempfile::tempdir().unwrap();
     let mut refused = Supervisor::launch(folder, "", &file);
-    assert_eq!(refused.wait().code(), Some(2), "a queue that is never served");
+    assert_eq!(refused.wait().code(), Some(2), "a queue that is never served is a configuration error");
     let supervisor = Supervisor::start(&isolated("max_active = 64", general));
     let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_queue": 5}"#);
     assert_eq!(status, 400, "{told}");
 }
 
 #[test]
-fn refuses_bulkhead_rate_while_a_tenant_has_its_own() {
+fn bulkhead_wide_rate_limit_conflicts_with_tenant_rate_limit() {
     let own = "[bulkhead.b.tenant.acme]\nrate_limit = { per_second = 5 }";
     let tenant = "rate_limit = { per_second = 5, per = \"tenant\" }";
     let supervisor = Supervisor::start(&shared(&format!("{tenant}\n{own}")));
@@ -400,7 +400,7 @@ fn refuses_bulkhead_rate_while_a_tenant_has_its_own() {
 }
 
 #[test]
-fn a_change_of_numbers_under_load_loses_no_job() {
+fn changing_limits_under_load_loses_no_job() {
     let supervisor = Supervisor::start(&isolated("max_active = 2, idle = \"20ms\"", "max_queue = 200"));
     run(async {
         let client = connect(&supervisor).await;

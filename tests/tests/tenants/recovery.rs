@@ -26,7 +26,7 @@ async fn kill_own(supervisor: &Supervisor, client: &Client, tenant: &str) -> End
 }
 
 #[test]
-fn a_job_is_tried_again_in_its_own_tenants_workers() {
+fn retry_runs_in_worker_of_same_tenant() {
     let supervisor = Supervisor::start(&isolated(
         "max_active = 2",
         "max_queue = 5\nretry = { attempts = 2, budget = 1.0 }",
@@ -125,14 +125,14 @@ fn failed_starts_of_one_tenant_do_not_affect_others() {
 }
 
 #[test]
-fn failed_starts_are_not_forgotten_by_a_rest() {
+fn restart_backoff_survives_idle_time() {
     let folder = tempfile::tempdir().unwrap();
     let marker = folder.path().join("broken");
     std::fs::write(&marker, "").unwrap();
     let supervisor = Supervisor::start(&failing_while(&marker, "max_active = 3, idle = \"20ms\"", ""));
     run(async {
         let client = connect(&supervisor).await;
-        // Leaves pauses in which an idle tenant would rest.
+        // The pauses exceed `idle`.
         for _ in 0..15 {
             assert_eq!(outcome(&send(&client, "ill", "").await), "rejected/unavailable");
             tokio::time::sleep(Duration::from_millis(60)).await;
@@ -143,7 +143,7 @@ fn failed_starts_are_not_forgotten_by_a_rest() {
 }
 
 #[test]
-fn breaker_closes_when_worker_start_exceeds_idle_time() {
+fn breaker_closes_even_if_worker_start_exceeds_idle_time() {
     let supervisor = Supervisor::start(
         &isolated(
             "max_active = 3, idle = \"100ms\"",
@@ -159,14 +159,14 @@ fn breaker_closes_when_worker_start_exceeds_idle_time() {
         while outcome(&send(&client, "a", "").await) != "ok" {
             refusals += 1;
             tokio::time::sleep(Duration::from_millis(20)).await;
-            // If a tenant could rest while its worker starts, the breaker's probe would never run.
-            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} refusals, and no probe");
+            // If `idle` ended a worker that is still starting, the breaker's probe would never run.
+            assert!(began.elapsed() < Duration::from_secs(10), "{refusals} rejections and no probe");
         }
     });
 }
 
 #[test]
-fn a_fallback_that_keeps_tenants_apart_does_so_for_guests() {
+fn isolated_fallback_separates_tenants_of_guest_jobs() {
     let supervisor = Supervisor::start(
         "[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"b\"]\ndeadline = \"60s\"\n\
          rate_limit = { per_second = 0.01, burst = 50, per = \"tenant\" }\n\
@@ -186,15 +186,20 @@ fn a_fallback_that_keeps_tenants_apart_does_so_for_guests() {
                 assert_eq!(reply.outcome().bulkhead, "b", "round {round}");
                 served.push((tenant, reply.outcome().worker_pid.unwrap()));
             }
-            // The fallback's rate limit does not count jobs of guests, and the tenants' workers still come
-            // and go.
-            wait_for("the tenants rest", || supervisor.worker_pids("b").is_empty().then_some(()));
+            // The fallback's rate limit does not count guest jobs. Idle workers of the tenants still exit.
+            wait_for("the tenants' workers have exited", || {
+                supervisor.worker_pids("b").is_empty().then_some(())
+            });
         }
         for (tenant, pid) in &served {
             assert!(!served.iter().any(|(other, theirs)| other != tenant && pid == theirs), "{served:?}");
-            assert_eq!(part(&supervisor, tenant)["submitted"], 0, "counted where it came in");
+            assert_eq!(
+                part(&supervisor, tenant)["submitted"],
+                0,
+                "the job counts in the bulkhead that the client named"
+            );
         }
-        // If the fallback has no room either, the client gets the first bulkhead's reason.
+        // If the fallback is full too, the client gets the reason of the first bulkhead.
         let both = ["x", "y"].map(|tenant| hang(&client, "entry", tenant));
         supervisor.wait_number("b", "in_flight", 2);
         let refused = client.job("entry", "").tenant("z").send().await;
@@ -238,7 +243,7 @@ fn fallback_serves_tenant_beyond_max_active() {
         assert_eq!((&a["submitted"], &a["done"], &a["failed"]), (&3.into(), &2.into(), &1.into()), "{a}");
         assert_eq!(supervisor.number("safe", "submitted"), 0);
         busy.abort();
-        wait_for("the tenants rest", || supervisor.worker_pids("b").is_empty().then_some(()));
+        wait_for("the tenants' workers have exited", || supervisor.worker_pids("b").is_empty().then_some(()));
         // While the bulkhead drains, all jobs go to the fallback.
         assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
         for tenant in ["a", "new"] {
@@ -255,7 +260,7 @@ fn fallback_serves_tenant_beyond_max_active() {
 
 /// The record survives a flood of other tenants.
 #[test]
-fn keeps_record_of_tenant_with_job_in_fallback() {
+fn tenant_with_job_in_fallback_is_remembered() {
     let supervisor = Supervisor::start(&with_fallback("", ""));
     supervisor.wait_number("safe", "limit", 1);
     run(async {
@@ -264,7 +269,7 @@ fn keeps_record_of_tenant_with_job_in_fallback() {
         wait_part(&supervisor, "busy", "in_flight", 1);
         // Waits until the job has begun, because an unread job would go to the next worker.
         let mut away = client.job("b", "").operation("hang").tenant("away").start().await.unwrap();
-        away.progress().await.expect("it says so when it begins");
+        away.progress().await.expect("a progress report at the start");
         wait_part(&supervisor, "away", "elsewhere", 1);
         supervisor.wait_number("safe", "in_flight", 1);
         for tenant in 0..5_000 {
@@ -295,7 +300,7 @@ fn keeps_record_of_tenant_with_job_in_fallback() {
 }
 
 #[test]
-fn a_crash_in_a_tenants_own_worker_goes_to_the_fallback_as_well() {
+fn job_that_crashed_isolated_worker_is_retried_in_fallback() {
     let supervisor = Supervisor::start(&with_fallback("max_queue = 5", "max_queue = 5"));
     supervisor.wait_number("safe", "limit", 1);
     run(async {
@@ -309,7 +314,7 @@ fn a_crash_in_a_tenants_own_worker_goes_to_the_fallback_as_well() {
         let crash = send(&client, "a", "abort").await.unwrap_err();
         assert_eq!((crash.exit_code(), crash.outcome().unwrap().attempts), (70, 1));
         assert!(supervisor.worker_pids("safe") == safe && is_alive(safe[0]));
-        wait_for("it is counted", || (part(&supervisor, "a")["crashed"] == 1).then_some(()));
+        wait_for("the crash is counted", || (part(&supervisor, "a")["crashed"] == 1).then_some(()));
         assert_balanced(&supervisor.snapshot("b"));
     });
 }

@@ -40,8 +40,8 @@ fn after(operation: &str, payload: &str) -> String {
     let large = format!("{payload}{}", " ".repeat(100_000));
     let in_file = after_in("b", &large);
     if operation != "die-answering" {
-        assert_eq!(plain, spared, "a spare changes nothing for the job in hand");
-        assert_eq!(plain, in_file, "nor does it where its payload is");
+        assert_eq!(plain, spared, "a spare does not change the outcome");
+        assert_eq!(plain, in_file, "a payload in a memory file does not change the outcome");
         for (bulkhead, _) in FORKED {
             assert_eq!(plain, after_in(bulkhead, payload), "{bulkhead}: {operation}");
         }
@@ -81,7 +81,7 @@ fn after_in(supervisor: &Supervisor, bulkhead: &str, operation: &str, payload: &
 }
 
 #[test]
-fn deaths_with_a_job_in_hand_are_crashes() {
+fn worker_death_during_a_job_is_a_crash() {
     assert_eq!(after("segv", ""), "crashed/signal");
     assert_eq!(after("abort", ""), "crashed/signal");
     assert_eq!(after("exit", "0"), "crashed/exit");
@@ -89,7 +89,7 @@ fn deaths_with_a_job_in_hand_are_crashes() {
 }
 
 #[test]
-fn a_panic_and_a_flood_of_output_are_no_deaths() {
+fn panic_or_output_flood_is_not_a_crash() {
     let _turn = heavy();
     assert_eq!(after("panic", ""), "failed/panic");
     assert_eq!(after("flood", "20000"), "ok");
@@ -97,13 +97,13 @@ fn a_panic_and_a_flood_of_output_are_no_deaths() {
 }
 
 #[test]
-fn a_death_on_the_way_of_a_large_answer_is_a_crash() {
+fn worker_death_during_large_reply_is_a_crash() {
     let ended = after("die-answering", "");
     assert!(ended == "crashed/signal" || ended == "ok", "{ended}");
 }
 
 #[test]
-fn hanging_and_spinning_end_at_the_deadline() {
+fn deadline_ends_hanging_and_spinning_jobs() {
     for operation in ["hang", "spin", "leak"] {
         let supervisor = Supervisor::start(
             "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"1s\"\ngrace = \"20ms\"\n\
@@ -123,7 +123,7 @@ fn hanging_and_spinning_end_at_the_deadline() {
 }
 
 #[test]
-fn a_stopped_worker_is_hung() {
+fn stopped_worker_counts_as_hung() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"50ms\", missed = 4 }\n",
     );
@@ -135,13 +135,13 @@ fn a_stopped_worker_is_hung() {
     // An idle worker that is stopped counts as hung, too.
     let pid = supervisor.worker_pids("b")[0];
     bulkhead_tests::kill_pid(pid, nix::sys::signal::Signal::SIGSTOP);
-    wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
+    wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
 }
 
 /// A worker can write heartbeats into its journal, which does not wake the supervisor. When these heartbeats stop, the
 /// worker counts as hung.
 #[test]
-fn heartbeats_in_the_journal_count() {
+fn worker_without_journal_heartbeats_counts_as_hung() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"beater\"]\n\
          health = { heartbeat = \"200ms\", missed = 4 }\n",
@@ -149,15 +149,15 @@ fn heartbeats_in_the_journal_count() {
     supervisor.wait_number("b", "available", 1);
     let pid = supervisor.worker_pids("b")[0];
     // The heartbeats continue for three times the permitted silence.
-    wait_for("many beats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
+    wait_for("150 heartbeats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
     assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
     supervisor.touch("still");
-    wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
+    wait_for("the worker is replaced", || (!is_alive(pid)).then_some(()));
     assert_eq!(supervisor.wait_events("worker_hung", 1)[0]["pid"], pid);
 }
 
 #[test]
-fn a_death_while_idle_is_noticed_at_once() {
+fn dead_idle_worker_is_replaced_without_failing_jobs() {
     let supervisor = Supervisor::start(PLAIN);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -195,13 +195,13 @@ fn workers_that_kill_each_other_are_replaced() {
                 assert!(["crashed/signal", "ok"].contains(&ended.as_str()), "{count}: {ended}");
             }
         });
-        wait_for("all are replaced", || pids.iter().all(|&pid| !is_alive(pid)).then_some(()));
+        wait_for("all workers are replaced", || pids.iter().all(|&pid| !is_alive(pid)).then_some(()));
         supervisor.wait_number("b", "limit", count);
     }
 }
 
 #[test]
-fn starts_that_fail_stop_the_bulkhead_and_say_why() {
+fn failed_starts_stop_the_bulkhead_with_a_reason() {
     let cases = [
         ("exit-at-start", "exited with status 3"),
         ("hang-at-start", "did not say hello"),
@@ -239,11 +239,15 @@ fn starts_that_fail_stop_the_bulkhead_and_say_why() {
         assert_eq!(outcome(&refused), "rejected/unavailable");
         assert_eq!(outcome(&client.job("good", "").send().await), "ok");
     });
-    assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200, "one broken bulkhead is not the host");
+    assert_eq!(
+        supervisor.try_get("/readyz").unwrap().0,
+        200,
+        "one failed bulkhead does not make the supervisor unready"
+    );
 }
 
 #[test]
-fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
+fn queued_jobs_are_rejected_if_no_worker_can_start() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("worker");
     std::fs::copy(bulkhead_tests::programs().join("misbehave"), &program).unwrap();
@@ -264,7 +268,7 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
             })
             .collect();
         tokio::task::yield_now().await;
-        wait_for("five wait", || (supervisor.number("b", "queued") == 5).then_some(()));
+        wait_for("five jobs wait", || (supervisor.number("b", "queued") == 5).then_some(()));
         std::fs::remove_file(&program).unwrap();
         bulkhead_tests::kill_pid(supervisor.worker_pids("b")[0], nix::sys::signal::Signal::SIGKILL);
         assert_eq!(outcome(&hanging.await), "crashed/signal");
@@ -275,7 +279,7 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
 }
 
 #[test]
-fn a_worker_that_breaks_the_protocol_is_ended() {
+fn protocol_violation_ends_the_worker() {
     for mode in ["rubbish", "text", "close", "hello-twice", "bad-metadata"] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
@@ -302,7 +306,7 @@ fn a_worker_that_breaks_the_protocol_is_ended() {
 }
 
 #[test]
-fn duplicate_and_unknown_answers_reach_no_client() {
+fn duplicate_and_unknown_replies_reach_no_client() {
     for (mode, expected) in [("twice", &b"first"[..]), ("stranger", b"yours")] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
@@ -313,13 +317,15 @@ fn duplicate_and_unknown_answers_reach_no_client() {
                 assert_eq!(reply.payload(), expected);
             }
         });
-        wait_for("they are counted", || (supervisor.number("b", "late_replies") >= 10).then_some(()));
+        wait_for("the extra replies are counted", || {
+            (supervisor.number("b", "late_replies") >= 10).then_some(())
+        });
         assert_eq!(supervisor.number("b", "done"), 10);
     }
 }
 
 #[test]
-fn an_answer_given_before_death_counts() {
+fn reply_sent_before_worker_death_counts() {
     let supervisor =
         Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"reply-and-die\"]\n");
     run(async {
@@ -337,7 +343,7 @@ fn an_answer_given_before_death_counts() {
 }
 
 #[test]
-fn six_bad_payloads_do_not_close_a_bulkhead() {
+fn six_crashes_do_not_stop_the_bulkhead() {
     let supervisor = Supervisor::start(PLAIN);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -350,7 +356,7 @@ fn six_bad_payloads_do_not_close_a_bulkhead() {
 }
 
 #[test]
-fn a_thousand_crashes_leave_nothing_behind() {
+fn thousand_crashes_leak_no_resources() {
     let _turn = heavy();
     let supervisor = Supervisor::start(PLAIN);
     let keeper = supervisor.keeper();

@@ -48,14 +48,14 @@ fn all_workers_are_forked_from_one_template() {
 }
 
 #[test]
-fn a_fresh_process_for_each_job_is_a_fork() {
+fn template_forks_a_fresh_process_for_each_job() {
     let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     let client = Client::connect(supervisor.socket()).unwrap();
     let (mut pids, mut templates) = (BTreeSet::new(), BTreeSet::new());
     for round in 0..200 {
         let [template, worker, _] = who(&client);
-        assert!(pids.insert(worker), "round {round}: one began two jobs");
+        assert!(pids.insert(worker), "round {round}: a worker ran two jobs");
         templates.insert(template);
     }
     assert_eq!(templates.len(), 1);
@@ -63,7 +63,7 @@ fn a_fresh_process_for_each_job_is_a_fork() {
 
 /// A template sends the last message just before exiting. The message of each template must arrive.
 #[test]
-fn a_template_with_threads_is_refused_and_they_are_named() {
+fn error_names_threads_of_rejected_template() {
     let is_confined = is_root() && has_layers(DEFAULT_LAYERS);
     for profile in ["none", "default"].into_iter().take(1 + usize::from(is_confined)) {
         let supervisor = Supervisor::launch(
@@ -97,7 +97,7 @@ fn workers_outlive_their_template() {
 }
 
 #[test]
-fn a_reload_that_replaces_workers_replaces_their_template() {
+fn reload_replaces_template_together_with_workers() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
@@ -109,13 +109,13 @@ fn a_reload_that_replaces_workers_replaces_their_template() {
 }
 
 #[test]
-fn template_ends_with_fork_mode_or_its_bulkhead() {
+fn reload_ends_template_that_is_no_longer_configured() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
     supervisor.configure("", &bulkhead("restart = { max = 1000 }").replace("\"forked\"", ""));
     supervisor.signal(Signal::SIGHUP);
-    let gone = |pid| wait_for("it is gone", || (!is_alive(pid)).then_some(()));
+    let gone = |pid| wait_for("the process is gone", || (!is_alive(pid)).then_some(()));
     [template, worker].into_iter().for_each(gone);
     supervisor.configure("", &bulkhead(FORK));
     supervisor.signal(Signal::SIGHUP);
@@ -132,7 +132,7 @@ fn template_ends_with_fork_mode_or_its_bulkhead() {
 }
 
 #[test]
-fn a_template_is_replaced_after_twenty_deaths_by_signal() {
+fn template_is_replaced_after_twenty_signal_deaths() {
     let keys = format!("{FORK}\nrestart = {{ max = 1000, backoff = \"1ms\", backoff_max = \"1ms\" }}");
     let supervisor = Supervisor::start(&bulkhead(&keys));
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -149,7 +149,7 @@ fn a_template_is_replaced_after_twenty_deaths_by_signal() {
 
 /// A template that hangs cannot fork any more, so the keeper kills the template and starts another.
 #[test]
-fn a_template_that_hangs_is_replaced() {
+fn hung_template_is_replaced() {
     let supervisor = Supervisor::start(&bulkhead(FORK));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
@@ -166,7 +166,7 @@ fn a_template_that_hangs_is_replaced() {
 /// While the template forks, the keeper cannot tell a new worker from a leftover process. The keeper waits a limited
 /// time for the fork.
 #[test]
-fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
+fn leftover_process_is_killed_after_failed_fork() {
     if !is_root() || !has_layers(DEFAULT_LAYERS) {
         return;
     }
@@ -183,27 +183,27 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     let template = children(nest).into_iter().find(|pid| !workers.contains(pid)).unwrap();
     kill_pid(template, Signal::SIGSTOP);
     kill_pid(workers[0], Signal::SIGKILL);
-    wait_for("the next one is to be forked", || {
+    wait_for("the next fork is pending", || {
         let snapshot = supervisor.snapshot("b");
         let workers = snapshot["workers"].as_array().unwrap();
         workers.iter().any(|worker| worker["pid"].is_null()).then_some(())
     });
     client.job("b", "").operation("leave").send().unwrap();
     kill_pid(workers[1], Signal::SIGKILL);
-    wait_for("its process is left", || {
+    wait_for("only the template and the leftover process remain", || {
         let left = children(nest);
         (!left.contains(&workers[1]) && left.len() == 2).then_some(())
     });
     kill_pid(template, Signal::SIGCONT);
     let told = supervisor.wait_events("worker_not_started", 1);
     assert!(told[0]["message"].as_str().unwrap().contains("fork: "), "{told:?}");
-    wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
+    wait_for("only the template is left", || (children(nest) == [template]).then_some(()));
 }
 
-/// Each process forks a successor and exits, so that every kill order names a process that is gone. Does not run under
-/// `none`: no limit applies to the number of processes there, and dead ones can use up all pids of the machine.
+/// Each process forks a successor and exits, so a kill always comes too late. Does not run under `none`, because that
+/// profile does not limit the number of processes, and zombies can use up all pids of the machine.
 #[test]
-fn chains_of_processes_cost_no_other_workers_job() {
+fn process_chains_do_not_affect_jobs_of_other_workers() {
     for (profile, layers) in [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
         if !is_root() || !has_layers(layers) {
             not_run!("{profile} requires root and the layers of the profile");
@@ -230,9 +230,9 @@ fn chains_of_processes_cost_no_other_workers_job() {
 }
 
 #[test]
-fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
+fn later_workers_do_not_inherit_changes_to_the_template() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-        not_run!("a worker cannot be bound to less than one processor");
+        not_run!("the test requires at least two processors");
         return;
     }
     for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
@@ -255,13 +255,13 @@ fn what_a_job_alters_in_its_template_no_later_worker_inherits() {
             ask("attributes");
             assert_eq!(ask("attributes"), before, "{profile}, round {round}");
         }
-        // Without the privilege to raise a limit again, the keeper replaces the template.
-        assert!(profile == "none" || who(&client)[0] == template, "{profile}: it is the same template");
+        // A keeper without the privilege to raise a limit again replaces the template.
+        assert!(profile == "none" || who(&client)[0] == template, "{profile}: the template was replaced");
     }
 }
 
 #[test]
-fn a_program_that_is_no_template_is_told_so() {
+fn program_without_template_protocol_is_rejected() {
     let supervisor = Supervisor::launch(
         tempfile::tempdir().unwrap(),
         "",
@@ -276,7 +276,7 @@ fn a_program_that_is_no_template_is_told_so() {
 }
 
 #[test]
-fn after_the_keeper_died_there_is_another_template() {
+fn new_keeper_starts_another_template() {
     let supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
@@ -289,7 +289,7 @@ fn after_the_keeper_died_there_is_another_template() {
 
 /// Leftover processes are killed while other workers are being forked.
 #[test]
-fn what_forked_workers_leave_behind_is_ended() {
+fn leftover_processes_of_forked_workers_are_killed() {
     let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     let client = Client::connect(supervisor.socket()).unwrap();
@@ -299,22 +299,22 @@ fn what_forked_workers_leave_behind_is_ended() {
         left.push(String::from_utf8(reply.payload().to_vec()).unwrap().trim().parse::<u32>().unwrap());
         who(&client);
     }
-    wait_for("what was left is gone", || left.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    wait_for("the leftover processes are gone", || left.iter().all(|&pid| !is_alive(pid)).then_some(()));
     assert_eq!(supervisor.events("worker_not_started").len(), 0);
 }
 
 #[test]
-fn nothing_of_it_outlives_the_supervisor() {
+fn template_and_workers_die_with_the_supervisor() {
     let mut supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
     let client = Client::connect(supervisor.socket()).unwrap();
     let [template, worker, _] = who(&client);
     supervisor.signal(Signal::SIGKILL);
     let _ = supervisor.wait();
-    wait_for("all are gone", || (!is_alive(template) && !is_alive(worker)).then_some(()));
+    wait_for("template and worker are gone", || (!is_alive(template) && !is_alive(worker)).then_some(()));
 }
 
 #[test]
-fn a_process_that_a_template_forks_itself_is_no_worker() {
+fn process_forked_by_initialisation_is_not_a_worker() {
     let supervisor = Supervisor::start(&bulkhead(FORK).replace("\"forked\"", "\"forked\", \"stray\""));
     let client = Client::connect(supervisor.socket()).unwrap();
     let submit = |operation: &str| {

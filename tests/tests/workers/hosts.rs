@@ -82,7 +82,7 @@ fn stands(tenant: &str) -> bool {
 }
 
 fn wait_standing(tenant: &str) {
-    wait_for("the tree stands", || stands(tenant).then_some(()));
+    wait_for("the process tree is complete", || stands(tenant).then_some(()));
 }
 
 fn wait_gone(tenant: &str) {
@@ -92,7 +92,7 @@ fn wait_gone(tenant: &str) {
 // `exec`: input and output.
 
 #[test]
-fn a_program_gets_the_payload_and_gives_the_result() {
+fn program_reads_payload_and_writes_result() {
     let (_supervisor, client) = start("[bulkhead.x]\nexec = [\"cat\"]\n");
     for size in [0, 1, 300_000, 8 << 20] {
         let payload: Vec<u8> = (0..size).map(|i: usize| (i * 7 + i / 251) as u8).collect();
@@ -102,7 +102,7 @@ fn a_program_gets_the_payload_and_gives_the_result() {
 }
 
 #[test]
-fn a_program_that_does_not_read_its_input_is_no_failure() {
+fn program_can_ignore_its_input() {
     let script = "case $BULKHEAD_OPERATION in \
                   ignore) echo ignored;; \
                   close) exec <&-; echo closed;; \
@@ -122,7 +122,7 @@ fn variables(text: &str) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn the_environment_is_the_jobs_and_nothing_else() {
+fn program_environment_has_only_documented_variables() {
     let (_supervisor, client) = start("[bulkhead.x]\nexec = [\"env\"]\nenv = { MOTTO = \"both ways\" }\n");
     let job = client.job("x", "").operation("turn left").tenant("acme").deadline(Duration::from_secs(40));
     let first = variables(&text(job.send()));
@@ -150,7 +150,7 @@ fn the_environment_is_the_jobs_and_nothing_else() {
 }
 
 #[test]
-fn the_job_is_named_as_in_the_events() {
+fn program_sees_the_job_number_of_the_events() {
     let (supervisor, client) = shell("echo job=$BULKHEAD_JOB >&2; kill -KILL $$", "");
     let error = client.job("x", "").send().unwrap_err();
     let Some(Verdict::Crashed { message, .. }) = error.outcome().map(|o| &o.verdict) else {
@@ -166,7 +166,7 @@ fn the_job_is_named_as_in_the_events() {
 }
 
 #[test]
-fn a_job_number_names_one_job_of_the_supervisor() {
+fn job_numbers_are_unique_across_bulkheads() {
     let numbers = "exec = [\"sh\", \"-c\", \"echo $BULKHEAD_JOB\"]\n";
     let (_supervisor, client) = start(&format!(
         "[bulkhead.one]\n{numbers}[bulkhead.other]\n{numbers}[bulkhead.tenants]\n{numbers}tenants.isolate = true\n\
@@ -181,7 +181,7 @@ fn a_job_number_names_one_job_of_the_supervisor() {
 }
 
 #[test]
-fn the_folder_is_cwd() {
+fn program_starts_in_configured_folder() {
     let elsewhere = tempfile::tempdir().unwrap();
     let (supervisor, client) = start(&format!(
         "[bulkhead.there]\nexec = [\"pwd\"]\ncwd = {:?}\n[bulkhead.here]\nexec = [\"pwd\"]\n",
@@ -193,7 +193,7 @@ fn the_folder_is_cwd() {
 }
 
 #[test]
-fn a_flood_of_output_keeps_its_head_and_its_end() {
+fn output_flood_keeps_first_and_last_lines() {
     let _turn = heavy();
     let (supervisor, client) = shell("seq -f 'line %.0f.' 20000 >&2", "");
     assert_eq!(text(client.job("x", "").send()), "");
@@ -208,7 +208,7 @@ fn a_flood_of_output_keeps_its_head_and_its_end() {
 }
 
 #[test]
-fn a_program_inherits_neither_descriptors_nor_signal_settings() {
+fn program_inherits_neither_descriptors_nor_signal_settings() {
     let (_supervisor, client) = start(
         "[bulkhead.files]\nexec = [\"ls\", \"/proc/self/fd\"]\n\
          [bulkhead.status]\nexec = [\"cat\", \"/proc/self/status\"]\n",
@@ -223,7 +223,7 @@ fn a_program_inherits_neither_descriptors_nor_signal_settings() {
 }
 
 #[test]
-fn rlimits_are_each_programs_own() {
+fn rlimits_apply_to_each_program_separately() {
     let (supervisor, client) = shell(
         "case $BULKHEAD_OPERATION in spin) while :; do :; done;; *) ulimit -n; ulimit -Hn;; esac",
         "[bulkhead.x.rlimits]\nnofile = 48\ncpu = \"1s\"\n",
@@ -239,7 +239,7 @@ fn rlimits_are_each_programs_own() {
 // `exec`: exit codes and signals.
 
 #[test]
-fn an_exit_status_says_what_failed_and_whose_fault_it_is() {
+fn exit_status_determines_code_and_fault() {
     let script = "echo \"first line\nstatus $BULKHEAD_OPERATION\" >&2; exit $BULKHEAD_OPERATION";
     let (supervisor, client) = shell(script, "");
     let cases = [
@@ -268,18 +268,20 @@ fn an_exit_status_says_what_failed_and_whose_fault_it_is() {
 }
 
 #[test]
-fn the_message_is_the_end_of_standard_error_and_the_log_has_it() {
+fn failure_message_is_the_end_of_standard_error() {
     let script = "i=0; while [ $i -lt 2000 ]; do echo \"line $i of much\" >&2; i=$((i+1)); done; \
                   printf 'caf\\303\\251 \\377 at last' >&2; exit 3";
     let (supervisor, client) = shell(script, "");
     let failed = failure(client.job("x", "").send());
     assert!(failed.message.ends_with("line 1999 of much\ncafé \u{fffd} at last"), "{}", failed.message);
     assert!((1000..=8192).contains(&failed.message.len()), "{} bytes", failed.message.len());
-    wait_for("the log has it", || supervisor.log().contains("line 7 of much").then_some(()));
+    wait_for("the log has the beginning of standard error", || {
+        supervisor.log().contains("line 7 of much").then_some(())
+    });
 }
 
 #[test]
-fn signal_death_is_a_crash_of_program_not_worker() {
+fn signal_death_of_program_leaves_worker_running() {
     let (supervisor, client) = shell("echo dying >&2; kill -$BULKHEAD_OPERATION $$; sleep 1000", "");
     let worker = supervisor.worker_pids("x");
     let signals = [("SEGV", 11), ("KILL", 9), ("ABRT", 6), ("TERM", 15), ("BUS", 7), ("PIPE", 13)];
@@ -299,7 +301,7 @@ fn signal_death_is_a_crash_of_program_not_worker() {
 }
 
 #[test]
-fn a_program_that_cannot_be_started_fails_its_job_and_no_other() {
+fn missing_program_fails_only_its_job() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
     std::fs::copy("/bin/cat", &program).unwrap();
@@ -314,7 +316,7 @@ fn a_program_that_cannot_be_started_fails_its_job_and_no_other() {
 }
 
 #[test]
-fn a_result_over_max_result_fails_however_it_comes() {
+fn result_over_max_result_fails_the_job() {
     let script = "case $BULKHEAD_OPERATION in \
                   endless) cat /dev/zero;; \
                   inherited) cat /dev/zero & exit 0;; \
@@ -336,13 +338,13 @@ fn a_result_over_max_result_fails_however_it_comes() {
 // `exec`: processes that a program leaves behind.
 
 #[test]
-fn kills_processes_holding_output_of_ended_program() {
+fn processes_holding_output_of_ended_program_are_killed() {
     let (supervisor, client) = shell(&tree("echo out; exit $BULKHEAD_OPERATION"), "");
     for status in ["0", "4"] {
         let tenant = tenant("HOLDER");
         let result = client.job("x", "").tenant(&tenant).operation(status).send();
         // Does not wait, because all processes must be gone before the outcome is sent.
-        assert_eq!(processes_of(&tenant), NOBODY, "something is left of exit {status}");
+        assert_eq!(processes_of(&tenant), NOBODY, "processes are left after exit {status}");
         match result {
             Ok(_) => panic!("the result may have been cut short"),
             Err(error) => {
@@ -371,7 +373,7 @@ fn flooding_child_does_not_delay_end_of_program() {
 }
 
 #[test]
-fn pipe_flood_after_exit_harms_neither_job_nor_neighbour() {
+fn output_flood_after_exit_leaves_neighbour_running() {
     let _turn = heavy();
     let script = "case $BULKHEAD_OPERATION in \
                   wait) n=0; while [ ! -e go ] && [ $n -lt 6000 ]; do sleep 0.01; n=$((n+1)); done; echo here;; \
@@ -394,7 +396,7 @@ fn pipe_flood_after_exit_harms_neither_job_nor_neighbour() {
 }
 
 #[test]
-fn at_the_deadline_the_whole_tree_is_killed_and_nothing_else() {
+fn deadline_kills_only_the_process_tree_of_the_job() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\ngrace = \"60s\"\n");
     let worker = supervisor.worker_pids("x");
     let (ours, theirs) = (tenant("DEADLINE"), tenant("NEIGHBOUR"));
@@ -417,7 +419,7 @@ fn at_the_deadline_the_whole_tree_is_killed_and_nothing_else() {
 }
 
 #[test]
-fn a_client_that_disconnects_takes_its_program_along() {
+fn client_disconnect_kills_its_program() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\n");
     let (ours, theirs) = (tenant("LEFT"), tenant("STAYED"));
     let stays = client.job("x", "").tenant(&theirs).start().unwrap();
@@ -436,7 +438,7 @@ fn a_client_that_disconnects_takes_its_program_along() {
 }
 
 #[test]
-fn as_many_programs_run_at_once_as_max_in_flight_says() {
+fn max_in_flight_limits_concurrent_programs() {
     let script = "printf + >> marks; n=0; \
                   while [ ! -e go ] && [ $n -lt 3000 ]; do sleep 0.01; n=$((n+1)); done; \
                   sleep 0.02; printf - >> marks";
@@ -444,11 +446,11 @@ fn as_many_programs_run_at_once_as_max_in_flight_says() {
     let marks = supervisor.folder.path().join("marks");
     let read = || std::fs::read_to_string(&marks).unwrap_or_default();
     let jobs: Vec<_> = (0..24).map(|_| client.job("x", "").start().unwrap()).collect();
-    wait_for("three run", || (read().len() == 3).then_some(()));
+    wait_for("three programs run", || (read().len() == 3).then_some(()));
     supervisor.wait_number("x", "queued", 21);
     let worker = supervisor.worker_pids("x")[0];
     let programs = children(worker).into_iter().filter(|&pid| name(pid).as_deref() == Some("sh")).count();
-    assert_eq!(programs, 3, "programs below the worker");
+    assert_eq!(programs, 3, "programs of the worker");
     std::fs::write(supervisor.folder.path().join("go"), "").unwrap();
     for job in jobs {
         job.wait().unwrap();
@@ -462,7 +464,7 @@ fn as_many_programs_run_at_once_as_max_in_flight_says() {
 }
 
 #[test]
-fn killed_worker_takes_program_trees_along() {
+fn worker_death_kills_process_trees_of_programs() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\n");
     for round in 0..5 {
         let worker = supervisor.worker_pids("x")[0];
@@ -635,7 +637,7 @@ fn library(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
 }
 
 #[test]
-fn a_library_gets_the_whole_job_and_gives_its_result_in_parts() {
+fn library_can_return_its_result_in_parts() {
     let (_folder, supervisor, client) = library("");
     for _ in 0..3 {
         // The count of `bulkhead_init` calls in the result stays 1 for all jobs.
@@ -652,7 +654,7 @@ fn a_library_gets_the_whole_job_and_gives_its_result_in_parts() {
 }
 
 #[test]
-fn a_library_says_why_it_failed() {
+fn library_reports_failure_reason() {
     let (_folder, supervisor, client) = library("max_result = \"1MiB\"\n");
     let submit = |operation: &str| failure(client.job("x", "").operation(operation).send());
     let failed = submit("fail");
@@ -667,7 +669,7 @@ fn a_library_says_why_it_failed() {
 }
 
 #[test]
-fn a_library_sees_the_deadline_and_the_cancellation() {
+fn library_observes_deadline_and_cancellation() {
     let (_folder, supervisor, client) = library("grace = \"30s\"\n");
     let worker = supervisor.worker_pids("x");
     let limit = Duration::from_secs(2);
@@ -686,7 +688,7 @@ fn a_library_sees_the_deadline_and_the_cancellation() {
 }
 
 #[test]
-fn a_library_that_crashes_costs_its_process_and_no_more() {
+fn library_crash_ends_only_its_worker() {
     let (_folder, supervisor, client) = library("");
     for (operation, expected) in
         [("segv", "crashed/signal"), ("abort", "crashed/signal"), ("exit", "crashed/exit")]
@@ -700,7 +702,7 @@ fn a_library_that_crashes_costs_its_process_and_no_more() {
 }
 
 #[test]
-fn a_library_is_called_by_one_thread_or_by_as_many_as_it_may() {
+fn library_is_called_by_max_in_flight_threads() {
     let (_folder, _supervisor, client) = library("");
     let submit = || text(client.job("x", "").operation("thread").send());
     let first = submit();
@@ -713,7 +715,7 @@ fn a_library_is_called_by_one_thread_or_by_as_many_as_it_may() {
 }
 
 #[test]
-fn a_library_can_have_another_entry() {
+fn entry_key_selects_the_library_function() {
     let (_folder, _supervisor, client) = library("entry = \"other_entry\"\n");
     assert_eq!(text(client.job("x", "").send()), "from the other entry");
 }
@@ -746,7 +748,7 @@ fn wait_failed(supervisor: &Supervisor, bulkhead: &str) {
 }
 
 #[test]
-fn a_library_that_cannot_be_used_says_why() {
+fn log_explains_why_library_cannot_be_used() {
     let sources = [
         (FAILS_AT_INIT, "returned 5: the licence has expired"),
         (OF_ANOTHER_VERSION, "version 2 of bulkhead.h"),
@@ -778,7 +780,7 @@ fn a_library_that_cannot_be_used_says_why() {
 /// A host sends the reason in STATUS before a failed start, so that operators need not search the output of a
 /// dead process.
 #[test]
-fn reports_why_a_library_failed_to_start() {
+fn event_explains_failed_library_start() {
     let (_folder, path) = compile(FAILS_AT_INIT, &[]);
     let (supervisor, _client) =
         start(&format!("[bulkhead.x]\nlibrary = {path:?}\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"));
@@ -877,14 +879,14 @@ fn careless(keys: &str) -> (tempfile::TempDir, Supervisor, Client) {
 }
 
 #[test]
-fn a_forked_process_that_returns_is_no_worker() {
+fn forked_process_that_returns_is_not_a_worker() {
     let (folder, supervisor, client) = careless("");
     let submit = |operation: &str, payload: &str| client.job("x", payload).operation(operation).send();
     assert_eq!(text(submit("init", "")), "exited with 1");
     let process = text(submit("who", ""));
     let left = folder.path().join("left");
     assert_eq!(text(submit("fork", left.to_str().unwrap())), "exited with 1");
-    assert!(!left.exists(), "the forked process ran what the library left for exit()");
+    assert!(!left.exists(), "the forked process ran the exit handler of the library");
     assert_eq!(text(submit("who", "")), process);
     assert_eq!(outcome(&submit("abort", "")), "crashed/signal");
     assert_eq!(supervisor.number("x", "late_replies"), 0);
@@ -894,7 +896,7 @@ fn a_forked_process_that_returns_is_no_worker() {
 }
 
 #[test]
-fn a_worker_ends_when_its_link_is_lost() {
+fn worker_exits_when_its_link_is_lost() {
     let (_folder, supervisor, client) = careless("health = { heartbeat = \"200ms\" }\n");
     for (nth, operation) in ["close", "replace"].into_iter().enumerate() {
         let job = client.job("x", "").operation(operation).start().unwrap();
@@ -913,13 +915,13 @@ const HANGS_AT_EXIT: &str = "#include <bulkhead.h>\n#include <unistd.h>\nBULKHEA
     int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n";
 
 #[test]
-fn no_job_waits_for_a_destructor_that_hangs() {
+fn hanging_destructor_delays_no_job() {
     let (_folder, path) = compile(HANGS_AT_EXIT, &[]);
     let keys = "recycle = { jobs = 1 }\nmax_queue = 4\nsandbox.profile = \"none\"\n";
     let (_supervisor, client) = start(&format!("[bulkhead.x]\nlibrary = {path:?}\n{keys}"));
     let mut workers = Vec::new();
     // A busy machine can take longer to start a worker than to kill a hanging one.
-    wait_for("a worker serves while the one two before it hangs", || {
+    wait_for("a job is served while an earlier worker hangs", || {
         workers.push(client.job("x", "").send().unwrap().outcome().worker_pid.unwrap());
         let two_before = workers.len().checked_sub(3).map(|at| workers[at]);
         two_before.filter(|&pid| is_alive(pid))

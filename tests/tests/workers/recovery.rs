@@ -1,4 +1,4 @@
-//! Jobs whose workers die: retries, suspects that run alone, and quarantined payloads. Real workers die.
+//! Jobs whose workers die: retries, suspects that run alone, and quarantined payloads. The workers are real processes.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -56,7 +56,7 @@ fn ended(how: &str, attempts: u32) -> (String, u32) {
 // Retries.
 
 #[test]
-fn an_idempotent_job_whose_worker_dies_once_ends_well() {
+fn idempotent_job_succeeds_on_retry_after_worker_death() {
     let supervisor = start("retry = {}");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -86,7 +86,7 @@ fn an_idempotent_job_whose_worker_dies_once_ends_well() {
 }
 
 #[test]
-fn a_job_that_may_not_run_twice_is_not_tried_again() {
+fn non_idempotent_job_is_not_retried() {
     let supervisor = start("retry = { attempts = 5, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -101,18 +101,18 @@ fn a_job_that_may_not_run_twice_is_not_tried_again() {
 }
 
 #[test]
-fn without_the_table_nothing_is_tried_again() {
+fn no_job_is_retried_without_retry_table() {
     let supervisor = start("");
     run(async {
         let client = connect(&supervisor).await;
         let result = steps(&client, "die-first 1 ran").send().await;
         assert_eq!(end(&result), ended("crashed/signal", 1));
-        assert!(result.unwrap_err().is_retryable(), "by its sender it may be");
+        assert!(result.unwrap_err().is_retryable(), "the client may retry the job");
     });
 }
 
 #[test]
-fn a_job_is_tried_as_often_as_the_file_says_and_no_more() {
+fn retry_attempts_limits_number_of_runs() {
     let supervisor = start("retry = { attempts = 3 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -129,7 +129,7 @@ fn a_job_is_tried_as_often_as_the_file_says_and_no_more() {
 }
 
 #[test]
-fn a_handler_that_fails_is_not_tried_again() {
+fn failed_or_late_job_is_not_retried() {
     let supervisor = start("retry = { attempts = 5, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -145,15 +145,15 @@ fn a_handler_that_fails_is_not_tried_again() {
 // A job that has begun and is not idempotent must not go to another worker, even after a replacement has
 // taken the slot.
 #[test]
-fn started_job_is_not_repeated_after_worker_replacement() {
+fn started_job_is_not_retried_after_worker_replacement() {
     let supervisor = start("");
     let worker = supervisor.worker_pids("b")[0];
     run(async {
         let client = connect(&supervisor).await;
         let job = spawn(steps(&client, "freeze-first 1 ran").idempotent(false));
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
-        wait_for("another worker has its place", || {
+        wait_for("another worker has the slot", || {
             let snapshot = supervisor.snapshot("b");
             let states = snapshot["workers"].as_array().unwrap().iter().map(|worker| worker["state"].clone());
             (states.collect::<Vec<_>>() == ["draining", "ready"]).then_some(())
@@ -162,11 +162,11 @@ fn started_job_is_not_repeated_after_worker_replacement() {
         let result = job.await.unwrap();
         assert_eq!(end(&result), ended("crashed/signal", 1));
     });
-    assert_eq!(supervisor.file_bytes("ran"), 1, "how often a job ran that may run once");
+    assert_eq!(supervisor.file_bytes("ran"), 1, "number of runs of the job");
 }
 
 #[test]
-fn the_times_of_all_attempts_add_up() {
+fn run_time_includes_all_attempts() {
     let supervisor = start("retry = {}");
     run(async {
         let client = connect(&supervisor).await;
@@ -180,7 +180,7 @@ fn the_times_of_all_attempts_add_up() {
 }
 
 #[test]
-fn large_payloads_are_tried_again_unchanged() {
+fn retry_preserves_payload_bytes() {
     let supervisor = start("retry = { budget = 1.0 }\nprocesses = 2\nmax_queue = 10");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -219,7 +219,7 @@ fn payloads_waiting_for_retry_count_towards_max_buffered() {
             job.operation(format!("steps:{steps};echo"))
         };
         let neighbour = spawn(big("count ran;wait end"));
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         let culprit = spawn(big("die-first 1 died"));
         supervisor.wait_number("b", "retries", 2);
         let other = || client.job("other", vec![1; 3_500_000]).send();
@@ -239,7 +239,7 @@ fn payloads_waiting_for_retry_count_towards_max_buffered() {
 // A payload must not count twice while its frame is checked. Otherwise a payload over half of `max_buffered`
 // would be rejected even if nothing else waits.
 #[test]
-fn accepts_payload_over_half_of_max_buffered() {
+fn payload_over_half_of_max_buffered_is_accepted() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"6MiB\"",
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n",
@@ -253,7 +253,7 @@ fn accepts_payload_over_half_of_max_buffered() {
 }
 
 #[test]
-fn a_cancelled_job_is_not_tried_again() {
+fn cancelled_job_is_not_retried() {
     let supervisor = start_slow("retry = {}");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -275,7 +275,7 @@ fn a_cancelled_job_is_not_tried_again() {
 }
 
 #[test]
-fn a_job_whose_client_went_away_is_not_tried_again() {
+fn job_of_disconnected_client_is_not_retried() {
     let supervisor = start_slow("retry = {}");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -296,19 +296,19 @@ fn a_job_whose_client_went_away_is_not_tried_again() {
 }
 
 #[test]
-fn a_process_that_is_killed_takes_its_second_attempt_along() {
+fn killed_client_cancels_second_attempt() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }");
     let auditor = Auditor::of(&supervisor);
     // A client process that can be killed with all its connections.
     let mut client = supervisor.command();
     client.args(["submit", "b", "steps:die-first 1 ran;count again;wait never", "--idempotent"]);
     let mut client = client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    wait_for("it runs again", || (supervisor.file_bytes("again") == 1).then_some(()));
+    wait_for("the second attempt runs", || (supervisor.file_bytes("again") == 1).then_some(()));
     client.kill().unwrap();
     client.wait().unwrap();
     supervisor.wait_number("b", "cancelled", 1);
     supervisor.wait_number("b", "limit", 1);
-    wait_for("another worker stands by", || {
+    wait_for("another worker is ready", || {
         (supervisor.snapshot("b")["workers"][0]["state"] == "ready").then_some(())
     });
     run(async {
@@ -343,14 +343,14 @@ fn drain_reports_crash_of_job_waiting_for_retry() {
 }
 
 #[test]
-fn drain_finishes_second_attempt_but_starts_none() {
+fn drain_finishes_running_retry_but_starts_none() {
     let supervisor = start("retry = { attempts = 9, budget = 1.0 }\nprocesses = 2");
     supervisor.wait_number("b", "limit", 2);
     run(async {
         let client = connect(&supervisor).await;
         let second = spawn(steps(&client, "die-first 1 ran;count again;wait end"));
         let first = spawn(steps(&client, "count first;wait end;die"));
-        wait_for("both run", || {
+        wait_for("both jobs run", || {
             (supervisor.file_bytes("again") == 1 && supervisor.file_bytes("first") == 1).then_some(())
         });
         assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
@@ -361,7 +361,7 @@ fn drain_finishes_second_attempt_but_starts_none() {
 }
 
 #[test]
-fn a_stop_tells_a_job_that_waits_for_its_retry() {
+fn shutdown_reports_crash_of_job_waiting_for_retry() {
     let mut supervisor = start_slow("retry = {}");
     run(async {
         let client = connect(&supervisor).await;
@@ -377,14 +377,14 @@ fn a_stop_tells_a_job_that_waits_for_its_retry() {
 }
 
 #[test]
-fn a_stop_lets_a_second_attempt_finish() {
+fn shutdown_finishes_running_retry() {
     let mut supervisor = start("retry = { attempts = 9, budget = 1.0 }\nmax_in_flight = 2");
     run(async {
         let client = connect(&supervisor).await;
         let job = spawn(steps(&client, "die-first 1 ran;count again;wait end"));
-        wait_for("it runs again", || (supervisor.file_bytes("again") == 1).then_some(()));
+        wait_for("the second attempt runs", || (supervisor.file_bytes("again") == 1).then_some(()));
         supervisor.signal(Signal::SIGTERM);
-        wait_for("it stops", || (supervisor.log().contains("draining")).then_some(()));
+        wait_for("the supervisor drains", || (supervisor.log().contains("draining")).then_some(()));
         supervisor.touch("end");
         assert_eq!(end(&job.await.unwrap()), ended("ok", 2));
     });
@@ -392,14 +392,14 @@ fn a_stop_lets_a_second_attempt_finish() {
 }
 
 #[test]
-fn a_stopping_supervisor_tries_nothing_again() {
+fn no_job_is_retried_during_shutdown() {
     let mut supervisor = start("retry = { attempts = 9, budget = 1.0 }");
     run(async {
         let client = connect(&supervisor).await;
         let job = spawn(steps(&client, "count ran;wait end;die"));
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         supervisor.signal(Signal::SIGTERM);
-        wait_for("it stops", || (supervisor.log().contains("draining")).then_some(()));
+        wait_for("the supervisor drains", || (supervisor.log().contains("draining")).then_some(()));
         supervisor.touch("end");
         assert_eq!(end(&job.await.unwrap()), ended("crashed/signal", 1));
     });
@@ -430,7 +430,7 @@ fn program_killed_by_signal_is_retried_in_same_worker() {
 }
 
 #[test]
-fn a_program_that_says_that_it_failed_is_not_tried_again() {
+fn program_with_nonzero_exit_status_is_not_retried() {
     let supervisor = start_shell("printf . >>ran; exit 75", "retry = {}");
     run(async {
         let client = connect(&supervisor).await;
@@ -451,7 +451,7 @@ fn innocent_neighbours_of_a_culprit_succeed_on_retry() {
         let client = connect(&supervisor).await;
         let innocent: Vec<_> =
             (0..3).map(|i| spawn(steps(&client, &format!("count ran-{i};wait end")))).collect();
-        wait_for("they run", || {
+        wait_for("the innocent jobs run", || {
             (0..3).all(|i| supervisor.file_bytes(&format!("ran-{i}")) == 1).then_some(())
         });
         let culprit = spawn(steps(&client, "die"));
@@ -468,7 +468,7 @@ fn innocent_neighbours_of_a_culprit_succeed_on_retry() {
 }
 
 #[test]
-fn a_suspect_runs_alone_in_its_worker() {
+fn suspect_is_retried_alone_in_its_worker() {
     let supervisor = start("retry = { budget = 1.0 }\nprocesses = 2\nmax_in_flight = 4\nmax_queue = 500");
     supervisor.wait_number("b", "limit", 8);
     let auditor = Auditor::of(&supervisor);
@@ -493,7 +493,11 @@ fn a_suspect_runs_alone_in_its_worker() {
             .collect();
         for i in 0..5 {
             let reply = steps(&client, &format!("die-first 1 ran-{i};peak 100")).send().await.unwrap();
-            assert_eq!(String::from_utf8_lossy(reply.payload()), "1", "jobs beside the suspect");
+            assert_eq!(
+                String::from_utf8_lossy(reply.payload()),
+                "1",
+                "number of jobs in the worker of the suspect"
+            );
             assert_eq!(reply.outcome().attempts, 2);
         }
         supervisor.touch("over");
@@ -512,7 +516,7 @@ fn a_suspect_runs_alone_in_its_worker() {
 }
 
 #[test]
-fn a_neighbour_of_a_job_that_would_not_end_is_tried_again() {
+fn neighbour_of_hung_job_is_retried() {
     let supervisor =
         start("retry = {}\nmax_in_flight = 2\ndeadline = \"3s\"\ndeadline_max = \"60s\"\ngrace = \"50ms\"");
     supervisor.wait_number("b", "limit", 2);
@@ -530,7 +534,7 @@ fn a_neighbour_of_a_job_that_would_not_end_is_tried_again() {
 }
 
 #[test]
-fn in_a_crowd_of_culprits_no_innocent_is_lost_or_dies_twice() {
+fn innocent_jobs_succeed_among_many_culprits() {
     let _turn = heavy();
     let supervisor = start("retry = { budget = 1.0 }\nprocesses = 2\nmax_in_flight = 4\nmax_queue = 1000");
     supervisor.wait_number("b", "limit", 8);
@@ -576,7 +580,7 @@ fn submit(supervisor: &Supervisor, payload: &str, operation: &str) -> Command {
 }
 
 #[test]
-fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
+fn payload_that_kills_three_workers_is_quarantined_until_reset() {
     let supervisor = start("poison = { crashes = 3 }");
     let auditor = Auditor::of(&supervisor);
     run(async {
@@ -627,7 +631,7 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
 // The event names the operation and the tenant, because operators cannot identify a payload by its digest
 // alone.
 #[test]
-fn the_event_of_a_quarantine_says_which_operation_it_was() {
+fn quarantine_event_names_operation_and_tenant() {
     let supervisor = start("poison = { crashes = 1 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -642,7 +646,7 @@ fn the_event_of_a_quarantine_says_which_operation_it_was() {
 }
 
 #[test]
-fn an_empty_payload_and_a_large_one_can_be_poison() {
+fn empty_and_large_payloads_can_be_quarantined() {
     let supervisor = start("poison = { crashes = 1 }");
     run(async {
         let client = connect(&supervisor).await;
@@ -665,13 +669,13 @@ fn an_empty_payload_and_a_large_one_can_be_poison() {
 }
 
 #[test]
-fn a_death_with_two_jobs_in_the_worker_proves_nothing() {
+fn crash_with_two_jobs_in_flight_quarantines_neither() {
     let supervisor = start("poison = { crashes = 1 }\nmax_in_flight = 2");
     supervisor.wait_number("b", "limit", 2);
     run(async {
         let client = connect(&supervisor).await;
         let neighbour = spawn(steps(&client, "count ran;wait never"));
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         assert_eq!(outcome(&dose(&client, "poison").send().await), "crashed/signal");
         assert!(outcome(&neighbour.await.unwrap()).starts_with("crashed/"));
         assert_eq!(supervisor.number("b", "quarantined"), 0);
@@ -683,7 +687,7 @@ fn a_death_with_two_jobs_in_the_worker_proves_nothing() {
 }
 
 #[test]
-fn what_the_supervisor_kills_is_no_poison() {
+fn jobs_killed_by_supervisor_are_not_quarantined() {
     let supervisor = start("poison = { crashes = 1 }\ngrace = \"0s\"\nhealth = { heartbeat = \"10s\" }");
     run(async {
         let client = connect(&supervisor).await;
@@ -708,7 +712,7 @@ fn what_the_supervisor_kills_is_no_poison() {
     });
 }
 
-/// Each copy is rejected when its turn comes.
+/// Each copy is rejected when it would be dispatched.
 #[test]
 fn queued_copies_of_poison_payload_are_rejected() {
     let supervisor = start("poison = { crashes = 1 }\nmax_queue = 20");
@@ -750,7 +754,7 @@ fn poison_job_is_retried_only_until_quarantine() {
 }
 
 #[test]
-fn a_program_that_dies_by_a_signal_counts_as_well() {
+fn payload_that_kills_programs_is_quarantined() {
     let supervisor = start_shell(
         "read word; printf . >>ran; [ \"$word\" != poison ] || kill -SEGV $$",
         "poison = { crashes = 2 }\nmax_in_flight = 4",
@@ -772,7 +776,7 @@ fn a_program_that_dies_by_a_signal_counts_as_well() {
 }
 
 #[test]
-fn quarantine_ends_by_itself() {
+fn quarantine_expires_by_itself() {
     let supervisor = start("poison = { crashes = 1, within = \"3s\" }");
     run(async {
         let client = connect(&supervisor).await;

@@ -35,7 +35,7 @@ fn serve_until(
             std::thread::park_timeout(Duration::from_millis(20));
         }
         is_enough.store(true, Ordering::Relaxed);
-        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain");
+        assert!(began.elapsed() < PATIENCE, "too few workers were recycled within {PATIENCE:?}");
         lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
     })
 }
@@ -62,13 +62,13 @@ fn assert_settled(supervisor: &Supervisor, served: &BTreeSet<u32>) {
         (pids.len() == 2).then(|| pids.into_iter().collect())
     });
     let left: Vec<_> = served.difference(&now).filter(|&&pid| bulkhead_tests::is_alive(pid)).collect();
-    assert!(left.is_empty(), "{left:?} are still there");
+    assert!(left.is_empty(), "workers {left:?} are still alive");
     assert_eq!(supervisor.number("b", "crashed"), 0);
     assert_eq!(supervisor.number("b", "failed"), 0);
 }
 
 #[test]
-fn after_so_many_jobs() {
+fn worker_is_recycled_after_number_of_jobs() {
     let supervisor = supervisor("jobs = 10");
     let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "jobs") >= 6);
     assert!(pids.len() >= 6, "{pids:?}");
@@ -76,7 +76,7 @@ fn after_so_many_jobs() {
 }
 
 #[test]
-fn after_so_long() {
+fn worker_is_recycled_at_maximum_age() {
     let supervisor = supervisor("age = \"100ms\"");
     let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "age") >= 6);
     assert!(pids.len() >= 6, "{pids:?}");
@@ -84,16 +84,16 @@ fn after_so_long() {
 }
 
 #[test]
-fn beyond_so_much_memory() {
+fn worker_is_recycled_above_memory_limit() {
     let supervisor = supervisor("rss = \"48MiB\"");
     let pids = serve_until(&supervisor, "hoard", "4", || recycled(&supervisor, "rss") >= 3);
     assert!(pids.len() >= 3, "{pids:?}");
     assert_settled(&supervisor, &pids);
 }
 
-/// "1 is a fresh process for each job". Without a queue, jobs wait only for a worker that is starting.
+/// Without a queue, jobs wait only for a worker that is starting.
 #[test]
-fn one_job_each() {
+fn recycling_after_each_job_gives_fresh_processes() {
     let bulkhead = |name: &str, program: &str| {
         format!("[bulkhead.{name}]\n{program}\nprocesses = 2\nmax_queue = 0\nrecycle = {{ jobs = 1 }}\n")
     };
@@ -117,9 +117,9 @@ fn one_job_each() {
     }
 }
 
-/// The limit also holds for a worker whose `max_in_flight` is raised meanwhile.
+/// The limit holds even if `max_in_flight` changes while jobs run.
 #[test]
-fn no_worker_begins_more_than_so_many_jobs() {
+fn worker_never_runs_more_jobs_than_recycle_allows() {
     let supervisor = supervisor("jobs = 5");
     let resizes = AtomicBool::new(true);
     std::thread::scope(|scope| {

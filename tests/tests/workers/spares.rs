@@ -35,7 +35,7 @@ fn serving(supervisor: &Supervisor) -> u32 {
 }
 
 #[test]
-fn a_spare_takes_the_slot_of_a_worker_that_dies() {
+fn spare_takes_slot_of_dead_worker() {
     let supervisor = Supervisor::start(&bulkhead("start = { spares = 1 }"));
     let client = Client::connect(supervisor.socket()).unwrap();
     for round in 1..=10 {
@@ -51,9 +51,8 @@ fn a_spare_takes_the_slot_of_a_worker_that_dies() {
     assert_eq!(supervisor.number("b", "crashed"), 0);
 }
 
-/// The spare does not wait until the killed worker has exited.
 #[test]
-fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
+fn spare_takes_slot_before_killed_worker_exits() {
     let keys = "deadline = \"2s\"\ngrace = \"20ms\"\nstart = { spares = 1 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     let spare = wait_spares(&supervisor, 1)[0];
@@ -73,12 +72,12 @@ fn a_spare_takes_the_slot_as_soon_as_the_kill_is_sent() {
     assert!(supervisor.worker_pids("b").contains(&spare));
 }
 
-/// Maximum number of replaced workers of one bulkhead that can take their time to exit.
+/// Maximum number of replaced workers of one bulkhead that are still exiting.
 const EXITING_MAX: usize = 16;
 
-/// Each job gets a fresh process, and the number of workers never exceeds slots, spares and exiting workers.
+/// The number of workers never exceeds the sum of slots, spares and exiting workers.
 #[test]
-fn a_fresh_process_for_each_job_is_a_spare() {
+fn spares_provide_a_fresh_process_for_each_job() {
     let keys = "recycle = { jobs = 1 }\nstart = { spares = 2 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     wait_spares(&supervisor, 2);
@@ -86,12 +85,12 @@ fn a_fresh_process_for_each_job_is_a_spare() {
     let mut pids = BTreeSet::new();
     for round in 0..50 {
         let reply = client.job("b", "x").send().unwrap();
-        assert!(pids.insert(reply.outcome().worker_pid.unwrap()), "round {round}: one began two jobs");
+        assert!(pids.insert(reply.outcome().worker_pid.unwrap()), "round {round}: a worker ran two jobs");
         let there = supervisor.state("b").workers.len();
         assert!(there <= 3 + EXITING_MAX, "{there} workers");
     }
     wait_spares(&supervisor, 2);
-    wait_for("those that ran are gone", || {
+    wait_for("the used workers are gone", || {
         let now: BTreeSet<u32> = supervisor.worker_pids("b").into_iter().collect();
         pids.difference(&now).all(|&pid| !is_alive(pid)).then_some(())
     });
@@ -99,7 +98,7 @@ fn a_fresh_process_for_each_job_is_a_spare() {
 }
 
 #[test]
-fn a_spare_that_dies_or_hangs_is_replaced() {
+fn dead_or_hung_spare_is_replaced() {
     let keys = "start = { spares = 1 }\nhealth = { heartbeat = \"100ms\", missed = 4 }";
     let supervisor = Supervisor::start(&bulkhead(keys));
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
@@ -109,14 +108,14 @@ fn a_spare_that_dies_or_hangs_is_replaced() {
             let now = spares(&supervisor);
             (now.len() == 1 && now[0] != spare).then_some(())
         });
-        assert_eq!(serving(&supervisor), at_work, "{signal}: the other goes on");
+        assert_eq!(serving(&supervisor), at_work, "{signal}: the worker in the slot stays");
     }
 }
 
 /// Workers and spares die with the keeper and are started again. Each job has one outcome, and none begins
 /// twice.
 #[test]
-fn keeper_killed_under_load_gets_its_spares_again() {
+fn spares_are_started_again_after_keeper_death() {
     const KILLS: usize = 5;
     let keys = "processes = 2\nstart = { spares = 2 }\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }";
     let supervisor = Supervisor::start(&bulkhead(keys));
@@ -156,7 +155,7 @@ fn keeper_killed_under_load_gets_its_spares_again() {
             wait_for("jobs are done", || (supervisor.number("b", "done") > served + 20).then_some(()));
             kill_pid(keeper, Signal::SIGKILL);
             supervisor.wait_events("supervisor_trouble", killed);
-            wait_for("all that it had is gone", || {
+            wait_for("the keeper and its workers are gone", || {
                 workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
             });
         }
@@ -173,7 +172,7 @@ fn keeper_killed_under_load_gets_its_spares_again() {
 
 /// A new number of spares applies at once, and a new revision replaces spares as well as workers.
 #[test]
-fn spares_follow_a_reload() {
+fn reload_changes_number_of_spares() {
     let supervisor = Supervisor::start(&bulkhead(""));
     let at_work = serving(&supervisor);
     let reload = |keys: &str| {
@@ -182,9 +181,9 @@ fn spares_follow_a_reload() {
     };
     reload("start = { spares = 2 }");
     let before = wait_spares(&supervisor, 2);
-    assert_eq!(serving(&supervisor), at_work, "no worker is replaced for it");
+    assert_eq!(serving(&supervisor), at_work, "the change replaces no worker");
     reload("start = { spares = 2 }\nenv = { REVISION = \"2\" }");
-    wait_for("all are of the new revision", || {
+    wait_for("all workers have the new revision", || {
         let now = supervisor.worker_pids("b");
         let is_new = now.len() == 3 && !now.contains(&at_work) && before.iter().all(|pid| !now.contains(pid));
         is_new.then_some(())

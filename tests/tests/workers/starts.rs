@@ -1,5 +1,5 @@
-//! Replacements, late starts and failed starts: the bound on running jobs holds, no worker loses time to
-//! start, and failures are reported at once.
+//! Replacements, late starts and failed starts: the limit on running jobs holds, delays of the keeper do not count
+//! against a worker, and failures are reported immediately.
 
 use bulkhead_client::Client;
 use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};
@@ -20,16 +20,16 @@ fn workers(supervisor: &Supervisor, state: &str) -> usize {
 
 /// Jobs that still run in replaced workers count towards the limit.
 #[test]
-fn no_more_jobs_run_at_once_while_workers_are_replaced() {
+fn restart_does_not_exceed_concurrency_limit() {
     let supervisor = start("processes = 2\nmax_queue = 10");
     supervisor.wait_number("b", "limit", 2);
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let job = |steps: &str| tokio::spawn(client.job("b", "").operation(format!("steps:{steps}")).send());
         let before: Vec<_> = (0..2).map(|_| job("count before;wait end")).collect();
-        wait_for("both run", || (supervisor.file_bytes("before") == 2).then_some(()));
+        wait_for("both jobs run", || (supervisor.file_bytes("before") == 2).then_some(()));
         assert!(supervisor.post("/v1/bulkheads/b/restart").0 < 300);
-        wait_for("both are replaced", || {
+        wait_for("both workers are replaced", || {
             ((workers(&supervisor, "draining"), workers(&supervisor, "ready")) == (2, 2)).then_some(())
         });
         let after: Vec<_> = (0..2).map(|_| job("count after;wait end")).collect();
@@ -43,16 +43,16 @@ fn no_more_jobs_run_at_once_while_workers_are_replaced() {
     });
 }
 
-/// A busy keeper makes no worker late, because `start.handshake` counts from the start of the process.
+/// `start.handshake` counts from the start of the process, so a busy keeper does not shorten the time of a worker.
 #[test]
-fn a_worker_that_waits_for_the_keeper_is_not_late() {
+fn slow_keeper_causes_no_handshake_timeout() {
     let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
     let keeper = supervisor.keeper();
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let job = client.job("b", "").operation("steps:count ran;sleep 5000");
         let job = tokio::spawn(job.send());
-        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
         kill_pid(keeper, Signal::SIGSTOP);
         supervisor.resize("b", r#"{"processes": 2}"#);
         // The job lasts longer than `start.handshake`, but not as long as a keeper may stay silent.
@@ -65,9 +65,9 @@ fn a_worker_that_waits_for_the_keeper_is_not_late() {
     assert_eq!(supervisor.number("b", "restarts"), 0);
 }
 
-/// A worker whose order cannot be sent is reported at once, not when another event arrives.
+/// The supervisor reports the failed starts although no other event wakes it.
 #[test]
-fn starts_that_fail_at_once_are_told_at_once() {
+fn unsendable_start_order_is_reported_immediately() {
     // The largest possible environment and long paths together exceed the size of an order to the keeper.
     let folder = tempfile::tempdir().unwrap();
     let mut deep = folder.path().to_owned();
@@ -84,5 +84,5 @@ fn starts_that_fail_at_once_are_told_at_once() {
         ),
     );
     // Sends no request meanwhile, because a request would wake the supervisor.
-    wait_for("the last failure is told", || supervisor.log().contains("bulkhead_failed").then_some(()));
+    wait_for("the last failure is logged", || supervisor.log().contains("bulkhead_failed").then_some(()));
 }

@@ -1,5 +1,5 @@
 //! SIGTERM to a worker, from an operator or for the whole control group. The worker exits in an orderly way
-//! and loses no accepted job, including jobs that have not reached it yet.
+//! and loses no accepted job, including jobs that are still on their way to it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -41,7 +41,7 @@ fn no_job_is_lost(bulkhead: &str) {
                 (done.load(Ordering::Relaxed) >= before + JOBS_BETWEEN).then_some(worker)
             });
             kill_pid(worker, Signal::SIGTERM);
-            wait_for("it is gone", || (!supervisor.worker_pids("x").contains(&worker)).then_some(()));
+            wait_for("the worker is gone", || (!supervisor.worker_pids("x").contains(&worker)).then_some(()));
             last = worker;
         }
         is_over.store(true, Ordering::Relaxed);
@@ -64,16 +64,17 @@ fn program_host_finishes_all_accepted_jobs() {
 }
 
 #[test]
-fn a_worker_that_is_still_starting_ends_at_once() {
+fn sigterm_ends_starting_worker_immediately() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nsandbox = { profile = \"none\" }\n\
          max_queue = 10\ndeadline = \"60s\"\nstart = { ready = \"60s\" }\nrestart = { backoff = \"1ms\" }\n",
     );
     let first = supervisor.worker_pids("x")[0];
     kill_pid(first, Signal::SIGTERM);
-    let second =
-        wait_for("the next one starts", || supervisor.worker_pids("x").into_iter().find(|pid| *pid != first));
-    let third = wait_for("the one after that starts", || {
+    let second = wait_for("a second worker starts", || {
+        supervisor.worker_pids("x").into_iter().find(|pid| *pid != first)
+    });
+    let third = wait_for("a third worker starts", || {
         kill_pid(second, Signal::SIGTERM);
         supervisor.worker_pids("x").into_iter().find(|pid| *pid != first && *pid != second)
     });

@@ -1,5 +1,6 @@
-//! `exec`: one unmodified program for each job. The payload is standard input, the result is standard output, and
-//! standard error goes to the log. Payload and result can be files in the job's own folder instead.
+//! `exec`: runs an unmodified program for each job. The program reads the payload from standard input and
+//! writes the result to standard output. Standard error goes to the log. Instead of the standard streams,
+//! files in a folder of the job can contain the payload and the result.
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
@@ -24,7 +25,7 @@ use crate::reply::{HandlerError, Reply};
 use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
-/// Maximum number of bytes from the end of standard error in a job's message.
+/// Maximum number of bytes that the message of a job contains from the end of standard error.
 const TAIL_BYTES: usize = 4 * 1024;
 
 /// Interval between checks for remaining processes of a program that has exited.
@@ -39,20 +40,20 @@ pub(super) struct Plan {
     rlimits: Vec<(Resource, Rlimit)>,
     /// Time to wait for the end of the output after the program has exited.
     output_grace: Duration,
-    /// Exit statuses that count as success, as the caller's fault, and as worth a retry.
+    /// Exit statuses that mean success, a fault of the caller, or a failure that is worth a retry.
     ok: Vec<i32>,
     caller: Vec<i32>,
     retryable: Vec<i32>,
-    /// Names of the payload and result files in the job's folder. If either is set, the folder is the working
-    /// directory.
+    /// Names of the payload and result files in the job's folder. If either name is set, this folder is the
+    /// working directory of the program.
     input: Option<String>,
     output: Option<String>,
 }
 
 impl Plan {
     pub(super) fn parse(mut arguments: &[&str]) -> Option<Self> {
-        // The supervisor sets the same limit. It is smaller than any core dump, but not 0: with 0 the kernel
-        // would still pipe dumps to a crash handler.
+        // The supervisor sets the same limit for workers. The limit is smaller than any core dump, but not 0,
+        // because with 0 the kernel would still pipe core dumps to a crash handler.
         let core = (Resource::Core, Rlimit { current: Some(1), maximum: Some(1) });
         let mut plan = Self { rlimits: vec![core], ..Self::default() };
         while let [option, text, ref rest @ ..] = *arguments {
@@ -85,7 +86,8 @@ fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
     let resource = rlimits::Resource::from_name(name)?.to_rustix();
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
-    // The extra second lets the kernel send SIGXCPU, which names the cause, before SIGKILL.
+    // The hard limit is one second higher, so that the kernel sends SIGXCPU, which shows the cause, before
+    // SIGKILL.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });
     Some((resource, Rlimit { current, maximum }))
 }
@@ -104,7 +106,7 @@ pub(super) fn run(plan: Plan) -> ExitCode {
         .raw_handler(|job, ctx: &Ctx<Host>| ctx.state().run_program(job, ctx));
     let serving = std::thread::Builder::new().name("dispatch".into()).spawn(move || {
         let code = server.serve();
-        // The first thread is busy, so returning a status from `main` is not possible.
+        // Exits here, because the first thread is busy and cannot return a status from `main`.
         std::process::exit(if code == ExitCode::SUCCESS { 0 } else { 2 });
     });
     if let Err(error) = serving {
@@ -115,10 +117,10 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// State shared by the programs of all jobs.
+/// State of the host that all jobs share.
 struct Host {
     plan: Plan,
-    /// Path to execute.
+    /// Path of the program to execute.
     place: String,
     environment: Environment,
     rules: Arc<Rules>,
@@ -131,12 +133,13 @@ impl Host {
         let failed = |attempted: &str, error: io::Error| {
             HandlerError::new("confinement", format!("failed to {attempted}: {error}"))
         };
-        // Each program costs the host some descriptors, so the host's limit is raised. Programs get the
-        // original limit.
+        // Raises the limit on open descriptors, because the host needs several descriptors for each program.
+        // Programs get the original limit.
         let open_files = getrlimit(Resource::Nofile);
         plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
-        setrlimit(Resource::Nofile, raised).map_err(|error| failed("raise a limit", error.into()))?;
+        setrlimit(Resource::Nofile, raised)
+            .map_err(|error| failed("raise the limit on open files", error.into()))?;
         let mut rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;
         let place = match super::inherited_program() {
             Some(program) => {
@@ -146,12 +149,12 @@ impl Host {
             }
             None => plan.program.clone(),
         };
-        // Detects here an error that would affect every program.
+        // Creates rules once, to detect an error that would affect every program.
         rules.for_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.exposes_temporary_files() {
             eprintln!(
-                "programs of this worker can read each other's temporary files: `read` or `write` names a \
-                 folder above these files"
+                "programs of this worker can read each other's temporary files, because `read` or `write` \
+                 grants a parent folder of these files"
             );
         }
         let rules = Arc::new(rules);
@@ -198,7 +201,7 @@ impl Host {
         File::from(file).write_all(job.payload())
     }
 
-    /// Reads the program's output file. Must be called when no process of the program is left. Does not
+    /// Reads the program's output file. Must be called only when no process of the program is left. Does not
     /// follow symbolic links, and does not block on a FIFO.
     fn file_output(&self, name: &str, folder: Option<&Folder>, most: u64) -> Result<Vec<u8>, HandlerError> {
         let none = |why: &dyn std::fmt::Display| {
@@ -207,7 +210,7 @@ impl Host {
                 format!("the program exited and left no result in the file `{name}`: {why}"),
             )
         };
-        let folder = folder.ok_or_else(|| none(&"there is no folder"))?;
+        let folder = folder.ok_or_else(|| none(&"the job has no folder"))?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         folder.restore_owner_rights();
         let file = match openat(folder.place(), name, flags, Mode::empty()) {
@@ -251,7 +254,7 @@ impl Host {
         let exchanged = self.exchange(&mut program, job.payload(), folder, ctx);
         let must_kill = !matches!(exchanged, Ok(Run { end: Ending::Exited | Ending::Incomplete(_), .. }));
         if must_kill {
-            // Kills only this process. The cleanup below kills its descendants.
+            // Kills only the process of the program. `reap` kills the descendants.
             program.kill();
         }
         self.orphans.unprotect(pid);
@@ -269,8 +272,8 @@ impl Host {
         }
     }
 
-    /// Writes the payload and reads the output until the program and its output have ended, or the job must
-    /// end.
+    /// Writes the payload and reads the output. Returns when the program and the output have ended, or when
+    /// the job must end.
     fn exchange(
         &self,
         program: &mut Program,
@@ -279,7 +282,7 @@ impl Host {
         ctx: &Ctx<Self>,
     ) -> io::Result<Run> {
         let cancelled = ctx.cancellation()?;
-        // Without a payload, standard input is closed immediately.
+        // If there is nothing to write to standard input, it is closed immediately.
         let mut unsent = if self.plan.input.is_some() { &[][..] } else { payload };
         let mut stdin = program.stdin.take().filter(|_| !unsent.is_empty());
         let mut run = Run {
@@ -353,7 +356,10 @@ impl Host {
     fn reply(&self, run: Run, process: u32, status: ExitStatus, folder: Option<&Folder>, most: u64) -> Reply {
         let tail = String::from_utf8_lossy(&run.tail).trim_end().to_owned();
         if let Ending::Cancelled = run.end {
-            return Reply::Failed(HandlerError::new("cancelled", "the program was killed with the job"));
+            return Reply::Failed(HandlerError::new(
+                "cancelled",
+                "the program was killed because the job was cancelled",
+            ));
         }
         if let Ending::TooLarge = run.end {
             let message = format!("the program wrote more than max_result ({most} bytes)");
@@ -398,15 +404,17 @@ fn append(message: &mut String, tail: &str) {
     }
 }
 
-/// Returns the error for output that did not end. `file` is the name of the output file, or `None` for a
-/// pipe. `holders` names processes that had the output open.
+/// Returns the error for output that did not end within `grace` after the program had exited. `file` is the
+/// name of the output file, or `None` for standard output. `holders` contains the names of processes that had
+/// the output open.
 fn incomplete(file: Option<&str>, holders: &[String], grace: Duration) -> HandlerError {
     let output = file.map_or_else(|| "standard output".to_owned(), |name| format!("file `{name}`"));
     let holders = if holders.is_empty() { "another process".to_owned() } else { holders.join(", ") };
     let message = format!(
-        "the program exited, but the {output} was still open in {holders} after {} ms, and the rest was \
-         killed: have the program wait for child processes, redirect the output of child processes, or raise \
-         `output_grace`; `output_grace = \"0s\"` drops output that is written after the exit",
+        "the program exited, but the {output} was still open in {holders} after {} ms, so the remaining \
+         processes were killed: have the program wait for child processes, redirect the output of child \
+         processes, or raise `output_grace`; `output_grace = \"0s\"` drops output that is written after the \
+         exit",
         grace.as_millis()
     );
     HandlerError::new("output_incomplete", message)
@@ -430,8 +438,8 @@ struct Run {
 }
 
 impl Run {
-    /// Reads what the pipes hold after the program has ended. Must be called when no process of the program
-    /// is left. Does not wait for bytes that other processes could still write.
+    /// Reads the bytes that remain in the pipes after the program has ended. Must be called only when no
+    /// process of the program is left. Does not wait for bytes that other processes could still write.
     fn read_rest(&mut self, most: u64) {
         if !matches!(self.end, Ending::Exited | Ending::Incomplete(_)) {
             return;
@@ -466,7 +474,7 @@ impl Run {
     }
 }
 
-/// Waits for at most `most` until a source is ready. Returns which sources are ready.
+/// Waits until a source is ready, or until the time `most` has passed. Returns which sources are ready.
 fn wait<const N: usize>(
     sources: [(Option<BorrowedFd<'_>>, PollFlags); N],
     most: Option<Duration>,
@@ -480,7 +488,8 @@ fn wait<const N: usize>(
         .map(|(fd, _)| fd.and_then(|_| polled.next()).is_some_and(|one| is_any && !one.revents().is_empty()))
 }
 
-/// Writes as much as the pipe takes. A program that closes its standard input is not an error.
+/// Writes as much of the payload as the pipe accepts. It is not an error if the program has closed standard
+/// input.
 fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
@@ -495,7 +504,7 @@ fn write_stdin(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     }
 }
 
-/// Reads once. Returns the number of bytes read.
+/// Reads once from a pipe. Returns the number of bytes read.
 fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize {
     let mut buffer = [0; 64 * 1024];
     let Some(source) = pipe else { return 0 };
@@ -504,9 +513,9 @@ fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize
     count
 }
 
-/// Forwards standard error to the log, and keeps the end for the job's message.
+/// Forwards bytes from standard error to the log, and keeps the last bytes for the job's message.
 fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
-    // A missing log must not fail the job.
+    // Errors are ignored, because a job must not fail if the log cannot be written.
     let _ = io::stderr().write_all(bytes);
     tail.extend_from_slice(bytes);
     if tail.len() > TAIL_BYTES {

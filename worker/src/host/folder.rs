@@ -1,8 +1,9 @@
-//! A temporary folder for each program. No program sees files of an earlier one.
+//! Temporary folders, one for each program. No program can see files of an earlier program.
 //!
-//! A folder is removed when no process of its program is left. The removal does not follow links and does not
-//! recurse, however deep the folder is. Large folders are removed on a separate thread. Other programs cannot
-//! reach such a folder in the meantime, because no program is granted another program's folder.
+//! A folder is removed when no process of its program is left. The removal does not follow symbolic links,
+//! and works without recursion however deep the folder is. Large folders are removed on a separate thread.
+//! Other programs cannot reach such a folder in the meantime, because no program is granted another program's
+//! folder.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CString;
@@ -15,10 +16,10 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
 use crate::rules::Rules;
 
-/// Maximum number of entries removed before the job's outcome is sent.
+/// Maximum number of entries that are removed before the reply to the job is sent.
 const ENTRIES_AT_ONCE_MAX: usize = 256;
 
-/// Maximum number of folders queued for removal.
+/// Maximum number of folders in the queue for removal.
 const QUEUED_REMOVALS_MAX: usize = 1024;
 
 /// The folders of all programs.
@@ -41,7 +42,8 @@ impl Folder {
 
     /// Restores the owner's rights on the folder, which the program may have removed.
     pub(super) fn restore_owner_rights(&self) {
-        // On an error, the following operation fails and reports it.
+        // Errors are ignored, because the caller's next operation on the folder then fails and reports the
+        // cause.
         let _ = bulkhead_linux::folder::restrict_to_owner(&self.place);
     }
 }
@@ -69,7 +71,7 @@ impl Folders {
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
 
-    /// Removes the folder of a program. Must be called when no process of the program is left.
+    /// Removes the folder of a program. Must be called only when no process of the program is left.
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);

@@ -18,19 +18,19 @@ use rustix::process::{Resource, Rlimit, Signal, WaitId, WaitIdOptions, waitid};
 use crate::context::Ctx;
 use crate::rules::{FOLDER_VARIABLES, Ruleset};
 
-/// Variables that are set for each job.
+/// Environment variables that are set for each job.
 const JOB_VARIABLES: [&str; 4] =
     ["BULKHEAD_OPERATION", "BULKHEAD_TENANT", "BULKHEAD_JOB", "BULKHEAD_DEADLINE_MS"];
 
 /// The environment that all programs share, and the names of the variables set for each program.
 pub(super) struct Environment {
     common: Vec<CString>,
-    /// Variables of [`FOLDER_VARIABLES`] that are set to each program's folder.
+    /// Variables from [`FOLDER_VARIABLES`] that are set to the folder of the program.
     folder_variables: Vec<&'static str>,
 }
 
 impl Environment {
-    /// Builds the environment from that of the host, whose temporary folder is `temporary`.
+    /// Builds the environment from that of the host. `temporary` is the host's temporary folder.
     pub(super) fn new(temporary: Option<&Path>) -> Self {
         let is_own = |name: &OsStr, value: &OsStr| {
             FOLDER_VARIABLES.iter().any(|own| name == *own)
@@ -77,9 +77,9 @@ fn variable(name: OsString, value: &OsStr) -> io::Result<CString> {
 pub(super) struct ChildSetup<'s> {
     pub(super) rlimits: &'s [(Resource, Rlimit)],
     pub(super) ruleset: Option<&'s Ruleset>,
-    /// A folder that the rules must withhold; used to verify them.
+    /// Folder that the program must not be able to list. Used to verify that the rules are in force.
     pub(super) hidden_folder: Option<BorrowedFd<'s>>,
-    /// Working directory, unless it is the host's.
+    /// Working directory of the program; `None` for that of the host.
     pub(super) directory: Option<BorrowedFd<'s>>,
     /// True if standard output goes to the log, as standard error does.
     pub(super) logs_output: bool,
@@ -88,14 +88,14 @@ pub(super) struct ChildSetup<'s> {
 /// A program that is ready to be executed.
 pub(super) struct Launch {
     program: CString,
-    /// Owns the strings behind the pointers.
+    /// Strings that the pointers in `arguments` and `environment` point to.
     _texts: Vec<CString>,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
 }
 
 impl Launch {
-    /// `place` is the path to execute, and `name` becomes `argv[0]`.
+    /// Prepares a program. `place` is the path to execute, and `name` becomes `argv[0]`.
     pub(super) fn new(
         (name, place): (&str, &str),
         arguments: &[String],
@@ -127,7 +127,8 @@ impl Launch {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-                // If the host died before this call, the signal would never be sent.
+                // If the host has died before the parent-death signal was set, the kernel never sends the
+                // signal.
                 if rustix::process::getppid() != Some(host) {
                     return Err(Errno::INTR.into());
                 }
@@ -138,7 +139,7 @@ impl Launch {
                 if let Some(ruleset) = setup.ruleset {
                     ruleset.restrict(setup.hidden_folder)?;
                 }
-                // Limits come last, because they could forbid the calls above.
+                // Limits are set last, because they could make the calls above fail.
                 for (resource, limit) in setup.rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
@@ -150,13 +151,13 @@ impl Launch {
             }
         };
         // SAFETY: the closure only makes system calls, returns errors that are plain numbers, and uses memory
-        // prepared before. It neither allocates nor takes a lock.
+        // that was prepared before. The closure neither allocates memory nor takes a lock.
         #[expect(unsafe_code, reason = "vfork(2) shares memory with the child")]
         let child = unsafe { vfork::spawn(execute) }?;
         Ok(Program { child, stdin: Some(stdin), stdout, stderr: Some(stderr) })
     }
 
-    /// Executes the program. Not with `execvp`, which passes files of an unknown format to a shell.
+    /// Executes the program. Does not use `execvp`, which would pass files of an unknown format to a shell.
     fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer. The lists and the strings behind them live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
@@ -167,17 +168,19 @@ impl Launch {
     }
 }
 
-/// Installs the descriptors 0 to 2. Makes only system calls, because it runs in a child that shares memory.
+/// Makes `streams` the standard streams of this process. Makes only system calls, because this function runs
+/// in a child that shares memory with the host.
 fn install_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
     for (own, stream) in streams.into_iter().zip(0..) {
-        // SAFETY: plain descriptor numbers, and the child has a separate descriptor table.
+        // SAFETY: both arguments are plain descriptor numbers, and the child has a separate descriptor table.
         #[expect(unsafe_code, reason = "the safe dup2(2) must own the replaced descriptor")]
         errno::check(unsafe { libc::dup2(own, stream) })?;
     }
     Ok(())
 }
 
-/// Creates a pipe. Both ends are above the standard streams, where a later `dup2` would replace them.
+/// Creates a pipe. The descriptors of both ends are above 2, so that a later `dup2` to a standard stream does
+/// not replace them.
 fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = std::io::pipe()?;
     debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has open standard streams");
@@ -198,14 +201,14 @@ impl Program {
         self.child.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Returns true if a signal has killed the program, which must have ended.
+    /// Returns true if the program was killed by a signal. The program must have ended.
     pub(super) fn has_crashed(&self) -> io::Result<bool> {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         let status = retry_on_intr(|| waitid(WaitId::Pid(self.child.pid), look))?;
         Ok(status.is_some_and(|status| !status.exited()))
     }
 
-    /// Kills only this process, without its descendants.
+    /// Kills the process of the program, but not its descendants.
     pub(super) fn kill(&self) {
         // The process may have ended already.
         let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
@@ -218,7 +221,7 @@ impl Program {
     }
 }
 
-/// Describes for people why a program was not started.
+/// Returns a human-readable reason why a program could not be started.
 pub(super) fn describe(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOEXEC) => {

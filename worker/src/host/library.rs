@@ -66,7 +66,7 @@ struct Call<'c> {
 /// A loaded library, which is never unloaded.
 pub(super) struct Loaded {
     handle: Handle,
-    /// Never closed, because its code may be running.
+    /// Never closed, because threads may still be running code of the library.
     _library: std::mem::ManuallyDrop<Library>,
 }
 
@@ -93,14 +93,15 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
     // any call.
     let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
         failed(format!(
-            "{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into the library once"
+            "{path} does not define bulkhead_abi_version: write BULKHEAD_LIBRARY of bulkhead.h once in the \
+             source of the library"
         ))
     })?;
     // SAFETY: `dlsym` found the object, which is a `const uint32_t`.
     let version = unsafe { **version };
     if version != ABI_VERSION {
         return Err(failed(format!(
-            "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: \
+            "{path} was built for version {version} of bulkhead.h, but this host has version {ABI_VERSION}: \
              rebuild the library"
         )));
     }
@@ -123,7 +124,11 @@ fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
 }
 
 fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
-    let text = |name: &str| CString::new(name).map_err(|_| failed("a name contains NUL".into()).caller());
+    let text = |name: &str| {
+        CString::new(name).map_err(|_| {
+            failed("the name of the operation or the tenant contains a NUL byte".into()).caller()
+        })
+    };
     let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
     let call = Call {
         ctx,

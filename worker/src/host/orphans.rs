@@ -1,14 +1,14 @@
 //! Cleans up after the programs of jobs. The host is a child subreaper: when a program dies, its remaining
-//! descendants become children of the host. The kernel assigns such orphans to the first thread of a process,
-//! while a program is the child of the thread that started it. So the first thread starts no process and
-//! waits only for its own children (`__WNOTHREAD`). Without such children, nothing is left of any program.
-//! The kernel lists the children of a thread in `/proc`, so the first thread is not woken for programs that
-//! leave nothing behind.
+//! descendants become children of the host. The kernel makes such orphans children of the host's first
+//! thread, while a program is a child of the thread that started it. The first thread therefore starts no
+//! processes and waits only for its own children (`__WNOTHREAD`). If the first thread has no children, ended
+//! programs have left no processes behind. The kernel lists the children of a thread in `/proc`, so the first
+//! thread is woken only if there are orphans.
 //!
-//! During a program's `output_grace` its orphans must survive the cleanup after other programs. Each program
-//! leads a separate session, which descendants can leave only by starting another session. So the session of
-//! an orphan identifies the program. Descendants in other sessions are recorded when a program exits and
-//! during each cleanup.
+//! During the `output_grace` of a program, the orphans of this program must survive the cleanup after other
+//! programs. Each program leads a separate session, which descendants can leave only by starting another
+//! session. The session of an orphan therefore identifies the program. Descendants in other sessions are
+//! recorded when a program exits and during each cleanup.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -36,10 +36,10 @@ const FIRST_THREAD: i32 = libc::WNOHANG | libc::__WNOTHREAD;
 /// Maximum number of processes that a message names.
 const NAMED_MAX: usize = 4;
 
-/// Maximum number of processes that are searched for an output.
+/// Maximum number of processes that are checked for an open output file or pipe.
 const SEARCHED_MAX: usize = 256;
 
-/// Maximum number of descriptors that are searched in each process.
+/// Maximum number of descriptors that are checked in each process.
 const DESCRIPTORS_MAX: usize = 1024;
 
 /// Programs that are running or in their `output_grace`, and the channel to the thread that cleans up.
@@ -48,22 +48,23 @@ pub(super) struct Orphans {
     /// Locked for reading by threads that start a program, and for writing by the thread that kills
     /// unregistered processes.
     starting: RwLock<()>,
-    /// `/proc` file that lists the children of the first thread, dead ones included; `None` if the kernel has
-    /// no such file.
+    /// `/proc` file that lists the children of the first thread, dead ones included; `None` if the kernel
+    /// does not provide this file.
     children: Option<File>,
     requests: SyncSender<SyncSender<()>>,
 }
 
 #[derive(Default)]
 struct Programs {
-    /// Programs whose job has not ended, by process id, which is also the session id. True if the orphans are
-    /// recorded.
+    /// Programs whose job has not ended, by process id, which is also the session id. The value is true if
+    /// the orphans of the program are recorded.
     unfinished: HashMap<u32, bool>,
-    /// Programs from which a process in another session, or the members of that session, may descend.
+    /// Possible ancestors of processes that have left the session of their program. Records exist for single
+    /// processes and for whole sessions.
     owners: HashMap<Key, Vec<u32>>,
 }
 
-/// Key of a record: process id and start time, or session id.
+/// Key of a record: the process id and start time of a process, or the id of a session.
 type Key = (u32, Option<u64>);
 
 fn keys(found: ProcessIdentity) -> [Key; 2] {
@@ -71,7 +72,7 @@ fn keys(found: ProcessIdentity) -> [Key; 2] {
 }
 
 impl Programs {
-    /// Returns the programs from which a process may descend, if known.
+    /// Returns the programs that can be ancestors of a process. Returns `None` if they are not known.
     fn known_owners(&self, found: ProcessIdentity) -> Option<Vec<u32>> {
         if self.unfinished.contains_key(&found.session) {
             return Some(vec![found.session]);
@@ -79,13 +80,14 @@ impl Programs {
         keys(found).iter().find_map(|key| self.owners.get(key)).cloned()
     }
 
-    /// Returns the programs from which a child of the host may descend. For an unknown child these are the
-    /// programs that have just died and whose orphans are not recorded.
+    /// Returns the programs that can be ancestors of a child of the host. For an unknown child, these are all
+    /// programs that have ended and whose orphans are not recorded yet.
     fn owners_of_child(&mut self, child: u32) -> Vec<u32> {
         if self.unfinished.contains_key(&child) {
             return vec![child];
         }
-        // A process that is gone needs no owner. Its children are checked separately.
+        // A process that no longer exists needs no owner. The children of such a process are checked
+        // separately.
         let Some(found) = identity_of(child) else { return Vec::new() };
         self.known_owners(found).unwrap_or_else(|| {
             let unrecorded = self.unfinished.iter().filter(|(_, is_recorded)| !**is_recorded);
@@ -106,7 +108,8 @@ impl Programs {
         self.owners_of_child(child).iter().any(|owner| self.unfinished.contains_key(owner))
     }
 
-    /// Records all descendants. Fails if `/proc` cannot be read.
+    /// Records the possible ancestors of every descendant of the host. Returns an error if `/proc` cannot be
+    /// read.
     fn record_all(&mut self) -> io::Result<()> {
         for (found, child) in list_descendants()? {
             let owners = self.known_owners(found).unwrap_or_else(|| self.owners_of_child(child));
@@ -117,7 +120,8 @@ impl Programs {
 }
 
 impl Orphans {
-    /// Must be called on the first thread of the process.
+    /// Returns a record without programs, and the receiver of requests for [`Orphans::serve`]. Must be called
+    /// on the first thread of the process.
     pub(super) fn new() -> (Self, Receiver<SyncSender<()>>) {
         let (requests, received) = sync_channel(0);
         let children = File::open("/proc/thread-self/children").ok();
@@ -137,28 +141,28 @@ impl Orphans {
         Ok(program)
     }
 
-    /// Protects the orphans of an exited program until [`Orphans::unprotect`]. The program must not have been
-    /// waited for, so that its process id is not reused.
+    /// Protects the orphans of an exited program from being killed until [`Orphans::unprotect`] is called.
+    /// Must be called before the program is waited for, so that the process id has not been reused.
     pub(super) fn protect(&self, number: u32) {
         let has_children = self.has_children();
         let starting = has_children.then(|| self.starting.write().unwrap_or_else(PoisonError::into_inner));
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         if has_children {
-            // Without `/proc`, only orphans in the program's session are known.
+            // If `/proc` cannot be read, only orphans in the program's session are known.
             let _ = programs.record_all();
         }
         programs.unfinished.insert(number, true);
         drop((programs, starting));
     }
 
-    /// Returns true if an exited program whose orphans are kept has left any process.
+    /// Returns true if an exited program has left any orphans. The orphans must be protected.
     pub(super) fn has_orphans(&self, number: u32) -> bool {
-        // Reaps dead orphans.
+        // Reaps orphans that have already died.
         self.reap();
         self.has_children() && !self.orphans_of(number).is_empty()
     }
 
-    /// Lists the orphans of a program. Returns none without `/proc`.
+    /// Returns the process ids of a program's orphans. Returns an empty list if `/proc` cannot be read.
     fn orphans_of(&self, number: u32) -> Vec<u32> {
         let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
         let mut left = list_descendants().unwrap_or_default();
@@ -166,7 +170,7 @@ impl Orphans {
         left.into_iter().map(|(found, _)| found.pid).collect()
     }
 
-    /// Names the orphans of a program that have a file or pipe open, for people.
+    /// Returns human-readable names of a program's orphans that have the file or pipe `file` open.
     pub(super) fn holders(&self, number: u32, file: &Stat) -> Vec<String> {
         let is_same =
             |place: PathBuf| stat(place).is_ok_and(|at| (at.st_dev, at.st_ino) == (file.st_dev, file.st_ino));
@@ -185,19 +189,20 @@ impl Orphans {
         named.chain((more > 0).then(|| format!("{more} more"))).collect()
     }
 
-    /// Ends the protection of a program's orphans after its job. The next cleanup kills the orphans. Must be
-    /// called before the program is waited for.
+    /// Ends the protection of a program's orphans when the job ends. The next cleanup kills the orphans. Must
+    /// be called before the program is waited for.
     pub(super) fn unprotect(&self, number: u32) {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner).unfinished.remove(&number);
     }
 
-    /// Returns true if the first thread has no children. The kernel hands over a program's children before
-    /// its exit becomes visible.
+    /// Returns true if the first thread has children, or if this is unknown. When the exit of a program
+    /// becomes visible, the kernel has already made the program's children those of the first thread.
     fn has_children(&self) -> bool {
         self.children.as_ref().is_none_or(|children| !matches!(children.read_at(&mut [0], 0), Ok(0)))
     }
 
-    /// Kills and reaps everything that ended programs have left. Returns when it is done.
+    /// Kills and reaps all processes that ended programs have left behind. Returns when the cleanup is
+    /// complete.
     pub(super) fn reap(&self) {
         if !self.has_children() {
             return;

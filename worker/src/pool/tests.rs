@@ -12,23 +12,25 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::*;
 use crate::journal::Journal;
 
-/// Maximum time for conditions that become true immediately on a healthy, idle machine.
+/// Maximum time to wait for a condition. On an idle machine, each condition becomes true almost immediately.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of the job whose handler returns immediately. Other handlers wait until they are cancelled.
 const QUICK: u64 = 0;
 
-/// Handlers of jobs with this number or higher return immediately, too.
+/// Lowest number of the jobs, in addition to `QUICK`, whose handlers return immediately.
 const RETURNS: u64 = 1 << 32;
 
 /// A running pool, and the supervisor's end of its link.
 struct Fixture {
     pool: Arc<Pool<()>>,
-    /// Never closed: a worker that loses its supervisor kills its process, which is the test's process.
+    /// Never closed, because a worker that loses its supervisor kills its process, and this process is that
+    /// of the test.
     link: ManuallyDrop<UnixStream>,
     begun: Receiver<(u64, ThreadId)>,
     answered: Receiver<u64>,
-    /// Kind and number of each frame that is not in `answered`, heartbeats included.
+    /// Kind and number of each result, returned job and heartbeat. Used instead of `answered` if there is a
+    /// journal.
     frames: Receiver<(u8, u64)>,
     init_thread: ThreadId,
 }
@@ -48,7 +50,7 @@ impl Fixture {
         fixture
     }
 
-    /// Starts a pool whose `init` ends when the caller sends a message.
+    /// Starts a pool whose `init` returns when the test sends a message over the returned channel.
     fn before_ready(max_in_flight: u32, journal: Option<Journal>) -> (Self, Sender<()>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let link = OwnedFd::from(theirs);
@@ -57,7 +59,7 @@ impl Fixture {
         journal.into_iter().for_each(|journal| writer.set_journal(journal));
         let (tell, begun) = channel();
         let handler = move |_: &Job, ctx: &Ctx<()>| {
-            // The test may have ended already.
+            // An error means that the test has already ended.
             let _ = tell.send((ctx.number(), std::thread::current().id()));
             if ctx.number() != QUICK && ctx.number() < RETURNS {
                 let event = ctx.cancellation().unwrap();
@@ -137,8 +139,9 @@ impl Fixture {
     }
 }
 
-/// Receives the ids of answered and returned jobs. If `with_kinds` is set, also receives the kind of each frame,
-/// and heartbeats.
+/// Receives frames on a thread. Without `with_kinds`, sends the numbers of all results to the first channel.
+/// With `with_kinds`, sends kind and number of all results, returned jobs and heartbeats to the second
+/// channel.
 fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, u64)>) {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
@@ -149,7 +152,7 @@ fn listen(link: &UnixStream, with_kinds: bool) -> (Receiver<u64>, Receiver<(u8, 
             poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
             let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
             while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
-                // The test may have ended already.
+                // An error means that the test has already ended.
                 let _ = match header.kind {
                     kind::RESULT | kind::RETURNED | kind::HEARTBEAT if with_kinds => {
                         tell_kinds.send((header.kind, header.number)).is_ok()
@@ -190,12 +193,12 @@ fn higher_limit_runs_more_jobs_at_once() {
     let fixture = Fixture::new(1);
     fixture.send_jobs(1..=2);
     assert_eq!(fixture.next_begun(1), [1]);
-    // A job above the limit runs when the limit allows.
+    // The second job begins as soon as the limit is raised.
     fixture.limit(3);
     assert_eq!(fixture.next_begun(1), [2]);
     fixture.send_jobs([3]);
     assert_eq!(fixture.next_begun(1), [3]);
-    // Threads are started for jobs, not for limits.
+    // A higher limit alone starts no thread. Only a job does.
     fixture.send(|outbox| {
         push_limits(outbox, 8);
         push_job(outbox, 4);
@@ -218,7 +221,7 @@ fn lower_limit_ends_threads_after_their_jobs() {
     fixture.send_jobs([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
         fixture.release([number]);
-        // The thread takes no other job.
+        // The thread ends instead of running the pending job.
         fixture.wait_for("the thread ends after the job", |state| {
             (state.threads, state.live.len()) == (left, left + 1)
         });
@@ -227,11 +230,11 @@ fn lower_limit_ends_threads_after_their_jobs() {
     assert_eq!(fixture.begun.recv_timeout(TIMEOUT).unwrap(), (5, fixture.init_thread));
     fixture.limit(2);
     fixture.send_jobs([6]);
-    assert_eq!(fixture.next_begun(1), [6], "next to the other job");
+    assert_eq!(fixture.next_begun(1), [6], "the job runs beside the other job");
 }
 
 #[test]
-fn surplus_idle_threads_end_except_the_init_thread() {
+fn lower_limit_ends_idle_threads_but_not_init_thread() {
     for round in 0..20 {
         let fixture = Fixture::new(6);
         fixture.send_jobs(1..=6);
@@ -239,7 +242,7 @@ fn surplus_idle_threads_end_except_the_init_thread() {
         fixture.release(1..=6);
         fixture.wait_idle(6);
         if round % 2 == 1 {
-            // Quick handlers: one thread waits for the link, the others are parked.
+            // With quick handlers, one thread waits for the link and the others are parked.
             fixture.pool.typical_ns.store(0, Ordering::Relaxed);
             fixture.send_jobs([QUICK]);
             fixture.next_begun(1);
@@ -257,7 +260,7 @@ fn surplus_idle_threads_end_except_the_init_thread() {
 }
 
 #[test]
-fn limits_before_ready_take_effect() {
+fn limits_received_before_ready_take_effect() {
     let (fixture, init) = Fixture::before_ready(1, None);
     for limit in [9, 0, 3] {
         fixture.limit(limit);
@@ -270,7 +273,7 @@ fn limits_before_ready_take_effect() {
 }
 
 #[test]
-fn thread_count_has_a_minimum_and_a_maximum() {
+fn thread_count_has_minimum_and_maximum() {
     let fixture = Fixture::new(u32::MAX);
     assert_eq!(lock(&fixture.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
     fixture.limit(0);
@@ -286,13 +289,13 @@ fn thread_count_has_a_minimum_and_a_maximum() {
     fixture.wait_idle(1);
 }
 
-/// A call for help arrives when the link has just woken the only idle thread. The thread answers the call,
-/// and calls others for the jobs behind its own.
+/// Makes a wake request just after the link has woken the only idle thread. That thread handles the request
+/// and starts other threads for the remaining jobs.
 #[test]
-fn thread_woken_by_the_link_handles_the_wake_request() {
+fn thread_woken_by_link_handles_wake_request() {
     let fixture = Fixture::new(3);
     let mut state = lock(&fixture.pool.state);
-    // The thread is woken by the link first, and waits for the lock.
+    // The arriving jobs wake the idle thread, which then waits for the lock.
     fixture.send_jobs(1..=3);
     fixture.pool.wake_or_start_thread(&mut state);
     assert!(state.is_wake_pending);
@@ -302,9 +305,9 @@ fn thread_woken_by_the_link_handles_the_wake_request() {
     assert_eq!((state.idle, state.is_wake_pending), (0, false));
 }
 
-/// Raises and lowers the limit while jobs come and go, from a seeded generator.
+/// Raises and lowers the limit at random while jobs arrive and end. The random generator has a fixed seed.
 #[test]
-fn every_job_runs_once_while_limits_change() {
+fn jobs_run_once_despite_changing_limits() {
     const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];
     const AT_ONCE_MAX: usize = 24;
     let fixture = Fixture::new(2);
@@ -333,7 +336,7 @@ fn every_job_runs_once_while_limits_change() {
             _ if !held.is_empty() => fixture.release([held.swap_remove(next(held.len()))]),
             _ => {}
         }
-        // The oldest jobs run first, so released jobs end.
+        // Releases the oldest job. This job is running, because the oldest jobs begin first.
         while held.len() > AT_ONCE_MAX {
             fixture.release([held.remove(0)]);
         }
@@ -353,7 +356,7 @@ fn every_job_runs_once_while_limits_change() {
 }
 
 #[test]
-fn first_thread_respects_the_limit() {
+fn init_thread_respects_the_limit() {
     let fixture = Fixture::new(2);
     fixture.send_jobs(1..=2);
     let begun: Vec<_> = (0..2).map(|_| fixture.begun.recv_timeout(TIMEOUT).expect("a job begins")).collect();
@@ -364,7 +367,8 @@ fn first_thread_respects_the_limit() {
     fixture.wait_for("the limit is known", |state| state.threads_max == 1);
     fixture.release([first]);
     assert_eq!(fixture.answered.recv_timeout(TIMEOUT), Ok(first));
-    // The thread waits for the link, with a pending job behind the running one.
+    // The first thread waits for the link. The limit of one job is used up by the other thread, so the new
+    // job stays pending.
     fixture.send_jobs([QUICK]);
     fixture.wait_for("the job has arrived and not begun", |state| state.arrived == 3 && state.idle == 1);
     assert_eq!(lock(&fixture.pool.state).pending.len(), 1);
@@ -373,7 +377,7 @@ fn first_thread_respects_the_limit() {
     assert_eq!(fixture.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
 }
 
-/// Creates a journal, and the supervisor's view of its counters.
+/// Creates a journal. Returns the worker's end of the journal and the counters as the supervisor sees them.
 fn journal() -> (Journal, Claims) {
     let file = rustix::fs::memfd_create("journal", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, bulkhead_shared::journal::JOURNAL_BYTES as u64).unwrap();
@@ -383,11 +387,11 @@ fn journal() -> (Journal, Claims) {
 
 /// Jobs arrive and are recalled at random. Each job either runs once or is returned to the supervisor.
 #[test]
-fn each_job_runs_or_is_recalled() {
+fn each_job_runs_once_or_is_recalled() {
     for max_in_flight in [1, 3] {
         let (journal, claims) = journal();
         let fixture = Fixture::with_journal(max_in_flight, journal);
-        // Job number and arrival number are equal here.
+        // Apart from the offset `RETURNS`, the number of each job equals its arrival number.
         let (mut sent, mut recalled) = (0, 0);
         let (mut ran, mut returned) = (Vec::new(), Vec::new());
         for round in 0..3000 {
@@ -409,7 +413,7 @@ fn each_job_runs_or_is_recalled() {
             let expected: Vec<u64> = runs.iter().copied().filter(|number| Some(*number) != last).collect();
             assert_eq!(ran, expected, "of {runs:?}; returned: {returned:?}");
             assert!(last.is_none_or(|last| last == begun), "only the last job can be returned");
-            // A job returned after its recall is the one after the last begun.
+            // Only the job after the last begun one can be returned after a recall.
             assert!(returned.iter().all(|number| *number <= begun + 1));
             (ran, returned) = (Vec::new(), Vec::new());
             recalled = sent;
@@ -426,7 +430,7 @@ fn recalled_jobs_are_dropped_with_one_heartbeat() {
     assert_eq!(fixture.next_begun(1), [1]);
     fixture.wait_for("all jobs have arrived", |state| state.arrived == 4);
     assert_eq!(claims.recall(4), 1);
-    // Reuses the number for another job.
+    // Sends another job with the number of a recalled job.
     fixture.send_jobs([3]);
     fixture.wait_for("only the new job is left", |state| state.pending.len() == 1 && state.live.len() == 2);
     fixture.release([3, 1]);

@@ -1,4 +1,4 @@
-//! A request and a reply over two channels of `ipc-channel`.
+//! Sends a request and a reply over two channels of `ipc-channel`.
 
 use std::process::{Child, Command};
 use std::time::Instant;

@@ -1,7 +1,7 @@
-//! Peers that are Rust libraries, on the work of the bench: `tonic` and `ipc-channel`.
+//! Peers that are Rust libraries and do the same work as the bench: `tonic` and `ipc-channel`.
 //!
-//! Reads an order from each line of standard input, and writes a JSON object for each order; see
-//! `bench/src/peers.rs`.
+//! Reads one order from each line of standard input, and writes one JSON object for each order (see
+//! `bench/src/peers.rs`).
 
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments[..] {
-        // A single hop, or two hops with a relay between.
+        // `HOPS` is 1 for a direct connection, or 2 for a relay in between.
         ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
         ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
         ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),
@@ -26,13 +26,13 @@ fn main() -> Result<()> {
     }
 }
 
-/// An order of the bench.
+/// An order from the bench.
 enum Order {
-    /// Sends the given number of requests of the given size, one at a time.
+    /// Sends `total` requests of `bytes` bytes, one at a time.
     Latency { bytes: usize, total: usize },
-    /// Sends the given number of requests at a time.
+    /// Sends `total` requests of `bytes` bytes, `lanes` at a time.
     Rate { lanes: usize, bytes: usize, total: usize },
-    /// Kills the worker and waits for the next reply, the given number of times.
+    /// Kills the worker and waits for the next reply, `total` times.
     Recovery { total: usize },
 }
 

@@ -1,4 +1,5 @@
-//! Unary calls of tonic over a Unix socket. The service is written by hand, so that no protocol compiler is needed.
+//! Unary calls of tonic over a Unix socket. The service is written by hand, so that no protocol compiler is
+//! needed.
 
 use std::convert::Infallible;
 use std::process::{Child, Command};
@@ -28,7 +29,7 @@ struct Bytes {
     data: Vec<u8>,
 }
 
-/// Service that returns each message, or forwards each message to the next service.
+/// A service that returns each message, or forwards it to the next service.
 #[derive(Clone)]
 struct Echo {
     next: Option<Client>,
@@ -113,14 +114,14 @@ pub async fn serve(socket: &str, next: Option<&str>) -> Result<()> {
     Ok(Server::builder().add_service(Echo { next }).serve_with_incoming(listener).await?)
 }
 
-/// The processes behind a client.
+/// A client and the processes that it talks to.
 struct Chain {
     processes: Vec<Child>,
     client: Client,
 }
 
 impl Chain {
-    /// Starts the processes again.
+    /// Starts all processes again.
     async fn start(hops: usize) -> Result<Self> {
         let folder = std::env::temp_dir().join(format!("peer-{}", std::process::id()));
         std::fs::create_dir_all(&folder)?;
@@ -181,7 +182,7 @@ pub async fn drive(hops: usize) -> Result<()> {
                 for _ in 0..total {
                     let began = Instant::now();
                     chain.processes[0].kill()?;
-                    // Only the caller starts the process again, as in the bare chain of the bench.
+                    // Nothing but the caller restarts the process, as in the bare chain of the bench.
                     while chain.client.echo(64).await.is_ok() {}
                     drop(chain);
                     chain = Chain::start(hops).await?;

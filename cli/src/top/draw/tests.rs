@@ -59,7 +59,7 @@ fn screen(app: &mut App, now: Instant, width: u16, height: u16) -> Vec<String> {
 }
 
 #[test]
-fn draws_ordinary_terminal() {
+fn screen_shows_list_events_and_help_line() {
     let (mut app, now) = app();
     let lines = screen(&mut app, now, 80, 24);
     assert_eq!(lines[0], "bulkhead top  every 1s  2 bulkheads, 1 not ready, 2 not ok");
@@ -74,7 +74,7 @@ fn draws_ordinary_terminal() {
 }
 
 #[test]
-fn draws_wide_and_small_terminals() {
+fn wide_terminal_shows_more_columns() {
     let (mut app, now) = app();
     let lines = screen(&mut app, now, 200, 60);
     for head in ["RESTARTS", "BREAKER", "P50", "P99", "WORKERS"] {
@@ -88,7 +88,7 @@ fn draws_wide_and_small_terminals() {
 }
 
 #[test]
-fn draws_page_of_bulkhead() {
+fn bulkhead_page_shows_workers_tenants_and_events() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Enter);
     let lines = screen(&mut app, now, 80, 24);
@@ -109,9 +109,15 @@ fn draws_page_of_bulkhead() {
         "{lines:#?}"
     );
     assert!(lines[head + 2].starts_with("4712 busy"), "{lines:#?}");
-    assert!(!has("worker_exited thumbnail") && has("worker_exited ocr"), "its own events: {lines:#?}");
+    assert!(
+        !has("worker_exited thumbnail") && has("worker_exited ocr"),
+        "only events of this bulkhead: {lines:#?}"
+    );
     let small = screen(&mut app, now, 40, 10);
-    assert!(small.iter().any(|line| line.starts_with("4711")), "workers come before the rest: {small:#?}");
+    assert!(
+        small.iter().any(|line| line.starts_with("4711")),
+        "a small page shows the workers first: {small:#?}"
+    );
     // Scrolling stops at the last worker.
     press(&mut app, KeyCode::End);
     let small = screen(&mut app, now, 40, 8);
@@ -121,13 +127,13 @@ fn draws_page_of_bulkhead() {
 }
 
 #[test]
-fn draws_unreachable_supervisor() {
+fn unreachable_supervisor_leaves_last_state_dimmed() {
     let (mut app, start) = app();
     app.store(Err(Failure::new(69, "failed to reach the admin socket: refused")));
     let now = start + Duration::from_secs(75);
     let lines = screen(&mut app, now, 80, 24);
     assert!(lines[0].contains("NOT REACHABLE for 1m 15s"), "{}", lines[0]);
-    assert!(lines[3].starts_with("thumbnail ready"), "the last state is shown");
+    assert!(lines[3].starts_with("thumbnail ready"), "the last state stays visible");
     assert_eq!(lines[23], "failed to reach the admin socket: refused");
     let mut buffer = Buffer::empty(Rect::new(0, 0, 80, 24));
     draw(&mut buffer, &mut app, now);
@@ -135,19 +141,19 @@ fn draws_unreachable_supervisor() {
     app.store(Ok(sample(now, &[snapshot("thumbnail", "ready", 0)])));
     buffer.reset();
     draw(&mut buffer, &mut app, now);
-    assert!(!buffer[(0, 2)].modifier.contains(Modifier::DIM), "and it recovers");
+    assert!(!buffer[(0, 2)].modifier.contains(Modifier::DIM), "a new sample ends the dimming");
     assert!(screen(&mut app, now + Duration::from_secs(9), 80, 24)[0].contains("NO RESPONSE for 9s"));
     press(&mut app, KeyCode::Char('p'));
     assert!(screen(&mut app, now, 80, 24)[0].contains("PAUSED"));
 }
 
 #[test]
-fn draws_help_filter_and_empty_list() {
+fn screen_shows_help_filter_and_empty_list() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Char('?'));
     let lines = screen(&mut app, now, 80, 24);
-    assert!(lines.iter().any(|line| line.contains("the worst first; by name")), "{lines:#?}");
-    assert!(lines[23].ends_with("/run/bulkhead/admin.sock"), "{}", lines[23]);
+    assert!(lines.iter().any(|line| line.contains("worst first, by name")), "{lines:#?}");
+    assert!(lines[23].contains("/run/bulkhead/admin.sock"), "{}", lines[23]);
     press(&mut app, KeyCode::Esc);
     press(&mut app, KeyCode::Char('/'));
     press(&mut app, KeyCode::Char('x'));
@@ -159,7 +165,7 @@ fn draws_help_filter_and_empty_list() {
 }
 
 #[test]
-fn draws_any_size() {
+fn screen_can_be_drawn_at_any_size() {
     let (mut app, start) = app();
     let many: Vec<Value> =
         (0..30).map(|n| snapshot(&format!("東京-{n}-{}", "n".repeat(40)), "ready", n)).collect();

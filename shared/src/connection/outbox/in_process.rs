@@ -1,4 +1,4 @@
-//! Sending within the process.
+//! Sending over an in-process connection.
 
 use std::io;
 
@@ -6,8 +6,8 @@ use super::{BufferPool, FILE_CHUNK_BYTES_MAX, Outbox, Segment};
 use crate::in_process::Endpoint;
 
 impl Outbox {
-    /// Writes as much as the other end has room for. Returns true if nothing is left. The in-process form of
-    /// [`Outbox::flush`].
+    /// Writes as many queued bytes as the in-process connection has room for. Returns true if all bytes were
+    /// written. This is the in-process counterpart of [`Outbox::flush`].
     pub fn flush_in_process(&mut self, end: &Endpoint, pool: &mut BufferPool) -> io::Result<bool> {
         while self.bytes > 0 {
             let written = match &self.segments[0] {

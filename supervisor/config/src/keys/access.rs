@@ -9,31 +9,32 @@ use crate::reader::Arguments;
 use crate::table::table;
 
 table! {
-    /// An entry of `[[access]]`.
+    /// Keys of an `[[access]]` rule.
     AccessKeys, ACCESS;
 
-    /// User that the entry applies to, by id.
+    /// User id that the rule applies to.
     uid: u32 as count(0, ID_MAX), without "none", such as "1001";
-    /// Group that the entry applies to, by id.
+    /// Group id that the rule applies to.
     gid: u32 as count(0, ID_MAX), without "none", such as "1001";
-    /// User that the entry applies to, by name. The user must exist when the file is read.
+    /// Name of the user that the rule applies to. The user must exist when the supervisor reads the file.
     user: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// Group that the entry applies to, by name. The group must exist when the file is read.
+    /// Name of the group that the rule applies to. The group must exist when the supervisor reads the file.
     group: String as Kind::Text, without "none", such as "\"www-data\"";
-    /// Bulkheads of this file that the user or group can use.
+    /// Names of the bulkheads that the user or group can use.
     bulkheads: Arguments as Kind::Names(BULKHEADS_MAX), without "all", such as "[\"thumbnail\"]";
-    /// Tenants that jobs of the user or group can name. If set, each of these jobs must name one.
+    /// Tenants that the user or group can submit jobs for. If set, each job must name one of these tenants.
     tenants: Arguments as Kind::Names(ACCESS_TENANTS_MAX), without "any, or none", such as "[\"acme\"]";
 }
 
-/// `[[access]]`: permissions of a user or group. A client that matches no entry has no permissions.
+/// An `[[access]]` rule, which gives permissions to a user or group. A client that matches no rule has no
+/// permissions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AccessConfig {
-    /// User or group that the entry applies to, by peer credentials.
+    /// User or group that the rule applies to. Compared with the peer credentials of the connection.
     pub who: Who,
-    /// Permitted bulkheads: at least one, all of them in the file. `None`: all bulkheads.
+    /// Names of the permitted bulkheads, at least one. `None`: all bulkheads.
     pub bulkheads: Option<Vec<String>>,
-    /// Permitted tenants, at least one. `None`: any tenant, or no tenant.
+    /// Names of the permitted tenants, at least one. `None`: jobs can name any tenant, or no tenant.
     pub tenants: Option<Vec<String>>,
 }
 

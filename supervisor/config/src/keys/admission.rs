@@ -1,5 +1,5 @@
-//! Tables of a bulkhead about admission, queueing and rejection of jobs. Except for `priority`, `policy`
-//! defines the types of the checked values.
+//! Tables of a bulkhead that control the admission, queueing and rejection of jobs. `policy` defines the
+//! types of the checked values, except for `priority`.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ section! {
     /// `priority`: permits reserved for critical jobs.
     PriorityKeys => PriorityConfig, "bulkhead.NAME.priority";
 
-    /// Share of the permits that is reserved for critical jobs, rounded up.
+    /// Share of the permits that is reserved for critical jobs. The number of permits is rounded up.
     critical_reserve: f64 as Kind::Share { none: true, all: false }, without "required", such as "0.2";
 }
 
@@ -29,11 +29,11 @@ pub struct PriorityConfig {
 }
 
 section! {
-    /// `pressure`: warnings and rejections before the queue is full.
+    /// `pressure`: queue levels at which the supervisor warns and rejects jobs before the queue is full.
     PressureKeys => Pressure, "bulkhead.NAME.pressure";
 
-    /// Share of `max_queue` at which a `queue_pressure` event is emitted. At most `reject`; the default is
-    /// reduced to `reject` if `reject` is smaller.
+    /// Share of `max_queue` at which the supervisor emits the event `queue_pressure`. Must not exceed
+    /// `reject`. If `reject` is below the default, the default is the value of `reject`.
     warn: f64 as POSITIVE_SHARE, default 0.8;
     /// Share of `max_queue` above which normal and best-effort jobs are rejected as `backpressure`.
     reject: f64 as POSITIVE_SHARE, default 1.0;
@@ -45,10 +45,10 @@ section! {
 
     /// Sustained rate in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Number of jobs that can arrive at once after a pause.
+    /// Maximum number of jobs that are admitted at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
-    /// Scope of the limit: all jobs of the bulkhead together (`"bulkhead"`), or each tenant separately
-    /// (`"tenant"`).
+    /// Scope of the rate limit. `"bulkhead"` applies it to all jobs of the bulkhead together, `"tenant"` to
+    /// each tenant separately.
     per: RatePer as one_of::<RatePer>(), default RatePer::Bulkhead;
 }
 
@@ -66,10 +66,10 @@ section! {
     slow_call: Duration as at_least(POSITIVE_DURATION), without "off", such as "\"5s\"";
     /// Share of slow jobs at which the breaker opens. Needs `slow_call`.
     slow_rate: f64 as POSITIVE_SHARE, default 1.0;
-    /// Time for which the breaker stays open before it lets probes through. Doubles with each consecutive
+    /// Time that the breaker stays open before it admits probes. The time doubles with each consecutive
     /// opening, up to 8 times this value.
     open_for: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(5);
-    /// Number of jobs that a half-open breaker lets through as probes.
+    /// Number of jobs that a half-open breaker admits as probes.
     probes: u32 as count(1, BREAKER_PROBES_CEILING), default 1;
 }
 
@@ -77,9 +77,9 @@ section! {
     /// `retry`: retries of idempotent jobs whose worker crashed.
     RetryKeys => RetryLimits, "bulkhead.NAME.retry", by rows;
 
-    /// Maximum number of attempts of a job, including the first.
+    /// Maximum number of attempts to run a job, including the first.
     attempts: u32 as count(2, RETRY_CEILING), default 2;
-    /// Maximum number of retries, as a share of the jobs. Jobs are not retried beyond this budget.
+    /// Maximum number of retries, as a share of all jobs. Once this budget is used up, jobs are not retried.
     budget: f64 as POSITIVE_SHARE, default 0.2;
 }
 
@@ -87,25 +87,27 @@ section! {
     /// `poison`: quarantine of payloads that kill workers.
     PoisonKeys => PoisonLimits, "bulkhead.NAME.poison", by rows;
 
-    /// Number of killed workers after which a payload is rejected as `quarantined`. A worker counts only if
-    /// the payload's job was the only job in it.
+    /// Number of workers that a payload can kill before it is rejected as `quarantined`. The death of a
+    /// worker counts only if a single job, with this payload, was in flight in the worker.
     crashes: u32 as count(1, POISON_CEILING), default 3;
     /// Period in which the crashes of a payload are counted.
     within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(72 * 3600);
 }
 
 section! {
-    /// `adaptive`: a limit on concurrent jobs that follows their run times; see [below](#adaptive-limit).
+    /// `adaptive`: a limit on concurrent jobs that is adjusted based on their run times; see
+    /// [below](#adaptive-limit).
     AdaptiveKeys => AdaptiveLimits, "bulkhead.NAME.adaptive";
 
-    /// Minimum of the limit. At most `max`.
+    /// Minimum value of the adaptive limit. At most `max`.
     min: u32 as count(1, PERMITS_CEILING), default 1;
-    /// Maximum and initial value of the limit. At most `processes` × `max_in_flight`, also for each isolated
-    /// tenant and after a `resize`.
+    /// Maximum and initial value of the adaptive limit. Must not exceed `processes` × `max_in_flight`,
+    /// neither with the values of an isolated tenant nor with those set by `resize`.
     max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
-    /// Target for the 90th percentile of a tenant's run times. The limit falls when most tenants are above the target,
-    /// and grows while they are not and the limit is reached. At most `deadline_max`.
+    /// Target for the 90th percentile of a tenant's run times. The limit falls if most tenants exceed the
+    /// target. It grows if they do not and jobs reach the limit. At most `deadline_max`.
     target: Duration as at_least(POSITIVE_DURATION), without "required", such as "\"50ms\"";
-    /// `"enforce"` applies the limit; `"monitor"` only reports the limit.
+    /// Effect of the adaptive limit. `"enforce"` applies the limit; `"monitor"` only reports the value that
+    /// it would have.
     mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

@@ -1,5 +1,5 @@
-//! `[bulkhead.NAME]` without its tables. `[defaults]` has the same keys, except for the keys that select the
-//! program.
+//! Keys of `[bulkhead.NAME]`, without the keys in inner tables. `[defaults]` has the same keys, except for
+//! those that select the program.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -25,24 +25,25 @@ use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
-    /// `[bulkhead.NAME]` or `[defaults]`.
+    /// Keys of `[bulkhead.NAME]` or `[defaults]`.
     BulkheadKeys => BulkheadConfig, BULKHEAD;
 
     /// Program built with the worker SDK, and its arguments.
     command: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
-    /// C library. The host loads the library and calls `entry`.
+    /// C library that serves jobs. A host program loads the library and calls the function `entry` for each
+    /// job.
     library: String as Kind::Path, without "none", such as "\"./libworker.so\"", reload ReplacesWorkers, no field;
     /// Function of `library` that serves a job.
     entry: Cow<'static, str> as Kind::Text, default Cow::Borrowed("bulkhead_handle"), reload ReplacesWorkers, no field;
-    /// Unmodified program, run as one process per job. Standard input is the payload, standard output is the
-    /// result.
+    /// Unmodified program, run as a separate process for each job. The program reads the payload from
+    /// standard input and writes the result to standard output.
     exec: Arguments as Kind::Program, without "none", such as "[\"./worker\", \"--flag\"]", reload ReplacesWorkers, no field;
-    /// Time for which the output of an `exec` program (standard output, or the file `files.output`) is
-    /// awaited after the program has exited. After this time, a process that still holds the output open is
-    /// killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
+    /// Maximum time to wait for the end of an `exec` program's output (standard output, or the file
+    /// `files.output`) after the program has exited. After this time, processes that still hold the output
+    /// open are killed, and the job is `failed` as `output_incomplete`; see [below](#exec).
     output_grace: Duration as at_least(ANY_DURATION), without "`\"1s\"` with `exec`", such as "\"1s\"", reload ReplacesWorkers;
-    /// Environment of the workers. Workers get only these variables and the few that the SDK needs. Names
-    /// that start with `BULKHEAD_` are reserved.
+    /// Environment variables of the workers. Workers get only these variables and a few that the SDK needs.
+    /// Names that start with `BULKHEAD_` are reserved.
     env: Environment as Kind::Environment, without "`{}`", such as "{ RUST_LOG = \"info\" }", reload ReplacesWorkers;
     /// Working directory of the workers.
     cwd: String as Kind::Path, without "the file's folder", such as "\"/srv/work\"", reload ReplacesWorkers;
@@ -55,29 +56,33 @@ section! {
     max_queue: u32 as count(0, QUEUE_CEILING), default 0;
     /// Maximum time that a job waits for a permit.
     queue_timeout: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"5s\"";
-    /// Maximum run time of an attempt, from its dispatch, without the time in the queue. A client can request
-    /// less. After this time the worker is ended as at `deadline`, even if other jobs run in it. At most
-    /// `deadline_max`. In `[defaults]` the value applies only to bulkheads whose jobs can run that long.
+    /// Maximum run time of an attempt, counted from its dispatch, without the time in the queue. A client can
+    /// request less. After this time the worker is stopped as after a missed `deadline`, even if other jobs
+    /// are running in it. At most `deadline_max`. In `[defaults]` the value applies only to bulkheads whose
+    /// jobs can run that long.
     run_limit: Duration as at_least(POSITIVE_DURATION), without "until the deadline", such as "\"1s\"";
-    /// Maximum time from the receipt of a job to its answer, including the time in the queue. A client can
+    /// Maximum time from the receipt of a job to its outcome, including the time in the queue. A client can
     /// request another value.
     deadline: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(30);
-    /// Maximum deadline that a client can request; larger values are reduced to it. At least `deadline`.
+    /// Maximum deadline that a client can request. Larger requested values are reduced to this maximum. At
+    /// least `deadline`.
     deadline_max: Duration as at_least(POSITIVE_DURATION), without "`deadline`", such as "\"5s\"";
-    /// Time between asking a worker to stop after a missed deadline and killing it; `"0s"` kills the worker
-    /// immediately. With `exec` the program is killed immediately. The worker is killed only if the program
-    /// is not gone within 5 s while a client waits for another program in the worker.
+    /// Time that a worker has to stop after a missed deadline before it is killed; `"0s"` kills the worker
+    /// immediately. With `exec` the program is killed immediately. The worker of the program is killed only
+    /// if the program is still there after 5 s while a client is waiting for another program in the worker.
     grace: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
-    /// Amount of work, in expected run time, that is prefetched to a busy worker, so that it does not wait
-    /// between two jobs. Applies to workers with the SDK, so not with `exec`. `"0s"` disables prefetching.
+    /// Amount of work, in expected run time, that is sent to a busy worker in advance, so that the worker is
+    /// not idle between two jobs. Applies to workers with the SDK, and therefore not with `exec`. `"0s"`
+    /// disables prefetching.
     lookahead: Duration as at_least(ANY_DURATION), default Duration::from_millis(1);
-    /// Maximum payload of a job. At most the supervisor's `max_payload`.
+    /// Maximum size of a job's payload. At most the supervisor's `max_payload`.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
-    /// Maximum result of a job; a larger result is `failed` as `result_too_large`. At most the supervisor's
-    /// `max_payload`.
+    /// Maximum size of a job's result. A job with a larger result is `failed` as `result_too_large`. At most
+    /// the supervisor's `max_payload`.
     max_result: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"", reload ReplacesWorkers;
-    /// Behaviour of a full queue. `"reject"` rejects the next job. `"evict-oldest"` accepts the job and
-    /// evicts the oldest job of the tenant that holds most of the queue; this needs a `max_queue` above 0.
+    /// Behaviour if a job arrives while the queue is full. `"reject"` rejects the new job. `"evict-oldest"`
+    /// accepts the new job and evicts the oldest job of the tenant with the most queued jobs; this needs a
+    /// `max_queue` above 0.
     overflow: Overflow as one_of::<Overflow>(), default Overflow::Reject;
     /// Bulkheads that take over jobs which this bulkhead rejects as `circuit_open`, `queue_full`,
     /// `backpressure`, `unavailable` or `draining`, and idempotent jobs whose worker crashed. They are tried
@@ -106,113 +111,121 @@ section! {
     }
 }
 
-/// `[bulkhead.NAME]`, merged with `[defaults]`.
+/// Settings of `[bulkhead.NAME]`, merged with `[defaults]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BulkheadConfig {
-    /// Name, `[a-z0-9._-]{1,64}`.
+    /// Name of the bulkhead, which matches `[a-z0-9._-]{1,64}`.
     pub name: String,
-    /// Program of the workers.
+    /// Program that the workers run.
     pub program: Program,
-    /// Environment of the workers, sorted by name.
+    /// Environment variables of the workers, sorted by name.
     pub env: Vec<(String, String)>,
-    /// Working directory of the workers. Absolute; the folder existed when the file was read.
+    /// Absolute path of the workers' working directory, which existed when the file was read.
     pub cwd: PathBuf,
     /// Number of worker processes, at least 1.
     pub processes: u32,
     /// Maximum number of jobs in flight per worker; 0 rejects every job.
     pub max_in_flight: u32,
-    /// Maximum number of queued jobs; 0 if `max_in_flight` is 0.
+    /// Maximum number of queued jobs. Always 0 if `max_in_flight` is 0.
     pub max_queue: u32,
     /// Maximum time that a job waits for a permit. `None`: until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
-    /// Maximum run time of an attempt, from its dispatch. `None`: until the deadline.
+    /// Maximum run time of an attempt, counted from its dispatch. `None`: until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub run_limit: Option<Duration>,
-    /// Maximum time from receipt to answer, unless the client requests another value.
+    /// Maximum time from the receipt of a job to its outcome, unless the client requests another value.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline: Duration,
     /// Maximum deadline that a client can request, at least `deadline`.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline_max: Duration,
-    /// Time between asking a late worker to stop and killing it. Zero kills the worker immediately.
+    /// Time that a worker has to stop after a missed deadline before it is killed. Zero kills the worker
+    /// immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
-    /// Amount of work that is prefetched to a busy worker. Zero disables prefetching.
+    /// Amount of work, in expected run time, that is prefetched to a busy worker. Zero disables prefetching.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub lookahead: Duration,
     /// Maximum size of a payload in bytes, at most the supervisor's `max_payload`.
     pub max_payload: u64,
     /// Maximum size of a result in bytes, at most the supervisor's `max_payload`.
     pub max_result: u64,
-    /// Behaviour of a full queue. [`Overflow::Reject`] if `max_queue` is 0.
+    /// Behaviour if a job arrives while the queue is full. Always [`Overflow::Reject`] if `max_queue` is 0.
     #[serde(serialize_with = "as_word")]
     pub overflow: Overflow,
-    /// Fallback bulkheads in order: at most 8, unique, without this bulkhead.
+    /// Names of the fallback bulkheads, in the order in which they are tried. There are at most 8, without
+    /// duplicates and without this bulkhead.
     pub fallback: Vec<String>,
-    /// Permits reserved for critical jobs. `None`: no permits.
+    /// Share of the permits that is reserved for critical jobs. `None`: no permits are reserved.
     pub priority: Option<admission::PriorityConfig>,
-    /// Warnings and rejections before the queue is full. Not used if `max_queue` is 0.
+    /// Queue levels at which the supervisor warns and rejects jobs before the queue is full. Ignored if
+    /// `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
-    /// True if the bulkhead itself, not `[defaults]`, sets `pressure`. Then a queue is required.
+    /// True if `[bulkhead.NAME]` itself sets `pressure`, not only `[defaults]`. The bulkhead must then have a
+    /// queue.
     #[serde(skip)]
     pub has_own_pressure: bool,
-    /// Maximum rate of jobs. `None`: no limit.
+    /// Maximum rate at which jobs are admitted. `None`: no limit.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
-    /// Share of one tenant in the bulkhead, or isolation of tenants. `None`: no limit per tenant.
+    /// Limits that apply to each tenant, or isolation of tenants. `None`: tenants have no limits of their
+    /// own.
     pub tenants: Option<tenants::TenantsConfig>,
-    /// Settings of single tenants, by name; at most 1024.
+    /// Settings of individual tenants, by name. At most 1024 tenants.
     pub tenant: BTreeMap<String, tenants::TenantConfig>,
-    /// Rejection of jobs after too many failures. `None`: disabled.
+    /// Settings of the circuit breaker. `None`: no breaker.
     #[serde(serialize_with = "as_table_option")]
     pub breaker: Option<BreakerLimits>,
-    /// Retries of idempotent jobs whose worker crashed. `None`: disabled.
+    /// Limits on retries of idempotent jobs whose worker crashed. `None`: jobs are not retried.
     #[serde(serialize_with = "as_table_option")]
     pub retry: Option<RetryLimits>,
-    /// Quarantine of payloads that kill workers. `None`: disabled.
+    /// Limits of the quarantine for payloads that kill workers. `None`: no quarantine.
     #[serde(serialize_with = "as_table_option")]
     pub poison: Option<PoisonLimits>,
-    /// Limit on concurrent jobs that follows their run times. `None`: no adaptive limit.
+    /// Settings of the adaptive limit on concurrent jobs. `None`: no adaptive limit.
     #[serde(serialize_with = "as_table_option")]
     pub adaptive: Option<AdaptiveLimits>,
-    /// Restarts of dead workers.
+    /// Rules for restarting dead workers.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,
-    /// Start of workers.
+    /// Time limits and mode of starting workers.
     #[serde(serialize_with = "as_table")]
     pub start: Start,
-    /// Detection of unresponsive workers.
+    /// Heartbeat settings for detecting unresponsive workers.
     #[serde(serialize_with = "as_table")]
     pub health: Health,
-    /// Replacement of working workers.
+    /// Limits after which a worker that still works is replaced.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
-    /// Resource limits, hard = soft, in the order of [`Resource::ALL`](crate::Resource::ALL). `core` is
-    /// always included, as 0.
+    /// Resource limits of the workers, in the order of [`Resource::ALL`](crate::Resource::ALL). Hard and soft
+    /// limit are equal. `core` is always included and 0.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the workers.
     pub sandbox: confinement::SandboxConfig,
-    /// Limits of a control group for each worker. `None`: no control group.
+    /// Limits of each worker's control group. `None`: workers have no control groups.
     pub cgroup: Option<confinement::CgroupConfig>,
-    /// Time for which a program's output is awaited after the program's exit. `None` without `exec`.
+    /// Maximum time to wait for the end of a program's output after the program has exited. `None` without
+    /// `exec`.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub output_grace: Option<Duration>,
-    /// Meaning of a program's exit status. `None` without `exec`.
+    /// Meaning of a program's exit statuses. `None` without `exec`.
     pub exit_status: Option<exec::ExitStatus>,
-    /// Payload and result of a program as files. `None`: the program uses standard input and output.
+    /// Names of the files that hold a program's payload and result. `None`: the program uses standard input
+    /// and output.
     pub files: Option<exec::Files>,
 }
 
 impl BulkheadConfig {
-    /// Returns the isolation of tenants; `None` if tenants share the workers.
+    /// Returns the settings for isolated tenants, or `None` if tenants share the workers.
     pub fn isolation(&self) -> Option<&tenants::IsolationConfig> {
         self.tenants.as_ref()?.isolation.as_ref()
     }
 
-    /// Returns the resource limits that the sandbox adds where `rlimits` sets none. The limit of processes
-    /// (`nproc`) applies only where processes are counted for each worker.
+    /// Returns the resource limits that the sandbox adds for resources without a limit in `rlimits`. The
+    /// limit on processes (`nproc`) applies only where the kernel counts processes separately for each
+    /// worker.
     pub fn sandbox_rlimits(&self) -> Vec<Rlimit> {
         if self.sandbox.profile == Profile::None {
             return Vec::new();
@@ -244,27 +257,27 @@ impl BulkheadConfig {
     }
 }
 
-/// Program of a bulkhead. Paths are absolute and existed when the file was read.
+/// Program of a bulkhead. Paths are absolute, and the files existed when the configuration was read.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Program {
     /// A program built with the worker SDK.
     Command {
-        /// Arguments as written, starting with the program.
+        /// Program and arguments, as written in the file.
         argv: Vec<String>,
         /// Resolved path of `argv[0]`.
         path: PathBuf,
     },
-    /// A C library, loaded by the host.
+    /// A C library that a host program loads.
     Library {
         /// Path of the library.
         path: PathBuf,
-        /// Symbol that serves jobs.
+        /// Name of the library's function that serves jobs.
         entry: String,
     },
-    /// An unmodified program, run as one process per job.
+    /// An unmodified program, run as a separate process for each job.
     Exec {
-        /// Arguments as written, starting with the program.
+        /// Program and arguments, as written in the file.
         argv: Vec<String>,
         /// Resolved path of `argv[0]`.
         path: PathBuf,

@@ -1,4 +1,4 @@
-//! Tables of a bulkhead about the confinement and the resources of its workers.
+//! Tables of a bulkhead that set the confinement and resource limits of the workers.
 
 use std::path::PathBuf;
 
@@ -24,17 +24,18 @@ table! {
     read: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
     /// Files and folders that the workers can write, besides their private `/tmp`.
     write: Arguments as Kind::Paths(SANDBOX_PATHS_MAX), without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
-    /// Size of a private `/tmp`; 0 for none. With the profile `default` it is a folder on disk that `TMPDIR`
-    /// names. The size of the folder is checked every second, and a worker that exceeds it is ended as
-    /// `crashed`/`violation`. For workers with ids of `/etc/subuid`, `/tmp` is in memory.
+    /// Maximum size of each worker's private `/tmp`; 0 for none. With the profile `default`, the private
+    /// `/tmp` is a folder on disk whose path is in `TMPDIR`. Its size is checked every second, and a worker
+    /// that exceeds the maximum is killed as `crashed`/`violation`. For workers with user ids from
+    /// `/etc/subuid`, `/tmp` is in memory.
     tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
-    /// User of the workers. `"auto"`: an unprivileged user id for each worker, or one id for the bulkhead if
-    /// `write` is set; available if the supervisor can start workers as other users, or has ids in
-    /// `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If the
-    /// supervisor runs as root, only `"root"` and `"shared"` make a worker root.
+    /// User that the workers run as. `"auto"`: an unprivileged user id for each worker, or one id for the
+    /// whole bulkhead if `write` is set; available if the supervisor can start workers as other users, or has
+    /// ids in `/etc/subuid`. `"shared"`: the supervisor's own user. Any other value is the name of a user. If
+    /// the supervisor runs as root, workers run as root only with `"root"` or `"shared"`.
     user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
-    /// Layers of the profile that can be missing on this machine. If any other layer is missing, the workers
-    /// do not start.
+    /// Layers of the profile that workers can start without if this machine does not support them. If any
+    /// other layer is missing, the workers do not start.
     best_effort: Arguments as Kind::Words(Layer::WORDS), without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
 
     tables { syscalls: SyscallsKeys, }
@@ -44,77 +45,83 @@ table! {
     /// `sandbox.syscalls`: system calls to add to the profile or to remove from it.
     SyscallsKeys, "bulkhead.NAME.sandbox.syscalls";
 
-    /// System calls that the workers can make in addition to those of the profile.
+    /// System calls that the workers can make in addition to those that the profile allows.
     allow: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
-    /// System calls of the profile that the workers cannot make.
+    /// System calls that the profile allows but the workers cannot make.
     deny: Arguments as Kind::Names(SYSCALLS_MAX), without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
 }
 
-/// `sandbox`: confinement of the workers. With [`Profile::None`] all other fields are empty and unused.
+/// Settings of the table `sandbox`. With [`Profile::None`], all other fields are empty and unused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SandboxConfig {
-    /// Profile, which selects the layers.
+    /// Profile, which selects the layers of confinement.
     pub profile: Profile,
     /// True if the workers can use the network.
     pub network: bool,
-    /// Additional readable paths. Absolute; they existed when the file was read.
+    /// Absolute paths of additional files and folders that the workers can read. They existed when the
+    /// configuration was read.
     pub read: Vec<PathBuf>,
-    /// Writable paths. Absolute; they existed when the file was read.
+    /// Absolute paths of files and folders that the workers can write. They existed when the configuration
+    /// was read.
     pub write: Vec<PathBuf>,
-    /// Size of a private `/tmp` in bytes; 0 for none.
+    /// Maximum size of each worker's private `/tmp` in bytes; 0 for none.
     pub tmp_bytes: u64,
-    /// User of the workers. `None` if the file does not set it; see [`SandboxConfig::wants_own_ids`].
+    /// User that the workers run as. `None` if the file does not set the key; see
+    /// [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
-    /// System calls to add to the profile. None of them is in `deny`.
+    /// System calls that are allowed in addition to those of the profile. None of them is in `deny`.
     pub allow: Vec<String>,
-    /// System calls to remove from the profile.
+    /// System calls of the profile that are forbidden.
     pub deny: Vec<String>,
-    /// Layers that can be missing; all others are required.
+    /// Layers that workers can start without. All other layers of the profile are required.
     pub best_effort: Vec<Layer>,
 }
 
 impl SandboxConfig {
-    /// Returns true if the workers need separate user ids. Without a profile, they run as the supervisor's
-    /// user.
+    /// Returns true if the workers should run with separate user ids. Workers without a sandbox run as the
+    /// supervisor's user.
     pub fn wants_own_ids(&self) -> bool {
         self.profile != Profile::None && matches!(self.user, None | Some(SandboxUser::Auto))
     }
 }
 
 vocabulary! {
-    /// Level of confinement of workers, from the loosest to the strictest.
+    /// Level of confinement of workers. The levels are ordered from the loosest to the strictest.
     #[derive(Serialize)]
     #[serde(rename_all = "lowercase")]
     Profile {
-        /// Separate session, descriptors and limits only.
+        /// No sandbox. Workers only have a separate session, no inherited descriptors, and their resource
+        /// limits.
         None = "none",
         /// Layers that ordinary programs tolerate and that need neither root nor user namespaces.
         Default = "default",
-        /// All layers, and only the system calls that computation needs.
+        /// All layers of confinement, with a seccomp filter that allows only the system calls that
+        /// computation needs.
         Strict = "strict",
     }
 }
 
-/// User of the workers.
+/// User that the workers run as.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// A separate id for each worker. If workers can write permanent files, one id for the bulkhead.
+    /// A separate user id for each worker, or one id for the whole bulkhead if its workers can write
+    /// permanent files.
     Auto,
     /// The supervisor's own user.
     Shared,
-    /// A user of the system, who existed when the file was read.
+    /// A named user, who existed when the configuration was read.
     Named(String),
 }
 
 impl SandboxUser {
-    /// The word for [`SandboxUser::Auto`].
+    /// Word in the configuration file for [`SandboxUser::Auto`].
     pub const AUTO: &str = "auto";
 
-    /// The word for [`SandboxUser::Shared`].
+    /// Word in the configuration file for [`SandboxUser::Shared`].
     pub const SHARED: &str = "shared";
 
-    /// Returns the text in the file.
+    /// Returns the value of the key `sandbox.user` in the configuration file.
     pub fn name(&self) -> &str {
         match self {
             Self::Auto => Self::AUTO,
@@ -129,50 +136,52 @@ vocabulary! {
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     Layer {
-        /// Access to files.
+        /// Landlock rules that restrict access to files.
         Landlock = "landlock",
-        /// No signals to processes outside, if neither a user nor a pid namespace prevents them.
+        /// Landlock scopes that prevent signals to processes outside the sandbox. Used if neither a separate
+        /// user id nor a pid namespace already prevents such signals.
         LandlockScopes = "landlock_scopes",
-        /// Permitted system calls.
+        /// Seccomp filter that restricts system calls.
         Seccomp = "seccomp",
-        /// Separate user ids inside a user namespace.
+        /// User namespace, with separate user ids.
         UserNamespace = "user_namespace",
-        /// Separate process ids. The whole tree ends with its first process.
+        /// Pid namespace, with separate process ids. When its first process ends, the kernel kills all
+        /// others.
         PidNamespace = "pid_namespace",
-        /// Separate root folder.
+        /// Mount namespace, with a separate root folder.
         MountNamespace = "mount_namespace",
-        /// Separate network namespace, without interfaces.
+        /// Network namespace without interfaces.
         NetworkNamespace = "network_namespace",
-        /// Another user than the supervisor's.
+        /// Separate user. The workers do not run as the supervisor's user.
         Identity = "identity",
-        /// Control group with limits.
+        /// Control group with resource limits.
         Cgroup = "cgroup",
-        /// No privileges from executed programs.
+        /// The flag `no_new_privs`, with which executing a program never adds privileges.
         NoNewPrivs = "no_new_privs",
-        /// Separation of the programs that run at the same time in one `exec` worker.
+        /// Separation from each other of the programs that one `exec` worker runs at the same time.
         ProgramScopes = "program_scopes",
     }
 }
 
 section! {
-    /// `cgroup`: resource limits of one worker with all its descendants.
+    /// `cgroup`: resource limits that each worker shares with all its descendants.
     CgroupKeys => CgroupConfig, "bulkhead.NAME.cgroup", by rows;
 
-    /// Maximum memory of one worker with all its descendants, including page cache.
+    /// Maximum memory that a worker and its descendants use together, including page cache.
     memory: u64 as size(CGROUP_MEMORY_MIN, NUMBER_MAX), without "no limit", such as "\"8MiB\"", reload ReplacesWorkers;
-    /// Maximum number of processes and threads of one worker with all its descendants.
+    /// Maximum total number of processes and threads of a worker and its descendants.
     pids: u64 as count(1, NUMBER_MAX), without "no limit", such as "32", reload ReplacesWorkers;
-    /// Maximum number of processor cores that one worker with all its descendants can use.
+    /// Maximum number of processor cores that a worker and its descendants use together.
     cpu: f64 as Kind::Number(CGROUP_CPU_CEILING), without "no limit", such as "1.5", reload ReplacesWorkers;
 }
 
-/// `cgroup`: resource limits of one worker with all its descendants. An absent value means no limit.
+/// Resource limits that each worker shares with all its descendants. `None` in a field means no limit.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CgroupConfig {
-    /// Bytes of memory, at least 1 MiB.
+    /// Maximum memory in bytes, at least 1 MiB.
     pub memory: Option<u64>,
-    /// Number of processes and threads, at least 1.
+    /// Maximum number of processes and threads, at least 1.
     pub pids: Option<u64>,
-    /// Number of processor cores, above 0 and at most 1024.
+    /// Maximum number of processor cores, above 0 and at most 1024.
     pub cpu: Option<f64>,
 }

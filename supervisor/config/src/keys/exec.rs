@@ -1,4 +1,4 @@
-//! Tables of a bulkhead about `exec` programs.
+//! Tables of a bulkhead that apply to `exec` programs.
 
 use serde::Serialize;
 
@@ -6,44 +6,45 @@ use crate::key::Kind;
 use crate::table::section;
 
 section! {
-    /// `exit_status`: meaning of exit statuses.
+    /// `exit_status`: meaning of a program's exit statuses.
     ExitStatusKeys => ExitStatus, "bulkhead.NAME.exit_status";
 
     /// Exit statuses for which the job is `ok`.
     ok: Vec<u8> as Kind::Statuses, without "`[0]`", such as "[0, 1]", reload ReplacesWorkers;
-    /// Exit statuses that are the caller's fault. All others that are not `ok` are the dependency's fault.
+    /// Exit statuses for failures that are the caller's fault. All other failures are the dependency's fault.
     caller: Vec<u8> as Kind::Statuses, without "`[64, 65]`", such as "[2]", reload ReplacesWorkers;
-    /// Exit statuses of failures that are worth a retry.
+    /// Exit statuses for failures after which the job can be retried.
     retryable: Vec<u8> as Kind::Statuses, without "`[75]`", such as "[75]", reload ReplacesWorkers;
 }
 
 section! {
-    /// `files`: payload and result as files.
+    /// `files`: names of files through which a program gets the payload and returns the result.
     FilesKeys => Files, "bulkhead.NAME.files", by rows;
 
-    /// File that holds the payload, in place of standard input.
+    /// Name of a file from which the program reads the payload, instead of standard input.
     input: String as Kind::Text, without "standard input", such as "\"in.mov\"", reload ReplacesWorkers;
-    /// File that holds the result when the program has exited, in place of standard output, which goes to the
-    /// log. Must be a regular file.
+    /// Name of a file to which the program writes the result. Standard output then goes to the log. When the
+    /// program has exited, the file must be a regular file.
     output: String as Kind::Text, without "standard output", such as "\"out.mp4\"", reload ReplacesWorkers;
 }
 
-/// Meaning of exit statuses. No status is in more than one list.
+/// Meaning of a program's exit statuses. Each status is in at most one list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExitStatus {
     /// Exit statuses for which the job is `ok`.
     pub ok: Vec<u8>,
-    /// Exit statuses that are the caller's fault.
+    /// Exit statuses for failures that are the caller's fault.
     pub caller: Vec<u8>,
-    /// Exit statuses of failures that are worth a retry.
+    /// Exit statuses for failures after which the job can be retried.
     pub retryable: Vec<u8>,
 }
 
-/// File names in the job's own folder, which is the working directory if there is one.
+/// Names of a job's input and output files. With either file, each job has a separate folder, which is the
+/// working directory of the program.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Files {
-    /// File that holds the payload.
+    /// Name of the file that holds the payload. `None`: the program reads standard input.
     pub input: Option<String>,
-    /// File that holds the result.
+    /// Name of the file that holds the result. `None`: the result is the standard output.
     pub output: Option<String>,
 }

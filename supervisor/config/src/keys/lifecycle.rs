@@ -1,4 +1,4 @@
-//! Tables of a bulkhead about the life cycle of its workers. `policy` defines the types of the checked
+//! Tables of a bulkhead that control the life cycle of its workers. `policy` defines the types of the checked
 //! values.
 
 use std::time::Duration;
@@ -10,22 +10,22 @@ use crate::defaults::*;
 use crate::table::section;
 
 section! {
-    /// `restart`: restarts of dead workers.
+    /// `restart`: rules for restarting dead workers.
     RestartKeys => Restart, "bulkhead.NAME.restart", by rows;
 
-    /// Deaths after which a worker is restarted: all (`"always"`), all except for an exit with status 0 while
-    /// idle (`"on-failure"`), or none (`"never"`).
+    /// Deaths after which the worker is restarted: every death (`"always"`), every death except for an exit
+    /// with status 0 while idle (`"on-failure"`), or none (`"never"`).
     policy: RestartPolicy as one_of::<RestartPolicy>(), default RestartPolicy::Always;
-    /// Pause before the second restart; the first is immediate. The pause then doubles for each restart, with
-    /// jitter.
+    /// Pause before the second consecutive restart of a worker; the first restart is immediate. The pause
+    /// doubles with each further restart, with jitter.
     backoff: Duration as at_least(ANY_DURATION), default Duration::from_millis(100);
-    /// Maximum pause between restarts, and the pause between probes of a failed worker slot. At least
-    /// `backoff`.
+    /// Maximum pause between restarts. Also the interval at which a failed worker slot starts a worker to
+    /// test whether it works again. At least `backoff`.
     backoff_max: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
-    /// Number of deaths within `within` that a worker slot survives. With one more, the slot has failed. Only
-    /// deaths that indicate an unfit worker count.
+    /// Maximum number of deaths in a worker slot within the period `within`. With one more death, the slot
+    /// has failed. Only deaths that suggest a faulty worker count.
     max: u32 as count(1, RESTART_CEILING), default 5;
-    /// Period in which deaths are counted.
+    /// Period over which deaths are counted for `max`.
     within: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(30);
 }
 
@@ -33,16 +33,16 @@ section! {
     /// `start`: time limits for starting workers, template mode, and spares.
     StartKeys => Start, "bulkhead.NAME.start", by rows;
 
-    /// Maximum time from the moment when the process runs to its hello. Until the supervisor has started the process,
-    /// the limit is at least one minute.
+    /// Maximum time from the start of a worker process until it sends HELLO. While the process has not been
+    /// started yet, the limit is at least one minute.
     handshake: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(5);
-    /// Maximum time from the hello to ready. The worker can ask for more time.
+    /// Maximum time from a worker's HELLO until the worker is ready. The worker can ask for more time.
     ready: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(60);
-    /// Creation of worker processes: as new processes (`"spawn"`), or forked from a template that is
-    /// initialised once (`"fork"`); see [below](#fork).
+    /// Way in which worker processes are created: each as a new process (`"spawn"`), or forked from a
+    /// template that is initialised once (`"fork"`); see [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
-    /// Number of ready workers kept in addition to the working ones, to take over immediately; see
-    /// [below](#spares).
+    /// Number of additional workers that are kept ready, so that one can take over a worker slot immediately;
+    /// see [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;
 }
 
@@ -57,14 +57,15 @@ section! {
 }
 
 section! {
-    /// `recycle`: replacement of working workers.
+    /// `recycle`: limits after which a worker that still works is replaced.
     RecycleKeys => Recycle, "bulkhead.NAME.recycle", by rows;
 
-    /// Maximum number of jobs that a worker begins. With 1, each job gets a fresh process. The replacement is
-    /// started early enough to be ready in time, and then waits until it is needed.
+    /// Maximum number of jobs that a worker runs before it is replaced. With 1, each job gets a fresh
+    /// process. The replacement is started early enough to be ready in time, and then waits until it is
+    /// needed.
     jobs: u64 as count(1, NUMBER_MAX), without "off", such as "1000";
     /// Resident memory above which a worker is replaced.
     rss: u64 as size(1, NUMBER_MAX), without "off", such as "\"8MiB\"";
-    /// Time after its start at which a worker is replaced.
+    /// Age at which a worker is replaced.
     age: Duration as at_least(POSITIVE_DURATION), without "off", such as "\"5s\"";
 }

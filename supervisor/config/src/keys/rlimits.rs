@@ -1,4 +1,4 @@
-//! `rlimits`: one row for each [`Resource`].
+//! Keys of the table `rlimits`, one for each [`Resource`].
 
 use std::time::Duration;
 
@@ -18,11 +18,12 @@ fn row(resource: Resource) -> Key {
         kind: Kind::Limit(resource),
         default: match resource {
             Resource::Core => DefaultValue::Count(0),
-            Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox the supervisor's own"),
+            Resource::Fsize => DefaultValue::Described("4GiB; without a sandbox, the supervisor's own limit"),
             Resource::Nproc => DefaultValue::Described(
-                "1024 if the limit counts per worker, with a separate user id or user namespace; otherwise the supervisor's own",
+                "1024 if the limit applies per worker (separate user id or user namespace); otherwise the \
+                 supervisor's own limit",
             ),
-            _ => DefaultValue::Described("the supervisor's own"),
+            _ => DefaultValue::Described("the supervisor's own limit"),
         },
         example: match measure {
             Measure::Bytes => "\"1GiB\"",
@@ -36,7 +37,7 @@ fn row(resource: Resource) -> Key {
     }
 }
 
-/// `rlimits`, in the order of [`Resource::ALL`].
+/// Keys of the table `rlimits`, in the order of [`Resource::ALL`].
 pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
 
 impl NestedTable for RawRlimits {
@@ -63,7 +64,7 @@ impl NestedTable for RawRlimits {
 }
 
 impl RawRlimits {
-    /// Returns the limits from the file, and `core`.
+    /// Returns the limits that the file sets. Always includes `core`.
     pub(crate) fn checked(&self) -> Vec<Rlimit> {
         let written = Resource::ALL.into_iter().zip(&self.0);
         written

@@ -1,4 +1,4 @@
-//! `[supervisor]`: sockets, and limits that all bulkheads share.
+//! Keys of `[supervisor]`, which set sockets and limits that all bulkheads share.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -14,104 +14,112 @@ use crate::key::{Kind, SUPERVISOR};
 use crate::table::section;
 
 section! {
-    /// `[supervisor]`.
+    /// Keys of `[supervisor]`.
     SupervisorKeys => SupervisorConfig, SUPERVISOR;
 
-    /// Unix socket for jobs. At most 107 bytes.
+    /// Path of the Unix socket for jobs, at most 107 bytes.
     socket: String as Kind::Path, without "`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`", such as "\"/run/bulkhead/jobs.sock\"", reload NeedsRestart;
-    /// Mode of `socket`, in octal digits; with `[[access]]` the default is 0666. A missing folder of the
-    /// socket is created with mode 0700, or 0755 if `[[access]]` and the mode admit other users.
+    /// File mode of `socket`, in octal digits. With `[[access]]` the default is 0666. If the folder of the
+    /// socket does not exist, it is created with mode 0700, or with mode 0755 if `[[access]]` and the
+    /// socket's mode let other users connect.
     socket_mode: u32 as Kind::Mode, default SOCKET_MODE, reload NeedsRestart;
-    /// Unix socket of the admin API, with mode 0600. At most 107 bytes, and different from `socket`.
+    /// Path of the Unix socket for the admin API, at most 107 bytes and different from `socket`. The file
+    /// mode is 0600.
     admin: String as Kind::Path, without "`admin.sock` next to `socket`", such as "\"/run/bulkhead/admin.sock\"", reload NeedsRestart;
-    /// Address and port at which the admin API is also served over TCP, such as `127.0.0.1:9464`. Needs
-    /// `http_token_file`.
+    /// Address and port at which the supervisor serves the admin API over TCP as well, such as
+    /// `127.0.0.1:9464`. Needs `http_token_file`.
     http: String as Kind::Text, without "off", such as "\"127.0.0.1:9464\"", reload NeedsRestart, no field;
-    /// File with the token that requests over TCP must contain: 16 to 4096 visible ASCII characters. Only the
-    /// file's owner and group can have read permission. Needs `http`.
+    /// File with the token that requests over TCP must contain. The token has 16 to 4096 visible ASCII
+    /// characters. Only the owner and the group of the file can have read permission. Needs `http`.
     http_token_file: String as Kind::Path, without "none", such as "\"/etc/bulkhead/token\"", reload NeedsRestart, no field;
-    /// Maximum time that a stop waits for jobs in flight; `"0s"` does not wait.
+    /// Maximum time that the supervisor waits for jobs in flight when it stops; with `"0s"` it does not wait.
     drain_timeout: Duration as at_least(ANY_DURATION), default Duration::from_secs(30);
-    /// Maximum number of connected clients. A single user can use all of them. If another user finds none
-    /// free, the longest-idle connection of the user with the most connections is closed. Only if none is
-    /// idle, the new client is rejected as `overloaded`.
+    /// Maximum number of connected clients. A single user can use all connections. To make room for a client
+    /// of another user, the supervisor closes the longest-idle connection of the user with the most
+    /// connections. If that user has no idle connection, or no more connections than the new client's user,
+    /// the new client is rejected as `overloaded`.
     max_clients: usize as count(1, CLIENTS_CEILING), default 1024;
-    /// Maximum payload of any job, and upper bound for `max_payload` and `max_result` of each bulkhead.
+    /// Maximum size of any job's payload, and upper bound for `max_payload` and `max_result` of each
+    /// bulkhead.
     max_payload: u64 as size(1, PAYLOAD_MAX), default 64 * 1024 * 1024;
-    /// Maximum size of all waiting data: payloads as far as they have arrived, names and records. Above it,
-    /// jobs are rejected as `overloaded`. A single client can use all of it. If a client below an equal share
-    /// needs room, the client furthest above its share gives it up. At least `max_payload`.
+    /// Maximum total size of the data that waits in the supervisor: received parts of payloads, names and
+    /// records. Jobs that would exceed the maximum are rejected as `overloaded`. A single client can use all
+    /// of this memory. If a client that uses less than an equal share needs room, the client furthest above
+    /// its share gives up memory. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
-    /// Maximum size of all memory files for large payloads and results, see
-    /// [protocol](protocol-extensions.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no job uses
-    /// are freed when another client needs one, and before a job is rejected as `overloaded`.
+    /// Maximum total size of the memory files for large payloads and results, see
+    /// [protocol](protocol-extensions.md#memory-files). At least 512 KiB, or 0 for none. Memory files that no
+    /// job uses are freed when another client needs a memory file, and before a job is rejected as
+    /// `overloaded`.
     max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
-    /// Folder for crash reports; created with mode 0700 if it is missing. A report holds the payload of the
-    /// job.
-    crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
-    /// Number of newest crash reports to keep. In addition, the same number of reports about workers that
-    /// never started is kept.
+    /// Folder for crash reports. If it does not exist, it is created with mode 0700. A crash report contains
+    /// the payload of the job.
+    crash_dir: String as Kind::Path, without "none; reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload NeedsRestart;
+    /// Number of crash reports to keep. Older reports are deleted. Reports about workers that failed to start
+    /// do not count; the same number of those is kept in addition.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload NeedsRestart;
-    /// True if crash reports hold the payloads of jobs. Without payloads a report holds only their sizes, and
-    /// its jobs cannot be replayed.
+    /// True if crash reports contain the payloads of jobs. Otherwise a report contains only the sizes of the
+    /// payloads, and the jobs cannot be replayed.
     crash_payloads: bool as Kind::Boolean, default true, reload NeedsRestart;
-    /// Maximum number of tenants with a separate label in the metrics. Tenants of the bulkheads come first,
-    /// in the order of the file and then by name, followed by tenants of `[[access]]`. All others share the
-    /// label `_other`.
+    /// Maximum number of tenants with a separate label in the metrics. Labels are given first to the tenants
+    /// of each bulkhead, sorted by name, in the order of the bulkheads in the file, and then to the tenants
+    /// in `[[access]]`. All other tenants share the label `_other`.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload NeedsRestart;
-    /// First and last user id of the range for workers with `sandbox.user = "auto"`, which get one id each.
-    /// From 1 to 4294967294, at most 1000000 ids. Ids of existing users, of processes and of other
-    /// supervisors on this host are skipped. Without privileges, the ids must be in the range that
-    /// `/etc/subuid` gives the supervisor's user.
+    /// First and last user id of the range from which workers with `sandbox.user = "auto"` get their ids.
+    /// From 1 to 4294967294, at most 1000000 ids. Ids that belong to existing users, to processes or to other
+    /// supervisors on this host are skipped. If the supervisor has no privileges, the ids must be in the
+    /// range that `/etc/subuid` gives the supervisor's user.
     worker_uids: UidRange as Kind::Ids, without "`\"61184-65519\"` if the supervisor can start workers as other users; otherwise the ids of `/etc/subuid`", such as "\"200000-200999\"", reload NeedsRestart;
 }
 
-/// `[supervisor]`: sockets, and limits that all bulkheads share.
+/// Settings of `[supervisor]`: sockets, and limits that all bulkheads share.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// The jobs socket. Absolute and short enough to bind; empty for an embedded supervisor.
+    /// Absolute path of the jobs socket, short enough to bind. Empty for an embedded supervisor.
     pub socket: PathBuf,
-    /// Mode of the jobs socket, for example `0o600`. Depends on `access` unless the file sets it.
+    /// File mode of the jobs socket, for example `0o600`. The default depends on whether the file contains
+    /// `[[access]]`.
     pub socket_mode: u32,
-    /// Mode of the socket's folder if it must be created: `0o755` if `access` allows other users, else
-    /// `0o700`.
+    /// Mode with which the folder of the jobs socket is created if it does not exist: `0o755` if other users
+    /// can connect, otherwise `0o700`.
     pub folder_mode: u32,
-    /// The admin socket. Different from `socket`; empty for an embedded supervisor.
+    /// Absolute path of the admin socket, different from `socket`. Empty for an embedded supervisor.
     pub admin: PathBuf,
-    /// The admin API over TCP. `None`: not served over TCP.
+    /// Settings for serving the admin API over TCP. `None`: the admin API is not served over TCP.
     pub http: Option<HttpConfig>,
-    /// Maximum time that a stop waits for jobs in flight. Zero stops immediately.
+    /// Maximum time that the supervisor waits for jobs in flight when it stops. Zero stops immediately.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub drain_timeout: Duration,
     /// Maximum number of connected clients.
     pub max_clients: usize,
     /// Maximum size of a payload in bytes.
     pub max_payload: u64,
-    /// Maximum size of all waiting data in bytes, at least `max_payload`.
+    /// Maximum total size of waiting data in bytes, at least `max_payload`.
     pub max_buffered: u64,
-    /// Maximum size of all memory files in bytes.
+    /// Maximum total size of all memory files in bytes.
     pub max_pooled: u64,
-    /// Folder for crash reports. Absolute; if the path exists, it is a folder. `None`: reports are kept in
-    /// memory only.
+    /// Absolute path of the folder for crash reports. If the path exists, it is a folder. `None`: reports are
+    /// kept only in memory.
     pub crash_dir: Option<PathBuf>,
     /// Number of crash reports to keep, at least 1.
     pub crash_keep: usize,
-    /// True if crash reports hold payloads.
+    /// True if crash reports contain the payloads of jobs.
     pub crash_payloads: bool,
     /// Maximum number of tenants with a separate label in the metrics; see
     /// [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// User ids of workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None`: the ids of
-    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if the supervisor can start workers as other
-    /// users.
+    /// User ids for workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto). `None`: the ids in
+    /// [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS) if the supervisor can start workers as other
+    /// users, otherwise those of `/etc/subuid`.
     pub worker_uids: Option<UidRange>,
 }
 
-/// The admin API over TCP.
+/// Settings for serving the admin API over TCP.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct HttpConfig {
-    /// Listening address.
+    /// Address and port to listen on.
     pub address: SocketAddr,
-    /// File with the token. Absolute; it contained a token when the file was read.
+    /// Absolute path of the file with the token. The file contained a valid token when the configuration was
+    /// read.
     pub token_file: PathBuf,
 }

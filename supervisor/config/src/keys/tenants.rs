@@ -1,5 +1,5 @@
-//! `tenants` and `[bulkhead.NAME.tenant]`: one table for each tenant with separate settings. The file chooses
-//! the names of these tables, so only the keys in them have rows.
+//! The table `tenants`, and the tables `[bulkhead.NAME.tenant.TENANT]` with settings of individual tenants.
+//! The names of the latter are chosen by the author of the file, so only the keys in these tables have rows.
 
 use std::time::Duration;
 
@@ -18,103 +18,107 @@ use crate::table::{NestedTable, Table as _, as_table_option, section, table};
 use crate::values::{self, ValueError};
 
 table! {
-    /// `tenants`: limits of one tenant on shared workers, or isolation of tenants.
+    /// `tenants`: limits for each tenant on shared workers, or isolation of tenants.
     TenantsKeys, TENANTS;
 
-    /// Maximum number of jobs of one tenant in flight in the whole bulkhead; further jobs wait. A job that
-    /// ends a worker counts until the worker is [replaced](#workers-that-a-tenant-ends).
+    /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead. Further jobs wait. A
+    /// job that kills its worker counts until the worker is [replaced](#workers-that-a-tenant-ends).
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "no limit", such as "2";
-    /// Maximum number of queued jobs of one tenant; further jobs are rejected as `tenant_quota`.
+    /// Maximum number of jobs that each tenant can have in the queue. Further jobs are rejected as
+    /// `tenant_quota`.
     max_queue: u32 as count(0, QUEUE_CEILING), without "no limit", such as "20";
     /// True if each tenant has separate workers. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit`
-    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and
-    /// `tenants.max_in_flight` and `tenants.max_queue` are refused.
+    /// (with any `per`), `breaker` and the restart history apply to each tenant separately, and the file must
+    /// not set `tenants.max_in_flight` or `tenants.max_queue`.
     isolate: bool as Kind::Boolean, default false;
-    /// Maximum number of isolated tenants with workers at the same time. For one more tenant, the workers of
-    /// the longest-idle tenant end. If no tenant is idle, the job is rejected as `unavailable`. (`processes`
-    /// + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
+    /// Maximum number of isolated tenants that have workers at the same time. To make room for another
+    /// tenant, the workers of the longest-idle tenant are stopped. If no tenant is idle, the job is rejected
+    /// as `unavailable`. (`processes` + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
     max_active: u32 as count(1, TENANTS_ACTIVE_CEILING), default 64;
-    /// Time without a job after which the workers of an isolated tenant end. Needs `isolate`.
+    /// Time without jobs after which the workers of an isolated tenant are stopped. Needs `isolate`.
     idle: Duration as at_least(POSITIVE_DURATION), default Duration::from_secs(60);
 }
 
 section! {
-    /// `[bulkhead.NAME.tenant.TENANT]`.
+    /// Keys of `[bulkhead.NAME.tenant.TENANT]`.
     TenantKeys => TenantConfig, TENANT;
 
-    /// Maximum number of jobs of this tenant in flight in the whole bulkhead, as in `tenants`. With
-    /// `tenants.isolate` the value is per worker process, at most 4096.
+    /// Maximum number of jobs of this tenant in flight in the whole bulkhead. With `tenants.isolate`, the
+    /// maximum per worker process, at most 4096.
     max_in_flight: u32 as count(1, PERMITS_CEILING), without "as for every tenant", such as "2";
     /// Maximum number of queued jobs of this tenant.
     max_queue: u32 as count(0, QUEUE_CEILING), without "as for every tenant", such as "20";
-    /// Number of worker processes of this tenant. Needs `tenants.isolate`.
+    /// Number of worker processes that this tenant has. Needs `tenants.isolate`.
     processes: u32 as count(1, PROCESSES_CEILING), without "the bulkhead's `processes`", such as "2";
 
     tables { rate_limit: TenantRateKeys, }
 }
 
 table! {
-    /// `[bulkhead.NAME.tenant.TENANT.rate_limit]`: without `per`, which would have no effect.
+    /// Keys of `[bulkhead.NAME.tenant.TENANT.rate_limit]`. There is no `per`, because it would have no
+    /// effect.
     TenantRateKeys, TENANT_RATE_LIMIT;
 
     /// Sustained rate of this tenant in jobs per second. Each job counts with its cost.
     per_second: f64 as Kind::Number(RATE_CEILING), without "required", such as "100";
-    /// Number of jobs of this tenant that can arrive at once after a pause.
+    /// Maximum number of jobs of this tenant that are admitted at once after a pause.
     burst: u32 as count(1, RATE_CEILING), without "`per_second`, rounded up", such as "1000";
 }
 
-/// `tenants`: limits of one tenant on shared workers, or isolation of tenants. At least one field is set, and
-/// `isolation` only alone.
+/// Settings of the table `tenants`: limits for each tenant on shared workers, or isolation of tenants. At
+/// least one field is set. If `isolation` is set, the other fields are `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
-    /// Maximum number of jobs of one tenant in flight in the whole bulkhead, at least 1. `None`: all permits.
+    /// Maximum number of jobs that each tenant can have in flight in the whole bulkhead, at least 1. `None`:
+    /// no limit per tenant.
     pub max_in_flight: Option<u32>,
-    /// Maximum number of queued jobs of one tenant. `None`: the whole queue.
+    /// Maximum number of jobs that each tenant can have in the queue. `None`: no limit per tenant.
     pub max_queue: Option<u32>,
-    /// Separate workers for each tenant. `None`: all tenants share the workers.
+    /// Settings for separate workers for each tenant. `None`: all tenants share the workers.
     pub isolation: Option<IsolationConfig>,
 }
 
-/// `tenants.isolate = true`: the bulkhead's settings for processes, jobs in flight, queue, rate, breaker and
-/// restarts apply to each tenant separately.
+/// Settings for isolated tenants (`tenants.isolate = true`). The bulkhead's settings for processes, jobs in
+/// flight, queue, rate limit, breaker and restarts then apply to each tenant separately.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct IsolationConfig {
-    /// Maximum number of tenants with workers at the same time, at least 1.
+    /// Maximum number of tenants that have workers at the same time, at least 1.
     pub max_active: u32,
-    /// Time without a job after which a tenant's workers end, at least 1 ms.
+    /// Time without jobs after which a tenant's workers are stopped, at least 1 ms.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub idle: Duration,
 }
 
-/// `[bulkhead.NAME.tenant.TENANT]`: settings of one tenant. Each replaces the setting for all tenants.
+/// Settings of `[bulkhead.NAME.tenant.TENANT]` for one tenant. Each field replaces the setting that applies
+/// to all tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
-    /// Maximum number of jobs of this tenant in flight, at least 1: per worker with isolation, otherwise in
-    /// the whole bulkhead.
+    /// Maximum number of jobs of this tenant in flight, at least 1. If tenants are isolated, the limit
+    /// applies to each worker, otherwise to the whole bulkhead.
     pub max_in_flight: Option<u32>,
     /// Maximum number of queued jobs of this tenant.
     pub max_queue: Option<u32>,
-    /// Number of worker processes of this tenant, at least 1. `None` without isolation.
+    /// Number of worker processes of this tenant, at least 1. Always `None` if tenants share the workers.
     pub processes: Option<u32>,
-    /// Maximum rate of jobs of this tenant. Always per tenant.
+    /// Maximum rate at which jobs of this tenant are admitted.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
 }
 
 impl TenantConfig {
-    /// Returns the settings for a tenant that shares workers.
+    /// Returns the settings that apply to a tenant on shared workers.
     pub fn of_share(&self) -> TenantOverrides {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         TenantOverrides { max_in_flight, max_queue, rate_limit }
     }
 
-    /// Returns the settings for a tenant with separate workers, as a change of the bulkhead's settings.
+    /// Returns the settings that apply to an isolated tenant, as changes to the bulkhead's settings.
     pub fn of_workers(&self) -> LimitChange {
         let Self { processes, max_in_flight, max_queue, rate_limit } = *self;
         LimitChange { processes, max_in_flight, max_queue, rate_limit: rate_limit.map(Some) }
     }
 
-    /// Returns these settings, with absent ones taken from `others`.
+    /// Returns these settings, with each absent setting taken from `others`.
     pub fn or(self, others: Self) -> Self {
         Self {
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -125,13 +129,13 @@ impl TenantConfig {
     }
 }
 
-/// The table of one tenant.
+/// Name and keys of a tenant's table.
 pub(crate) struct RawTenant {
     pub(crate) name: String,
     pub(crate) keys: TenantKeys,
 }
 
-/// Tables of tenants, in the order of the file. `[defaults]` has none.
+/// The tenants' tables of a bulkhead, in the order of the file. `[defaults]` has no such tables.
 impl NestedTable for Vec<RawTenant> {
     fn nested_keys() -> Vec<Key> {
         TenantKeys::keys()
@@ -146,7 +150,7 @@ impl NestedTable for Vec<RawTenant> {
     }
 }
 
-/// Reads the tables of a bulkhead's tenants, in the order of the file.
+/// Reads the tenants' tables of a bulkhead, in the order of the file.
 fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
     let Some(named) = bulkhead.bare_table("tenant") else { return Vec::new() };
     let mut entries: Vec<_> = named.iter().collect();
@@ -174,12 +178,13 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
 
 fn too_many() -> ValueError {
     ValueError::new(
-        format!("more than {} tenants with separate limits in one bulkhead", defaults::TENANT_TABLES_MAX),
+        format!("the bulkhead has separate limits for more than {} tenants", defaults::TENANT_TABLES_MAX),
         "set common limits in [bulkhead.NAME] or [bulkhead.NAME.tenants]",
     )
 }
 
-/// Checks that a job can name this tenant. Rejects the empty name, which means no tenant.
+/// Checks that `name` can be the name of a tenant. The empty name is rejected, because it stands for jobs
+/// without a tenant.
 pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     if name.is_empty() {
         return Err(ValueError::new(
@@ -196,7 +201,8 @@ pub(crate) fn check_name(name: &str) -> Result<(), ValueError> {
     values::no_nul(&format!("tenant.{}", shown_key(name)), name)
 }
 
-/// Reports a value directly below `tenant`. Such keys are most likely meant for all tenants.
+/// Reports a key in `tenant` that is not the table of a tenant. The author most likely meant the key for all
+/// tenants.
 fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> ValueError {
     let help = match is_for_all {
         true => "set a key for all tenants in [bulkhead.NAME.tenants], or for a single tenant in \

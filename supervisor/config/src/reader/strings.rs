@@ -1,4 +1,5 @@
-//! Values that consist of strings: a program with its arguments, names, paths, an environment.
+//! Reads values that consist of several strings: a program with its arguments, names, paths or environment
+//! variables.
 
 use toml::de::DeValue;
 
@@ -8,8 +9,8 @@ use crate::key::Kind;
 use crate::values::{self, LabelledKey, ValueError};
 
 impl TableReader<'_, '_> {
-    /// Reads an array of strings: a program and its arguments, or names, words or paths. An invalid string is
-    /// reported and left out. Only an array with a program must not be empty.
+    /// Reads an array of strings: a program and its arguments, or names, words or paths. Invalid strings are
+    /// reported and omitted. An array with a program must not be empty; all others can be.
     pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
         self.read_partly(name, |reader, key, value| {
             let array = match value.get_ref() {
@@ -25,7 +26,7 @@ impl TableReader<'_, '_> {
             };
             if let Some(beyond) = array.get(max) {
                 let message = format!("`{}` has more than {max} {what}", key.label);
-                let error = ValueError::new(message, format!("keep the first {max}, or fewer"));
+                let error = ValueError::new(message, format!("remove entries until at most {max} remain"));
                 reader.report_error(beyond.span(), error);
             }
             let (mut taken, mut has_first) = (Vec::new(), false);
@@ -44,12 +45,12 @@ impl TableReader<'_, '_> {
                 let help = format!("write the program and the arguments: `{} = {}`", key.name, key.example());
                 return Err(ValueError::new(format!("`{}` is empty", key.name), help));
             }
-            // An invalid argument is already reported. The program is still worth looking up.
+            // If the program is valid, it is still looked up although invalid arguments have been reported.
             Ok(has_first.then_some(taken))
         })
     }
 
-    /// Reads a table of strings as an environment. An invalid variable is reported and left out.
+    /// Reads a table of strings as environment variables. Invalid variables are reported and omitted.
     pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
         self.read_partly(name, |reader, key, value| {
             let DeValue::Table(table) = value.get_ref() else {
@@ -76,7 +77,7 @@ fn not_an_array(key: &LabelledKey, text: &str) -> ValueError {
     ValueError::new(format!("`{}` must be an array of strings, not a string", key.label), help)
 }
 
-/// Returns the text of a value that only lacks quotes.
+/// Returns the text of a value that would be a string if it were quoted.
 fn unquoted(value: &DeValue<'_>) -> Option<String> {
     match value {
         DeValue::Integer(number) => Some(number.to_string()),
@@ -86,7 +87,7 @@ fn unquoted(value: &DeValue<'_>) -> Option<String> {
     }
 }
 
-/// Reads a string of an array. An argument can be empty, a program cannot.
+/// Reads one string of an array. Only an argument of a program can be empty.
 fn element_of(key: &LabelledKey, index: usize, value: &DeValue<'_>) -> Result<String, ValueError> {
     let label = format!("{}[{index}]", key.label);
     let example = || format!("write `{} = {}`", key.name, key.example());
@@ -114,14 +115,17 @@ fn variable_name(name: &str) -> Result<(), ValueError> {
     }
     if name.contains(['=', '\0']) {
         return Err(ValueError::new(
-            format!("`{}` cannot name a variable: the name contains `=` or a NUL byte", shown(name)),
+            format!(
+                "`{}` cannot be the name of an environment variable, because it contains `=` or a NUL byte",
+                shown(name)
+            ),
             "write `env = { NAME = \"value\" }`",
         ));
     }
     if name.starts_with("BULKHEAD_") {
         return Err(ValueError::new(
             format!(
-                "`{}` is reserved: the supervisor sets the names that start with `BULKHEAD_`",
+                "`{}` is reserved: the supervisor sets the variables whose names start with `BULKHEAD_`",
                 shown(name)
             ),
             "choose another name",

@@ -1,5 +1,5 @@
-//! Rules for `[[access]]`: each entry applies to one existing user or group, names existing bulkheads, and
-//! permits something.
+//! Checks of `[[access]]`: each rule must apply to exactly one existing user or group, name only existing
+//! bulkheads, and permit something.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -14,18 +14,18 @@ use crate::{defaults, identities};
 /// Mode bits that allow users other than the supervisor's user to connect.
 const OTHERS_CAN_CONNECT: u32 = 0o022;
 
-/// Returns the modes of the jobs socket and of its folder. If entries decide which users can connect, the
-/// file system need not restrict them.
+/// Returns the modes of the jobs socket and its folder. With access rules, the default modes let all users
+/// connect, because the rules then decide which users are accepted.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let default_value = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(default_value);
-    // With the default mode, the folder would exclude users that the entries and the socket's mode allow.
+    // The folder's default mode would exclude users whom the access rules and the socket's mode allow.
     let open = has_access && socket_mode & OTHERS_CAN_CONNECT != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }
 
 impl Checker<'_> {
-    /// Checks all entries. `names` contains all bulkhead names in the file.
+    /// Checks all access rules. `names` contains the names of all bulkheads in the file.
     pub(super) fn access(&mut self, raw: &[RawAccess], names: &[String]) -> Vec<AccessConfig> {
         raw.iter()
             .map(|entry| AccessConfig {
@@ -67,7 +67,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Returns the id of a name, or reports that the name does not exist.
+    /// Returns the id of the user or group with the given name. Reports an error if the name does not exist.
     fn identity(
         &mut self,
         label: &str,
@@ -83,8 +83,10 @@ impl Checker<'_> {
         self.check_unique("access.bulkheads", &given.value);
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         for name in given.value.iter().filter(|name| !names.contains(&name.value.as_str())) {
-            let message =
-                format!("`access.bulkheads` names `{}`, and there is no such bulkhead", shown(&name.value));
+            let message = format!(
+                "`access.bulkheads` contains `{}`, but there is no bulkhead of that name",
+                shown(&name.value)
+            );
             let help = Self::suggest_name(&name.value, &names, "bulkheads");
             self.problems.report(name.span.clone(), message, help);
         }
@@ -108,8 +110,8 @@ impl Checker<'_> {
         Some(strings(given))
     }
 
-    /// Reports an empty list, which would permit nothing. The list is not reported if an
-    /// invalid element was left out, because that element could have permitted something.
+    /// Reports an empty list, because it would permit nothing. A list from which invalid elements were
+    /// removed is not reported, because these elements were meant to permit something.
     fn check_not_empty(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
         if given.value.is_empty() && !self.problems.any_within(&given.span) {
             self.problems.report(

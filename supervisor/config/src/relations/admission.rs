@@ -1,4 +1,5 @@
-//! Rules for keys of admission control: tables that lack a required key, and keys that need a queue.
+//! Checks of keys for admission control: required keys of a table, keys that need a queue, and limits that
+//! depend on the number of permits.
 
 use std::fmt::Display;
 
@@ -12,7 +13,8 @@ use crate::table::{ByRows as _, Table as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
-/// Returns the problem and the help for an `overflow` without a queue. Used for files and for live changes.
+/// Returns the message and the help for an `overflow` setting in a bulkhead without a queue. Used for
+/// configuration files and for live changes.
 pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
     (
         format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
@@ -20,7 +22,7 @@ pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (Str
     )
 }
 
-/// Returns the problem and the help for `pressure` without a queue.
+/// Returns the message and the help for a `pressure` table in a bulkhead without a queue.
 pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
     (
         format!("`pressure` needs a queue (`max_queue` is {queue})"),
@@ -29,7 +31,7 @@ pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
 }
 
 impl PressureKeys {
-    /// Returns true if the bulkhead itself sets `pressure`.
+    /// Returns true if `pressure` is set in the bulkhead's own table, not in `[defaults]`.
     pub(super) fn is_own(&self) -> bool {
         self.presence.given().is_some_and(|presence| presence.origin == Origin::Own)
     }
@@ -55,7 +57,8 @@ impl Checker<'_> {
         overflow.value
     }
 
-    /// In `[defaults]`, `pressure` applies only to bulkheads with a queue.
+    /// Checks that a bulkhead with `pressure` has a queue. `pressure` in `[defaults]` applies only to
+    /// bulkheads with a queue.
     pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
         if raw.is_own()
             && queue.value == 0
@@ -65,7 +68,8 @@ impl Checker<'_> {
             self.problems.report(position, what, help);
         }
         let reject = raw.reject.resolved();
-        // A file with an early rejection does not ask for a warning after it.
+        // If `reject` is below the default of `warn`, the warning level defaults to `reject`, because a
+        // warning above that level would come too late.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
@@ -102,7 +106,7 @@ impl Checker<'_> {
         Some(AdaptiveConfig { min: min.value, max, target, mode: raw.mode.value() })
     }
 
-    /// Checks that the adaptive limit's maximum does not exceed the number of permits.
+    /// Checks that the maximum of the adaptive limit does not exceed the number of permits.
     pub(super) fn check_adaptive(&mut self, raw: &AdaptiveKeys, permits: &Permits) {
         let Some(max) = raw.max.given() else { return };
         let Permits {
@@ -116,7 +120,7 @@ impl Checker<'_> {
         let Some(position) = report_position_of(&[&max, processes, in_flight]) else { return };
         let help = match most {
             0 => "write `max_in_flight = 1` or more, or remove `adaptive`".to_owned(),
-            most => format!("write `max = {most}` or less, or more `processes` or `max_in_flight`"),
+            most => format!("set `max` to at most {most}, or raise `processes` or `max_in_flight`"),
         };
         self.problems.report(
             position,
@@ -130,7 +134,7 @@ impl Checker<'_> {
         );
     }
 
-    /// Returns the value of a key that its table requires.
+    /// Returns the value of a required key. Reports an error if the table is present but the key is absent.
     pub(super) fn required<T: Clone>(
         &mut self,
         presence: &Field<()>,
@@ -151,7 +155,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the burst, by default one second of the rate. `RATE_CEILING` bounds both, so the value fits.
+/// Returns the burst size, which defaults to the number of jobs that the rate allows in one second. The value
+/// fits in 32 bits, because `RATE_CEILING` limits both.
 pub(super) fn burst(burst: &Field<u32>, per_second: f64) -> u32 {
     burst.value_or(per_second.ceil() as u32)
 }

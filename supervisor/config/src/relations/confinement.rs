@@ -1,4 +1,5 @@
-//! Rules for keys of confinement: keys without effect under a profile, and names that do not exist.
+//! Checks of keys for confinement: keys that have no effect with the configured profile, and names that do
+//! not exist.
 
 use std::path::PathBuf;
 
@@ -42,7 +43,7 @@ impl Checker<'_> {
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        // The shared user is also the user without a sandbox.
+        // `user = "shared"` is allowed, because workers without a sandbox also run as the supervisor's user.
         if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
             self.check_confined("user", &raw.user, raw, profile);
         }
@@ -50,7 +51,8 @@ impl Checker<'_> {
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
 
-    /// Rejects a key without effect. `profile = "none"` of a bulkhead can override a sandbox of `[defaults]`.
+    /// Rejects a key that has no effect with `profile = "none"`. A key in `[defaults]` is accepted if the
+    /// bulkhead itself sets this profile.
     fn check_confined<T: Clone>(
         &mut self,
         name: &str,
@@ -64,7 +66,7 @@ impl Checker<'_> {
             return;
         }
         let elsewhere = match given.origin {
-            Origin::Defaults => "; a bulkhead without a sandbox sets `sandbox = { profile = \"none\" }`",
+            Origin::Defaults => "; for a bulkhead without a sandbox, set `sandbox = { profile = \"none\" }`",
             Origin::Own | Origin::Tenant => "",
         };
         let (default, strict) = (Profile::Default.name(), Profile::Strict.name());
@@ -118,7 +120,10 @@ impl Checker<'_> {
         for name in given.value.iter().filter(|name| !is_system_call(&name.value)) {
             self.problems.report(
                 name.span.clone(),
-                format!("`{label}` names `{}`, and there is no such system call", shown(&name.value)),
+                format!(
+                    "`{label}` contains `{}`, but there is no system call of that name",
+                    shown(&name.value)
+                ),
                 "write a name from syscalls(2), as in \"mlock\"",
             );
         }
@@ -155,10 +160,11 @@ impl Checker<'_> {
             self.problems.report(
                 denied.span.clone(),
                 format!(
-                    "`sandbox.syscalls.deny` names `{}`, which every worker needs to start",
+                    "`sandbox.syscalls.deny` contains `{}`, which every worker needs to start",
                     denied.value
                 ),
-                "remove the name; with the profile \"strict\" a worker drops execve automatically when ready",
+                "remove the name; with the profile \"strict\", a worker drops execve automatically when it \
+                 is ready",
             );
         }
     }

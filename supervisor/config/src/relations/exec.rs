@@ -1,4 +1,4 @@
-//! Checks the keys about `exec` programs against other keys.
+//! Checks of keys that apply to `exec` programs.
 
 use super::Checker;
 use crate::Profile;
@@ -8,7 +8,7 @@ use crate::keys::bulkhead::{BulkheadConfig, Program};
 use crate::keys::exec::{ExitStatus, ExitStatusKeys};
 use crate::reader::{Field, Origin};
 
-/// Exit statuses of `sysexits.h`: EX_USAGE, EX_DATAERR and EX_TEMPFAIL.
+/// Default lists of exit statuses, from `sysexits.h`: EX_USAGE and EX_DATAERR, and EX_TEMPFAIL.
 const CALLER: [u8; 2] = [64, 65];
 const RETRYABLE: [u8; 1] = [75];
 
@@ -24,16 +24,21 @@ impl Checker<'_> {
                 if let Some((_, before)) = written.iter().find(|(other, _)| *other == status) {
                     let message =
                         format!("`exit_status` has the status {status} in `{before}` and in `{name}`");
-                    self.problems.report(given.span.clone(), message, "remove the status from either list");
+                    self.problems.report(
+                        given.span.clone(),
+                        message,
+                        "remove the status from one of the two lists",
+                    );
                 }
                 written.push((status, name));
             }
         }
         if let Some(given) = raw.ok.given().filter(|given| given.value.is_empty()) {
-            let message = "`exit_status.ok` is empty, so no job could end ok";
-            self.problems.report(given.span.clone(), message, "name a status, as in `ok = [0]`");
+            let message = "`exit_status.ok` is empty, so no job could succeed";
+            self.problems.report(given.span.clone(), message, "add a status, as in `ok = [0]`");
         }
-        // An absent list has its default, without the statuses that another list names.
+        // A list that the file does not set has its default, without the statuses that are in another list of
+        // the file.
         let list = |field: &Field<Vec<u8>>, default: &[u8]| {
             field.value().unwrap_or_else(|| {
                 let is_free = |status: &u8| written.iter().all(|(other, _)| other != status);
@@ -65,7 +70,8 @@ impl Checker<'_> {
                         shown(file)
                     ),
                     format!(
-                        "write at most {FILE_NAME_BYTES_MAX} bytes without `/`, as in `{name} = \"{name}.txt\"`"
+                        "write a name of at most {FILE_NAME_BYTES_MAX} bytes without `/`, as in `{name} = \
+                         \"{name}.txt\"`"
                     ),
                 );
             }
@@ -85,8 +91,9 @@ impl Checker<'_> {
         if let Some(cwd) = raw.cwd.given().filter(|cwd| cwd.origin >= files.origin) {
             self.problems.report(
                 cwd.span.clone(),
-                "`cwd` and `files` exclude each other: with `files` each job's own folder is the working directory",
-                "remove `cwd`, and name other files by absolute paths",
+                "`cwd` and `files` cannot be combined: with `files`, each job's own folder is the working \
+                 directory",
+                "remove `cwd`, and use absolute paths for other files",
             );
         }
         let sandbox = &bulkhead.sandbox;
@@ -100,13 +107,13 @@ impl Checker<'_> {
         }
     }
 
-    /// Reports a key about `exec` that the bulkhead itself sets.
+    /// Reports a key that only applies to `exec`, if the bulkhead's own table sets it.
     fn check_for_exec<T>(&mut self, raw: &RawBulkhead, key: &str, field: &Field<T>) {
         if let Some(given) = field.given().filter(|given| given.origin == Origin::Own) {
             self.problems.report(
                 given.span.clone(),
                 format!("`{key}` has no effect: bulkhead `{}` has no `exec`", raw.name),
-                format!("remove `{key}`, or run a program by `exec = [\"program\"]`"),
+                format!("remove `{key}`, or run a program with `exec = [\"program\"]`"),
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Rules for `fallback`: each name is another bulkhead of the file, without duplicates.
+//! Checks of `fallback`: each name must be another bulkhead in the file, and no name can occur twice.
 
 use super::Checker;
 use crate::diagnostics::shown;
@@ -7,7 +7,8 @@ use crate::reader::{Given, Origin};
 use crate::values::ValueError;
 
 impl Checker<'_> {
-    /// Checks the fallbacks of a bulkhead. `names` contains all bulkhead names in the file.
+    /// Checks the fallbacks of a bulkhead and returns the valid ones. `names` contains the names of all
+    /// bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
         let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
@@ -21,12 +22,13 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the problem with `name` in the `fallback` of bulkhead `own`, after the names in `before`.
+/// Returns the error, if any, for `name` in the key `fallback` of bulkhead `own`. `before` contains the names
+/// that precede it.
 fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<ValueError> {
     if before.contains(&name.value) {
         return Some(ValueError::new(
-            format!("`fallback` names `{}` twice", shown(&name.value)),
-            "remove an entry: a job tries each bulkhead at most once",
+            format!("`fallback` contains `{}` twice", shown(&name.value)),
+            "remove one of the entries: each bulkhead is tried at most once for a job",
         ));
     }
     if name.value == own {
@@ -39,12 +41,13 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
             ),
             Origin::Own | Origin::Tenant => ValueError::new(
                 format!("bulkhead `{}` is a fallback of itself", shown(own)),
-                "name another bulkhead, or remove the name",
+                "write the name of another bulkhead, or remove this name",
             ),
         });
     }
     if !names.contains(&name.value) {
-        let message = format!("`fallback` names `{}`, and there is no such bulkhead", shown(&name.value));
+        let message =
+            format!("`fallback` contains `{}`, but there is no bulkhead of that name", shown(&name.value));
         return Some(ValueError::new(message, suggest_name(&name.value, own, names)));
     }
     None
@@ -53,7 +56,9 @@ fn name_error(name: &Given<String>, own: &str, names: &[String], before: &[Strin
 fn suggest_name(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
     match others.as_slice() {
-        [] => "the file has no other bulkhead: add a section [bulkhead.NAME], or remove the name".to_owned(),
+        [] => "the configuration file has no other bulkhead: add a section [bulkhead.NAME], or remove this \
+               name"
+            .to_owned(),
         others => Checker::suggest_name(name, others, "other bulkheads"),
     }
 }

@@ -1,5 +1,5 @@
-//! Rules for keys about tenants: limits on shared workers, isolated tenants, and the tables of single
-//! tenants, whose meaning depends on the isolation.
+//! Checks of keys for tenants: limits on shared workers, isolation of tenants, and the tables of individual
+//! tenants. The meaning of a tenant's table depends on whether tenants are isolated.
 
 use std::collections::BTreeMap;
 
@@ -37,13 +37,13 @@ impl Checker<'_> {
         let isolation = IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() };
         let isolation = raw.isolate.value().then_some(isolation);
         let (max_in_flight, max_queue) = (raw.max_in_flight.value(), raw.max_queue.value());
-        // `isolate = false` alone overrides an isolation in `[defaults]`.
+        // A table with only `isolate = false` turns off the isolation that `[defaults]` sets.
         let sets_something = max_in_flight.is_some() || max_queue.is_some() || isolation.is_some();
         sets_something.then_some(TenantsConfig { max_in_flight, max_queue, isolation })
     }
 
-    /// Rejects a key without effect. `isolate = false` of a bulkhead can override an isolation of
-    /// `[defaults]`.
+    /// Rejects a key that has no effect without isolation. A key in `[defaults]` is accepted if the bulkhead
+    /// itself sets `isolate = false`.
     fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
         let Some(given) = field.given() else { return };
         let is_overridden =
@@ -53,7 +53,7 @@ impl Checker<'_> {
         }
         let elsewhere = match given.origin {
             Origin::Defaults => {
-                "; a bulkhead whose tenants share workers sets `tenants = { isolate = false }`"
+                "; for a bulkhead whose tenants share workers, set `tenants = { isolate = false }`"
             }
             Origin::Own | Origin::Tenant => "",
         };
@@ -75,8 +75,8 @@ impl Checker<'_> {
             self.problems.report(
                 position,
                 format!(
-                    "`tenants.{name}` ({}) is a share of common workers, but with `tenants.isolate` ({}) no \
-                     workers are common",
+                    "`tenants.{name}` ({}) limits a tenant's share of common workers, but with \
+                     `tenants.isolate` ({}) no workers are common",
                     share.with_origin(share.value),
                     isolate.with_origin(true)
                 ),
@@ -118,7 +118,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Checks a tenant that shares workers.
+    /// Checks the table of a tenant on shared workers.
     fn check_common_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         let label = shown_key(&raw.name);
         if let Some(processes) = raw.keys.processes.given() {
@@ -147,7 +147,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Checks a tenant with separate workers. The rules of a bulkhead apply to the tenant.
+    /// Checks the table of an isolated tenant. The rules for a bulkhead's processes, permits and queue also
+    /// apply to the tenant.
     fn check_isolated_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         if let Some(in_flight) = raw.keys.max_in_flight.given()
             && u64::from(in_flight.value) > defaults::IN_FLIGHT_CEILING
@@ -170,7 +171,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Checks the total number of worker processes and spares, over all tenants.
+    /// Checks the total number of worker processes and spares of all tenants.
     pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
         let (processes, spares) = (raw.processes.resolved(), raw.start.spares.resolved());
@@ -200,7 +201,8 @@ impl Checker<'_> {
         );
     }
 
-    /// Reports the tenant with the most processes. The bulkhead's own numbers are within the limit.
+    /// Reports too many worker processes at the tenant with the most processes. Called if the bulkhead's own
+    /// numbers are within the limit.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
         if raw.processes.is_invalid() || raw.tenants.max_active.is_invalid() {
             return;
@@ -221,7 +223,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns true if tenants have separate workers; `None` if the key is invalid.
+/// Returns true if tenants have separate workers, or `None` if the value of the key `isolate` is invalid.
 fn isolated(raw: &TenantsKeys) -> Option<bool> {
     match (&*raw.isolate, &raw.presence) {
         (Field::Given(isolate), _) => Some(isolate.value),

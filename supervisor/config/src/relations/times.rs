@@ -1,4 +1,4 @@
-//! Rules for time limits of jobs: no limit can exceed the deadline.
+//! Checks of the time limits for jobs. No time limit can exceed the longest deadline.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::reader::Origin;
 use crate::resolved::Resolved;
 use crate::units;
 
-/// Longest possible time of a job, and the key that sets it.
+/// Maximum duration of a job, and the name of the key that sets it.
 pub(super) struct LongestTime<'r>(&'static str, &'r Resolved<Duration>);
 
 impl Checker<'_> {
@@ -26,7 +26,7 @@ impl Checker<'_> {
         LongestTime("deadline_max", max)
     }
 
-    /// In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
+    /// Checks `run_limit`. A value in `[defaults]` is ignored for bulkheads whose own deadline is shorter.
     pub(super) fn run_limit(
         &mut self,
         raw: &RawBulkhead,
@@ -43,15 +43,16 @@ impl Checker<'_> {
         None
     }
 
-    /// Rejects a target above the longest possible run time, because such a target would never lower the
-    /// limit.
+    /// Rejects an adaptive target above the maximum duration of a job. With such a target, the adaptive limit
+    /// would never fall.
     pub(super) fn check_target(&mut self, raw: &RawBulkhead, &LongestTime(name, longest): &LongestTime<'_>) {
         let Some(given) = raw.adaptive.target.given() else { return };
         let target = raw.adaptive.target.resolved(given.value);
         self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
     }
 
-    /// In `[defaults]`, `lookahead` applies only to bulkheads without `exec`.
+    /// Checks `lookahead`, which cannot be set with `exec`. A value in `[defaults]` is ignored for `exec`
+    /// bulkheads.
     pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
         let lookahead = raw.lookahead.resolved();
         if !matches!(program, Program::Exec { .. }) {

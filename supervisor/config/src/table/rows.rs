@@ -1,6 +1,6 @@
-//! Rows of keys. A row contains the name of a key, the type and the kind of its value, the default, and a
-//! description. The rows define the reader, the merge with `[defaults]`, the reference, the JSON schema, the
-//! output of `--check`, and the effect of a reload.
+//! Macros that declare tables. A table has one row for each key, with the name of the key, the type and kind
+//! of its value, the default, and a description. The code that reads, merges and prints a key, its
+//! documentation and JSON schema, and the effect of a reload are all generated from this row.
 //!
 //! ```text
 //! /// The sentence of the reference.
@@ -9,10 +9,10 @@
 //! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
 //! ```
 //!
-//! `reload` gives the effect of a changed value at a reload if it does not apply immediately.
-//! `no field` means that the checked value is not in a field named like the key.
+//! `reload` declares the effect of a reload with a changed value. Without `reload`, the new value applies
+//! immediately. `no field` means that the checked type has no field with the name of the key.
 
-/// Declares a table; see the module documentation. Tables inside the table follow after the rows.
+/// Declares a table; see the module documentation. Inner tables are declared after the rows.
 macro_rules! table {
     (
         $(#[$about:meta])*
@@ -26,7 +26,7 @@ macro_rules! table {
     ) => {
         $(#[$about])*
         pub(crate) struct $raw {
-            /// Position of the table's name, if the table is present.
+            /// Position of the table's name in the file, if the table is present.
             pub(crate) presence: $crate::reader::Field<()>,
             $($(#[doc = $sentence])+ pub(crate) $key: $crate::table::field_type!($mode $type),)*
             $($(pub(crate) $inner: $part,)+)?
@@ -75,8 +75,9 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Declares a table whose checked type has fields named like the keys and the inner tables. With `by rows`
-/// the checked values are built from the rows alone; otherwise `relations` builds them.
+/// Declares a table whose checked type has a field for each key and each inner table, with the same name.
+/// With `by rows`, the macro also generates the conversion to the checked type. Otherwise `relations` does
+/// the conversion.
 macro_rules! section {
     (
         $(#[$about:meta])*
@@ -122,7 +123,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-// Helpers that expand `default` and `without`.
+// Helper macros that expand `default` and `without` in a row.
 
 macro_rules! field_type {
     (default $type:ty) => { $crate::table::WithDefault<$type> };

@@ -1,4 +1,4 @@
-//! Types of values, including the word types of `policy`.
+//! Types of values that keys can have, including vocabularies that are defined in `policy`.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::key::{DefaultValue, Kind};
 use crate::reader::{Arguments, Environment, Field, TableReader};
 use crate::{Layer, Profile, values};
 
-/// Implements the traits for word types.
+/// Implements the traits for vocabularies.
 macro_rules! word_types {
     ($($type:ty),+) => {$(
         impl Value for $type {
@@ -30,7 +30,7 @@ macro_rules! word_types {
 
 word_types!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
 
-/// Implements the traits for types with one reading function and one written form.
+/// Implements the traits for types that have a single reading function and a single output format.
 macro_rules! scalar_types {
     ($($type:ty: $read:path, |$value:ident| $default_value:expr;)+) => {
         $(
@@ -107,7 +107,7 @@ impl Value for String {
     }
 }
 
-/// A text with a default.
+/// Text of a key that has a default.
 impl Value for Cow<'static, str> {
     fn read(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.read_value(name, |key, value| values::text(key, value).map(Cow::Owned))
@@ -146,7 +146,8 @@ impl Value for Environment {
         table.environment(name)
     }
 
-    /// Merges variable by variable.
+    /// Merges the environment variables of a bulkhead with those of `[defaults]`. If both set a variable, the
+    /// bulkhead's value is used.
     fn merge(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
         let mut merged = own.or(defaults);
         if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {

@@ -1,4 +1,4 @@
-//! Valid files and the resulting configurations.
+//! Tests of valid files and the resulting configurations.
 
 use std::time::Duration;
 
@@ -92,7 +92,7 @@ fn absent_keys_have_documented_defaults() {
 }
 
 #[test]
-fn reads_all_keys() {
+fn configuration_file_can_set_every_key() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     assert_eq!(config.path, folder.path("workers.toml"));
@@ -103,7 +103,7 @@ fn reads_all_keys() {
     assert_eq!(config.supervisor.http, Some(http));
     assert_eq!((config.supervisor.max_clients, config.supervisor.max_payload), (7, 32 << 20));
     let names: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.name.as_str()).collect();
-    assert_eq!(names, ["zz.last", "aa", "mm"], "the order of the file");
+    assert_eq!(names, ["zz.last", "aa", "mm"], "bulkheads keep the order of the file");
 
     let [last, aa, mm] = config.bulkheads.as_slice() else { panic!() };
     assert_eq!(
@@ -129,18 +129,22 @@ fn reads_all_keys() {
 
     let library = folder.path("libthumb.so");
     assert_eq!(aa.program, Program::Library { path: library, entry: "thumb_handle".to_owned() });
-    assert_eq!((aa.max_payload, aa.max_result), (32 << 20, 32 << 20), "from the supervisor");
+    assert_eq!(
+        (aa.max_payload, aa.max_result),
+        (32 << 20, 32 << 20),
+        "limits default to the limit of the supervisor"
+    );
     let argv = ["pdftotext", "in.pdf", "out.txt"].map(str::to_owned).to_vec();
     assert_eq!(mm.program, Program::Exec { argv, path: folder.path("bin/pdftotext") });
     assert_eq!((mm.output_grace, last.output_grace), (Some(ms(5_000)), None));
     let statuses = ExitStatus { ok: vec![0, 1], caller: vec![2, 75], retryable: vec![] };
-    assert_eq!(mm.exit_status, Some(statuses), "the default of one list has nothing that another one names");
+    assert_eq!(mm.exit_status, Some(statuses), "the default of a list omits statuses of the other lists");
     let files = Files { input: Some("in.pdf".to_owned()), output: Some("out.txt".to_owned()) };
     assert_eq!((&mm.files, &last.files), (&Some(files), &None));
 }
 
 #[test]
-fn bulkhead_overrides_defaults_by_key() {
+fn bulkhead_keys_override_keys_of_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let last = &config.bulkheads[0];
@@ -148,7 +152,7 @@ fn bulkhead_overrides_defaults_by_key() {
     assert_eq!(
         env,
         [("FROM", "defaults"), ("OVER", "own"), ("odd name", "line\nend \"quoted\" \\ \u{1b}")],
-        "sorted"
+        "variables are sorted by name"
     );
     assert_eq!(last.grace, ms(50));
     let expected = Restart {
@@ -164,7 +168,7 @@ fn bulkhead_overrides_defaults_by_key() {
 }
 
 #[test]
-fn rlimits_have_units_of_setrlimit() {
+fn rlimits_are_converted_to_units_of_setrlimit() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let limits: Vec<_> =
@@ -194,13 +198,13 @@ fn rlimits_have_units_of_setrlimit() {
 }
 
 #[test]
-fn accepts_bulkhead_without_permits() {
+fn max_in_flight_can_be_zero() {
     let config = Folder::new().accept(&bulkhead("max_in_flight = 0"));
     assert_eq!(config.bulkheads[0].max_in_flight, 0);
 }
 
 #[test]
-fn accepts_meaningful_zeros() {
+fn grace_and_backoff_can_be_zero() {
     let config = Folder::new()
         .accept(&bulkhead("grace = \"0s\"\nrestart = { backoff = \"0s\", backoff_max = \"0ms\" }"));
     assert_eq!(config.bulkheads[0].grace, Duration::ZERO);
@@ -214,7 +218,7 @@ fn deadline_max_defaults_to_deadline() {
 }
 
 #[test]
-fn summary_parses_to_same_configuration() {
+fn configuration_summary_parses_to_same_configuration() {
     let folder = Folder::new();
     for text in [FULL.to_owned(), bulkhead("")] {
         let config = folder.accept(&text);
@@ -223,10 +227,10 @@ fn summary_parses_to_same_configuration() {
 }
 
 #[test]
-fn summary_contains_all_keys() {
+fn configuration_summary_contains_all_keys() {
     let folder = Folder::new();
     let summary = folder.accept(FULL).summary();
-    // The summary contains the ids in place of the names.
+    // The summary contains ids instead of the names of users and groups.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
     for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());
@@ -234,10 +238,10 @@ fn summary_contains_all_keys() {
 }
 
 #[test]
-fn summary_mentions_unset_keys() {
+fn configuration_summary_mentions_unset_keys() {
     let summary = Folder::new().accept(&bulkhead("")).summary();
     for line in [
-        "# crash_dir: none, reports are kept in memory",
+        "# crash_dir: none; reports are kept in memory",
         "# worker_uids: 61184-65519 if the supervisor can start workers as other users",
         "# cgroup: off",
     ] {
@@ -246,7 +250,7 @@ fn summary_mentions_unset_keys() {
 }
 
 #[test]
-fn json_durations_have_file_syntax() {
+fn json_durations_use_syntax_of_configuration_file() {
     let config =
         Folder::new().accept(&bulkhead("queue_timeout = \"1500ms\"\nrlimits = { stack = \"unlimited\" }"));
     let json = serde_json::to_value(&config.bulkheads[0]).unwrap();
@@ -258,14 +262,14 @@ fn json_durations_have_file_syntax() {
 }
 
 #[test]
-fn ignores_byte_order_mark() {
+fn byte_order_mark_is_ignored() {
     let folder = Folder::new();
     folder.accept(&format!("\u{feff}{}", bulkhead("")));
     folder.reject_one(&format!("\u{feff}x = 1\n{}", bulkhead("")), (1, 1), "unknown key `x`", "");
 }
 
 #[test]
-fn accepts_windows_line_ends() {
+fn windows_line_ends_are_accepted() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 2").replace('\n', "\r\n"));
     folder.reject_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");

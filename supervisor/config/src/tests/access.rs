@@ -1,14 +1,14 @@
-//! `[[access]]`: the entries, and the resulting modes of sockets and folders.
+//! Tests of `[[access]]`: rules, and the resulting modes of sockets and folders.
 
 use super::*;
 
-/// Returns a file with one entry that starts on line 3 and continues with `lines` on line 4.
+/// Returns a file with a single access rule. The rule starts on line 3, and `lines` starts on line 4.
 fn entry(lines: &str) -> String {
     bulkhead(&format!("[[access]]\n{lines}"))
 }
 
 #[test]
-fn reads_all_keys() {
+fn access_rule_can_name_user_bulkheads_and_tenants() {
     let config = Folder::new().accept(FULL);
     let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
     let expected = [
@@ -22,7 +22,7 @@ fn reads_all_keys() {
 }
 
 #[test]
-fn accepts_inline_and_empty_access() {
+fn access_can_be_inline_or_empty() {
     let folder = Folder::new();
     let config =
         folder.accept(&format!("access = [{{ uid = 4294967294 }}, {{ gid = 0 }}]\n{}", bulkhead("")));
@@ -34,7 +34,7 @@ fn accepts_inline_and_empty_access() {
 }
 
 #[test]
-fn access_opens_socket_unless_mode_is_set() {
+fn access_rules_open_socket_unless_mode_is_set() {
     let modes = |text: &str| {
         let supervisor = Folder::new().accept(text).supervisor;
         (supervisor.socket_mode, supervisor.folder_mode)
@@ -55,7 +55,7 @@ fn access_opens_socket_unless_mode_is_set() {
 }
 
 #[test]
-fn access_entry_names_one_user_or_group() {
+fn access_rule_names_exactly_one_user_or_group() {
     let folder = Folder::new();
     folder.reject_one(
         &entry("bulkheads = [\"a\"]"),
@@ -92,7 +92,7 @@ fn access_entry_names_one_user_or_group() {
 }
 
 #[test]
-fn looks_up_users_and_groups() {
+fn access_rule_rejects_unknown_users_and_groups() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&entry("user = \"root\"")).access[0].who, Who::Uid(0));
     folder.reject_one(
@@ -110,7 +110,7 @@ fn looks_up_users_and_groups() {
 }
 
 #[test]
-fn access_names_existing_bulkheads() {
+fn access_rule_names_only_existing_bulkheads() {
     let folder = Folder::new();
     let text = |names: &str| {
         format!("[[access]]\nuid = 1\nbulkheads = {names}\n[bulkhead.thumbs]\nexec = [\"tool\"]\n")
@@ -119,11 +119,11 @@ fn access_names_existing_bulkheads() {
     folder.reject_one(
         &text("[\"thumbs\", \"thumb\"]"),
         (3, 24),
-        "`access.bulkheads` names `thumb`, and there is no such bulkhead",
+        "`access.bulkheads` contains `thumb`, but there is no bulkhead of that name",
         "did you mean `thumbs`?",
     );
-    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "names `pdf`", "the bulkheads are thumbs");
-    folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "names `thumbs` twice", "remove one");
+    folder.reject_one(&text("[\"pdf\"]"), (3, 14), "contains `pdf`", "the bulkheads are thumbs");
+    folder.reject_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "contains `thumbs` twice", "remove one");
     folder.reject_one(
         &text("\"thumbs\""),
         (3, 13),
@@ -137,25 +137,25 @@ fn access_names_existing_bulkheads() {
         "`access.bulkheads` is empty: the entry would allow nothing",
         "remove `bulkheads` for all",
     );
-    // A bulkhead that could not be read still counts as existing.
+    // A rule can name a bulkhead whose table is invalid.
     let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
     folder.reject_one(text, (1, 14), "bulkhead `b` must be a table", "");
 }
 
 #[test]
-fn access_names_valid_tenants() {
+fn access_rule_names_only_valid_tenants() {
     let folder = Folder::new();
     let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
     folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
     folder.reject_one(&text("[\"\"]"), (5, 12), "contains an empty name", "jobs without a tenant");
     folder.reject_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
     folder.reject_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
-    folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");
+    folder.reject_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "contains `a` twice", "");
     folder.reject_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
 }
 
 #[test]
-fn access_entries_are_tables_and_bounded() {
+fn access_is_array_of_at_most_1024_tables() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("[access]\nuid = 1"),
@@ -181,10 +181,10 @@ fn access_entries_are_tables_and_bounded() {
 }
 
 #[test]
-fn suggests_table_of_misplaced_access_key() {
+fn error_suggests_table_for_misplaced_access_key() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
-    // A table cannot be meant for a key that holds a single value.
+    // The help suggests only keys whose value can be a table.
     let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
     folder.reject_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
 }

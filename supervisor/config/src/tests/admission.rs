@@ -1,4 +1,4 @@
-//! Keys of admission control: checked values, refused values, and violated rules.
+//! Tests of the keys for admission control: valid values, invalid values, and rules that span several keys.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ fn accept_one(lines: &str) -> BulkheadConfig {
 }
 
 #[test]
-fn reads_all_keys_and_merges_defaults() {
+fn admission_keys_are_merged_with_defaults() {
     let config = Folder::new().accept(FULL);
     let [last, aa, _] = config.bulkheads.as_slice() else { panic!() };
     assert_eq!(last.overflow, Overflow::EvictOldest);
@@ -41,13 +41,17 @@ fn reads_all_keys_and_merges_defaults() {
 
     assert_eq!((aa.overflow, aa.pressure.warn, aa.pressure.reject), (Overflow::Reject, 0.5, 1.0));
     let breaker = aa.breaker.as_ref().unwrap();
-    assert_eq!((breaker.window, breaker.min_calls, breaker.probes), (ms(60_000), 20, 2), "from [defaults]");
+    assert_eq!(
+        (breaker.window, breaker.min_calls, breaker.probes),
+        (ms(60_000), 20, 2),
+        "unset keys come from [defaults]"
+    );
     assert_eq!((&aa.priority, &aa.rate_limit, &aa.tenants, &aa.retry), (&None, &None, &None, &None));
     assert_eq!(aa.poison, Some(PoisonConfig { crashes: 3, within: ms(86_400_000) }));
 }
 
 #[test]
-fn empty_table_enables_defaults() {
+fn empty_table_enables_feature_with_defaults() {
     let config = accept_one("breaker = {}\nmax_queue = 1\npressure = {}");
     let breaker = BreakerConfig {
         window: ms(10_000),
@@ -68,7 +72,7 @@ fn empty_table_enables_defaults() {
 }
 
 #[test]
-fn burst_defaults_to_rate() {
+fn burst_defaults_to_rounded_up_rate() {
     for (per_second, number, burst) in [
         ("166", 166.0, 166),
         ("0.1", 0.1, 1),
@@ -83,7 +87,7 @@ fn burst_defaults_to_rate() {
 }
 
 #[test]
-fn accepts_whole_shares_and_limits() {
+fn shares_can_be_whole_numbers() {
     let config = accept_one(
         "max_queue = 1\npressure = { warn = 1, reject = 1.0 }\npriority = { critical_reserve = -0.0 }\n\
          breaker = { failure_rate = 1 }",
@@ -96,7 +100,7 @@ fn accepts_whole_shares_and_limits() {
 }
 
 #[test]
-fn shares_have_bounds() {
+fn share_outside_its_range_is_rejected() {
     let folder = Folder::new();
     let reserve = "`priority.critical_reserve` must be from 0 to below 1, not ";
     let rate = "`breaker.failure_rate` must be above 0 and at most 1, not ";
@@ -106,10 +110,10 @@ fn shares_have_bounds() {
             "critical_reserve",
             "1",
             reserve,
-            "1: nothing would be left for others",
+            "1: nothing would be left for other jobs",
             "reserve = 0.2`",
         ),
-        ("priority", "critical_reserve", "1.5", reserve, "1.5: nothing would be left for others", ""),
+        ("priority", "critical_reserve", "1.5", reserve, "1.5: nothing would be left for other jobs", ""),
         (
             "priority",
             "critical_reserve",
@@ -156,7 +160,7 @@ fn shares_have_bounds() {
 }
 
 #[test]
-fn rates_have_bounds() {
+fn rate_outside_its_range_is_rejected() {
     let folder = Folder::new();
     let cases = [
         ("per_second = 0", "`rate_limit.per_second` must be above 0 and at most 1000000000, not 0", "= 100`"),
@@ -181,7 +185,7 @@ fn rates_have_bounds() {
 }
 
 #[test]
-fn counts_and_durations_have_bounds() {
+fn admission_keys_reject_values_outside_their_range() {
     let folder = Folder::new();
     let cases = [
         (
@@ -215,7 +219,7 @@ fn counts_and_durations_have_bounds() {
 }
 
 #[test]
-fn tables_require_their_main_key() {
+fn admission_tables_require_their_main_key() {
     let folder = Folder::new();
     let cases = [
         (
@@ -243,7 +247,7 @@ fn tables_require_their_main_key() {
 }
 
 #[test]
-fn table_can_be_split_with_defaults() {
+fn table_is_completed_by_keys_of_defaults() {
     let folder = Folder::new();
     let text = "[defaults]\nrate_limit = { burst = 5 }\ntenants = {}\n[bulkhead.a]\nexec = [\"tool\"]\n\
                 rate_limit = { per_second = 1 }\ntenants = { max_queue = 0 }\n";
@@ -257,7 +261,7 @@ fn table_can_be_split_with_defaults() {
 }
 
 #[test]
-fn invalid_key_is_not_also_missing() {
+fn invalid_key_is_not_reported_as_missing() {
     let folder = Folder::new();
     let cases = [
         ("rate_limit = { per_second = 0 }", 29, "must be above 0"),
@@ -277,7 +281,7 @@ fn invalid_key_is_not_also_missing() {
 }
 
 #[test]
-fn eviction_needs_queue() {
+fn evict_oldest_overflow_requires_a_queue() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("overflow = \"evict-oldest\""),
@@ -297,7 +301,7 @@ fn eviction_needs_queue() {
 }
 
 #[test]
-fn own_pressure_needs_queue() {
+fn pressure_of_bulkhead_requires_a_queue() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("pressure = { warn = 0.5 }"),
@@ -313,20 +317,20 @@ fn own_pressure_needs_queue() {
 }
 
 #[test]
-fn pressure_warn_is_at_most_reject() {
+fn pressure_warn_cannot_exceed_pressure_reject() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("max_queue = 5\npressure = { warn = 0.9, reject = 0.5 }"),
         (4, 21),
         "`pressure.warn` (0.9) is above `pressure.reject` (0.5)",
-        "write `reject = 0.9` or more, or `warn = 0.5` or less",
+        "set `reject` to at least 0.9, or `warn` to at most 0.5",
     );
     let early = accept_one("max_queue = 5\npressure = { reject = 0.5 }");
     assert_eq!(early.pressure, PressureConfig { warn: 0.5, reject: 0.5 });
 }
 
 #[test]
-fn slow_rate_needs_slow_call() {
+fn slow_rate_requires_slow_call() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("breaker = { slow_rate = 0.5 }"),
@@ -342,7 +346,7 @@ fn slow_rate_needs_slow_call() {
 }
 
 #[test]
-fn unknown_key_hides_no_other_error() {
+fn unknown_key_does_not_hide_other_errors() {
     let folder = Folder::new();
     for line in [
         "breaker = { foo = 1, slow_rate = 0.5 }",
@@ -354,7 +358,7 @@ fn unknown_key_hides_no_other_error() {
 }
 
 #[test]
-fn reports_all_problems() {
+fn all_admission_problems_are_reported_together() {
     let problems = Folder::new().reject(&bulkhead(
         "overflow = \"evict-oldest\"\npriority = { critical_reserve = 1 }\npressure = { warn = 2 }\n\
          rate_limit = { burst = 0 }\ntenants = {}\nbreaker = { slow_rate = 1, probes = 0 }",
@@ -364,7 +368,7 @@ fn reports_all_problems() {
 }
 
 #[test]
-fn summary_shows_enabled_and_disabled_tables() {
+fn configuration_summary_shows_enabled_and_disabled_tables() {
     let folder = Folder::new();
     let summary = folder.accept(&bulkhead("")).summary();
     for line in [
@@ -396,7 +400,7 @@ fn summary_shows_enabled_and_disabled_tables() {
 }
 
 #[test]
-fn summary_keeps_pressure_without_queue() {
+fn configuration_summary_keeps_pressure_of_defaults() {
     let folder = Folder::new();
     let text = format!(
         "[defaults]\npressure = {{ warn = 0.5, reject = 0.6 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\nmax_queue = 3\n",
@@ -407,7 +411,7 @@ fn summary_keeps_pressure_without_queue() {
 }
 
 #[test]
-fn json_has_file_syntax() {
+fn json_values_use_syntax_of_configuration_file() {
     let lines = "max_queue = 1\noverflow = \"evict-oldest\"\nrate_limit = { per_second = 5, per = \"tenant\" }\n\
                  breaker = { slow_call = \"1s\" }\npoison = {}";
     let json = serde_json::to_value(accept_one(lines)).unwrap();
@@ -422,7 +426,7 @@ fn json_has_file_syntax() {
 const ADAPTIVE: &str = "adaptive = { max = 6, target = \"50ms\" }";
 
 #[test]
-fn adaptive_requires_max_and_target() {
+fn adaptive_limit_requires_max_and_target() {
     let folder = Folder::new();
     let file = folder.accept(&bulkhead(&format!("processes = 2\nmax_in_flight = 3\n{ADAPTIVE}")));
     let adaptive = file.bulkheads[0].adaptive.clone().unwrap();
@@ -437,28 +441,29 @@ fn adaptive_requires_max_and_target() {
 }
 
 #[test]
-fn adaptive_max_is_at_most_permits() {
+fn adaptive_max_cannot_exceed_permits() {
     let folder = Folder::new();
     let message = "`adaptive.max` (6) is above `processes` (2) × `max_in_flight` (1, the default)";
     let text = bulkhead(&format!("processes = 2\n{ADAPTIVE}"));
-    folder.reject_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
+    folder.reject_one(&text, (4, 20), message, "set `max` to at most 2, or raise `processes`");
     let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
     folder.reject_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
-    // Values of `[defaults]` can be valid for other bulkheads.
+    // The error is reported at the bulkhead's own key, because the values in `[defaults]` can be valid for
+    // other bulkheads.
     let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
     let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
     folder.reject_one(&text, (6, 13), message, "");
 }
 
 #[test]
-fn adaptive_max_is_bounded_by_isolated_tenant_permits() {
+fn adaptive_max_cannot_exceed_permits_of_isolated_tenant() {
     let folder = Folder::new();
     let isolated = format!("max_in_flight = 6\ntenants = {{ isolate = true }}\n{ADAPTIVE}\n");
     let tenant = |key: &str| bulkhead(&format!("{isolated}tenant.acme = {{ {key} }}"));
     folder.accept(&tenant("max_queue = 3"));
     folder.accept(&tenant("processes = 3, max_in_flight = 2"));
     let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
-    folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
+    folder.reject_one(&tenant("max_in_flight = 5"), (6, 33), message, "set `max` to at most 5");
     // A limit on shared workers does not change the number of permits.
     let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
     folder.accept(&bulkhead(&common));

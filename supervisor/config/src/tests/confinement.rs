@@ -1,13 +1,13 @@
-//! Confinement of workers: checked values, refused values, and violated rules.
+//! Tests of the keys for confinement: valid values, invalid values, and rules that span several keys.
 
 use super::*;
 
-/// Returns a bulkhead with a sandbox of these entries on line 3.
+/// Returns a bulkhead with a sandbox on line 3. `entries` are further keys of the sandbox.
 fn sandbox(entries: &str) -> String {
     bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// Returns the column after `sandbox = { profile = "default", ` and `more`.
+/// Returns the column that follows the text `sandbox = { profile = "default", ` and `more`.
 fn column(more: &str) -> usize {
     "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
@@ -17,7 +17,7 @@ fn strings(strings: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn reads_all_keys_and_merges_defaults() {
+fn sandbox_keys_are_merged_with_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     assert_eq!(config.supervisor.worker_uids, Some(UidRange { first: 200_000, last: 200_999 }));
@@ -35,7 +35,11 @@ fn reads_all_keys_and_merges_defaults() {
     };
     assert_eq!(last.sandbox, expected);
     assert_eq!(aa.sandbox.profile, Profile::None);
-    assert_eq!((&aa.sandbox.read, &aa.sandbox.best_effort), (&vec![], &vec![]), "silenced by the profile");
+    assert_eq!(
+        (&aa.sandbox.read, &aa.sandbox.best_effort),
+        (&vec![], &vec![]),
+        "the profile \"none\" ignores keys of [defaults]"
+    );
     let expected = SandboxConfig {
         profile: Profile::Default,
         network: false,
@@ -59,7 +63,7 @@ fn reads_all_keys_and_merges_defaults() {
 }
 
 #[test]
-fn default_profile_is_documented_one() {
+fn default_sandbox_profile_matches_documentation() {
     let sandbox = &Folder::new().accept(&bulkhead("")).bulkheads[0].sandbox;
     assert_eq!(sandbox.profile.name(), defaults::SANDBOX_PROFILE);
     let key = reference().into_iter().find(|key| key.path() == "bulkhead.NAME.sandbox.profile").unwrap();
@@ -67,7 +71,7 @@ fn default_profile_is_documented_one() {
 }
 
 #[test]
-fn rejects_sandbox_keys_without_profile() {
+fn profile_none_rejects_other_sandbox_keys() {
     let folder = Folder::new();
     for (name, value) in [
         ("network", "true"),
@@ -85,8 +89,9 @@ fn rejects_sandbox_keys_without_profile() {
         let column = line.find(value).unwrap() + 1;
         folder.reject_one(&bulkhead(&line), (3, column), &message, &help);
         let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
-        folder.reject_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox sets");
-        // A bulkhead's own profile does not override its own keys.
+        folder.reject_one(&defaults, (2, column), &message, "; for a bulkhead without a sandbox, set");
+        // Unlike keys in `[defaults]`, keys in the bulkhead's own table are rejected if that table sets the
+        // profile `none`.
         let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
         folder.reject_one(&text, (5, column), &message, &help);
     }
@@ -101,7 +106,7 @@ fn rejects_sandbox_keys_without_profile() {
 }
 
 #[test]
-fn profile_none_overrides_defaults() {
+fn profile_none_ignores_sandbox_keys_of_defaults() {
     let folder = Folder::new();
     let defaults =
         "[defaults.sandbox]\nprofile = \"default\"\nnetwork = true\nsyscalls = { deny = [\"mlock\"] }\n";
@@ -117,7 +122,7 @@ fn profile_none_overrides_defaults() {
 }
 
 #[test]
-fn paths_must_exist() {
+fn sandbox_paths_must_exist() {
     let folder = Folder::new();
     for name in ["read", "write"] {
         let at = (3, column(&format!("{name} = [")));
@@ -125,7 +130,7 @@ fn paths_must_exist() {
             &sandbox(&format!("{name} = [\"none\"]")),
             at,
             &format!("`sandbox.{name}`: there is no file or folder {}", folder.path("none").display()),
-            "relative paths start at the file's folder",
+            "relative paths start at the folder of the configuration file",
         );
         folder.reject_one(
             &sandbox(&format!("{name} = [\"\"]")),
@@ -147,7 +152,7 @@ fn paths_must_exist() {
             &format!("write `{name} = [\"/usr\"]`"),
         );
         let twice = sandbox(&format!("{name} = [\"work\", \"work\"]"));
-        folder.reject_one(&twice, (3, at.1 + 8), "names `work` twice", "remove one");
+        folder.reject_one(&twice, (3, at.1 + 8), "contains `work` twice", "remove one");
         let many = ["\"/\""; 257].join(", ");
         let problems = folder.reject(&sandbox(&format!("{name} = [{many}]")));
         assert!(problems.iter().any(|problem| problem.message.contains("has more than 256 paths")));
@@ -155,7 +160,7 @@ fn paths_must_exist() {
 }
 
 #[test]
-fn accepts_no_private_tmp() {
+fn sandbox_tmp_can_be_zero() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&sandbox("tmp = 0")).bulkheads[0].sandbox.tmp_bytes, 0);
     let message = "`sandbox.tmp` must be at least 0, not -1";
@@ -163,7 +168,7 @@ fn accepts_no_private_tmp() {
 }
 
 #[test]
-fn user_must_exist() {
+fn sandbox_user_must_exist() {
     let folder = Folder::new();
     let at = (3, column("user = "));
     folder.reject_one(
@@ -183,7 +188,7 @@ fn user_must_exist() {
 }
 
 #[test]
-fn accepts_explicit_or_automatic_user() {
+fn sandbox_requests_own_ids_unless_user_is_named() {
     let folder = Folder::new();
     let user = |entries: &str| {
         let text = bulkhead(&format!("sandbox = {{ {entries} }}"));
@@ -208,7 +213,7 @@ fn accepts_explicit_or_automatic_user() {
 }
 
 #[test]
-fn worker_uids_are_a_range() {
+fn worker_uids_must_be_valid_range() {
     let folder = Folder::new();
     let text = |value: &str| format!("[supervisor]\nworker_uids = {value}\n{}", bulkhead(""));
     for (value, first, last) in [
@@ -227,7 +232,7 @@ fn worker_uids_are_a_range() {
         ("\"-5-7\"", "is not a range of ids", example),
         ("\"+5-7\"", "is not a range of ids", example),
         ("\"5-7-9\"", "is not a range of ids", example),
-        ("\"9-5\"", "starts above the end: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"9-5\"", "has a first id above the last id: \"9-5\"", "write `worker_uids = \"5-9\"`"),
         ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
         ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
         ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
@@ -243,20 +248,21 @@ fn worker_uids_are_a_range() {
 }
 
 #[test]
-fn rejects_unknown_system_calls() {
+fn sandbox_rejects_unknown_system_calls() {
     let folder = Folder::new();
     for name in ["allow", "deny"] {
         let list = |names: &str| sandbox(&format!("syscalls = {{ {name} = [{names}] }}"));
         let at = (3, column(&format!("syscalls = {{ {name} = [")));
         folder.accept(&list("\"mlock\", \"clone3\", \"mbind\""));
         for wrong in ["", "Mlock", "mlock(2)", "SYS-mlock", "größe"] {
-            let message =
-                format!("`sandbox.syscalls.{name}` names `{wrong}`, and there is no such system call");
+            let message = format!(
+                "`sandbox.syscalls.{name}` contains `{wrong}`, but there is no system call of that name"
+            );
             folder.reject_one(&list(&format!("\"{wrong}\"")), at, &message, "as in \"mlock\"");
         }
         let message = format!("`sandbox.syscalls.{name}[0]` must be a string, not a number");
         folder.reject_one(&list("5"), at, &message, "write \"5\"");
-        folder.reject_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "names `mlock` twice", "");
+        folder.reject_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "contains `mlock` twice", "");
     }
     folder.reject_one(
         &sandbox("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", \"mlock\"] }"),
@@ -272,7 +278,7 @@ fn rejects_unknown_system_calls() {
 }
 
 #[test]
-fn rejects_unknown_layers() {
+fn best_effort_rejects_unknown_layers() {
     let folder = Folder::new();
     let all: Vec<_> = Layer::ALL.iter().map(|layer| format!("\"{}\"", layer.name())).collect();
     let config = folder.accept(&sandbox(&format!("best_effort = [{}]", all.join(", "))));
@@ -293,7 +299,7 @@ fn rejects_unknown_layers() {
 }
 
 #[test]
-fn cgroup_limits_have_bounds() {
+fn cgroup_limits_outside_their_range_are_rejected() {
     let folder = Folder::new();
     let text = |entry: &str| bulkhead(&format!("[bulkhead.a.cgroup]\n{entry}"));
     for (entry, column, message, help) in [
@@ -311,7 +317,7 @@ fn cgroup_limits_have_bounds() {
     }
     let cgroup = |entry: &str| folder.accept(&text(entry)).bulkheads.remove(0).cgroup;
     let nothing = CgroupConfig { memory: None, pids: None, cpu: None };
-    assert_eq!(cgroup(""), Some(nothing.clone()), "it still ends whole trees");
+    assert_eq!(cgroup(""), Some(nothing.clone()), "a cgroup without limits still kills whole process trees");
     assert_eq!(cgroup("cpu = 1024"), Some(CgroupConfig { cpu: Some(1024.0), ..nothing.clone() }));
     assert_eq!(cgroup("memory = 1048576"), Some(CgroupConfig { memory: Some(1 << 20), ..nothing }));
 }
@@ -334,7 +340,7 @@ fn summary_shows_sandbox_rlimits_unless_overridden() {
 }
 
 #[test]
-fn summary_shows_whole_sandbox() {
+fn configuration_summary_shows_every_sandbox_key() {
     let folder = Folder::new();
     let summary = folder.accept(&sandbox("tmp = 0, user = \"auto\", best_effort = [\"identity\"]")).summary();
     let line = "sandbox = { profile = \"default\", network = false, read = [], write = [], tmp = \"0B\", \
@@ -345,7 +351,7 @@ fn summary_shows_whole_sandbox() {
 }
 
 #[test]
-fn summary_notes_that_default_profile_does_not_bound_tmp() {
+fn summary_explains_tmp_check_of_default_profile() {
     let folder = Folder::new();
     let strict = "profile = \"strict\", user = \"root\"";
     for (entries, is_told) in [

@@ -1,4 +1,4 @@
-//! Keys about crash reports.
+//! Tests of the keys for crash reports.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn supervisor(lines: &str) -> String {
 }
 
 #[test]
-fn accepts_existing_and_missing_crash_dir() {
+fn crash_dir_must_be_folder_or_missing() {
     let folder = Folder::new();
     let config = folder.accept(&supervisor("crash_dir = \"./a/b\"\ncrash_keep = 10000"));
     assert_eq!(config.supervisor.crash_dir, Some(folder.path("a/b")));
@@ -17,7 +17,7 @@ fn accepts_existing_and_missing_crash_dir() {
         &supervisor("crash_dir = \"libthumb.so\""),
         (2, 13),
         "`crash_dir`: ",
-        "name a folder, or a path that does not exist yet",
+        "write the path of a folder, or a path that does not exist yet",
     );
     folder.reject_one(
         &supervisor("crash_dir = \"\""),
@@ -28,7 +28,7 @@ fn accepts_existing_and_missing_crash_dir() {
 }
 
 #[test]
-fn crash_keep_has_bounds() {
+fn crash_keep_outside_its_range_is_rejected() {
     let folder = Folder::new();
     for (value, help) in [("0", "`crash_keep = 1`"), ("10001", "`crash_keep = 10000`")] {
         let message = format!("`crash_keep` must be from 1 to 10000, not {value}");

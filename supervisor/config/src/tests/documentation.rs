@@ -1,5 +1,5 @@
-//! Compares `docs/configuration.md` with the reader. `UPDATE_DOCS=1 cargo test -p bulkhead-config` writes the
-//! tables. The examples of the page are read as files.
+//! Compares the tables in `docs/configuration.md` with the declared keys. `UPDATE_DOCS=1 cargo test -p
+//! bulkhead-config` writes the tables. Also checks that the examples on the page are valid.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ fn docs() -> String {
     fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))
 }
 
-/// Returns the table between `<!-- keys: TABLE -->` and `<!-- end -->`.
+/// Returns the generated text between `<!-- keys: TABLE -->` and `<!-- end -->`.
 fn table(name: &str) -> String {
     let mut table = String::from("| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in reference().into_iter().filter(|key| key.table == name) {
@@ -20,7 +20,7 @@ fn table(name: &str) -> String {
     table
 }
 
-/// Returns the document with up-to-date generated parts.
+/// Returns the page with all generated parts replaced with their current text.
 fn current(docs: &str) -> String {
     let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();
@@ -35,25 +35,22 @@ fn current(docs: &str) -> String {
 }
 
 #[test]
-fn documentation_lists_all_keys() {
+fn documentation_lists_all_configuration_keys() {
     let docs = docs();
     let current = current(&docs);
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(DOCS, current).unwrap();
         return;
     }
-    assert!(
-        docs == current,
-        "docs/configuration.md is not what the reader reads; run this test with UPDATE_DOCS=1"
-    );
+    assert!(docs == current, "docs/configuration.md is out of date; run this test with UPDATE_DOCS=1");
 }
 
 #[test]
-fn accepts_documented_examples() {
+fn documented_examples_are_valid_configurations() {
     let docs = docs();
     let examples: Vec<&str> =
         docs.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default()).collect();
-    assert!(examples.len() >= 3, "the examples have gone");
+    assert!(examples.len() >= 3, "too few examples");
     let folder = Folder::new();
     for example in examples {
         let text = if example.contains("[bulkhead") {
@@ -66,7 +63,7 @@ fn accepts_documented_examples() {
 }
 
 #[test]
-fn descriptions_are_sentences() {
+fn key_descriptions_are_sentences() {
     for key in reference() {
         assert!(key.about.ends_with('.') && !key.about.contains('|'), "{}: {}", key.path(), key.about);
         assert!(!key.example().is_empty(), "{} has no example", key.path());

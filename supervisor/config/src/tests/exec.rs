@@ -1,17 +1,17 @@
-//! Keys about `exec` programs.
+//! Tests of the keys for `exec` programs.
 
 use std::time::Duration;
 
 use super::*;
 
 #[test]
-fn accepts_output_grace_of_zero() {
+fn output_grace_can_be_zero() {
     let config = Folder::new().accept(&bulkhead("output_grace = \"0s\""));
     assert_eq!(config.bulkheads[0].output_grace, Some(Duration::ZERO));
 }
 
 #[test]
-fn statuses_are_in_range_and_in_one_list() {
+fn exit_status_belongs_to_at_most_one_list() {
     let folder = Folder::new();
     let cases = [
         (
@@ -33,9 +33,9 @@ fn statuses_are_in_range_and_in_one_list() {
             "ok = [0, 1], caller = [1]",
             39,
             "has the status 1 in `ok` and in `caller`",
-            "remove the status from either list",
+            "remove the status from one of the two lists",
         ),
-        ("ok = []", 22, "`exit_status.ok` is empty, so no job could end ok", "ok = [0]"),
+        ("ok = []", 22, "`exit_status.ok` is empty, so no job could succeed", "ok = [0]"),
         ("callers = [1]", 17, "unknown key `callers`", "did you mean `caller`?"),
     ];
     for (keys, column, message, help) in cases {
@@ -47,7 +47,7 @@ fn statuses_are_in_range_and_in_one_list() {
 }
 
 #[test]
-fn files_have_plain_names() {
+fn job_files_must_have_plain_names() {
     let folder = Folder::new();
     for name in ["a/b", "/etc/passwd", ".", "..", "a/"] {
         let text = bulkhead(&format!("files = {{ input = \"{name}\" }}"));
@@ -55,7 +55,7 @@ fn files_have_plain_names() {
         folder.reject_one(&text, (3, 19), &message, "input = \"input.txt\"");
     }
     let long = bulkhead(&format!("files = {{ input = \"{}\" }}", "n".repeat(256)));
-    folder.reject_one(&long, (3, 19), "the name of a file", "write at most 255 bytes without `/`");
+    folder.reject_one(&long, (3, 19), "the name of a file", "write a name of at most 255 bytes without `/`");
     folder.reject_one(&bulkhead("files = { output = \"\" }"), (3, 20), "is empty", "output = \"out.mp4\"");
     for files in ["input = \"-i x\"", "output = \".hidden\"", "input = \"same\", output = \"same\""] {
         folder.accept(&bulkhead(&format!("files = {{ {files} }}")));
@@ -69,11 +69,11 @@ fn files_have_plain_names() {
 }
 
 #[test]
-fn files_exclude_cwd_and_require_a_temporary_folder() {
+fn job_files_exclude_cwd_and_require_temporary_folder() {
     let folder = Folder::new();
     let files = "files = { input = \"in\" }";
     let text = bulkhead(&format!("cwd = \"work\"\n{files}"));
-    folder.reject_one(&text, (3, 7), "`cwd` and `files` exclude each other", "remove `cwd`");
+    folder.reject_one(&text, (3, 7), "`cwd` and `files` cannot be combined", "remove `cwd`");
     folder.accept(&format!("[defaults]\ncwd = \"work\"\n{}", bulkhead(files)));
     let text = bulkhead(&format!("{files}\nsandbox = {{ tmp = 0 }}"));
     folder.reject_one(&text, (4, 19), "`files` needs a temporary folder", "tmp = \"64MiB\"");
@@ -81,7 +81,7 @@ fn files_exclude_cwd_and_require_a_temporary_folder() {
 }
 
 #[test]
-fn exec_keys_need_exec() {
+fn exec_keys_require_exec_program() {
     let folder = Folder::new();
     let command = "[bulkhead.a]\ncommand = [\"tool\"]\n";
     for (key, column) in

@@ -1,17 +1,17 @@
-//! `fallback`: an ordered list of other bulkheads of the file.
+//! Tests of `fallback`, an ordered list of other bulkheads in the file.
 
 use super::*;
 
-/// Returns bulkhead `a`, with `fallback` on line 3, and other bulkheads.
+/// Returns a file with bulkhead `a`, whose key `fallback` is on line 3, and with the bulkheads `others`.
 fn file(fallback: &str, others: &[&str]) -> String {
     let others: String =
         others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();
     format!("{}{others}", bulkhead(&format!("fallback = {fallback}")))
 }
 
-/// A bulkhead's array replaces the array of the defaults instead of extending it.
+/// An array in a bulkhead's table replaces the array in `[defaults]` instead of extending it.
 #[test]
-fn fallback_keeps_order_and_overrides_defaults() {
+fn fallback_list_replaces_list_of_defaults() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let fallbacks: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.fallback.as_slice()).collect();
@@ -24,48 +24,53 @@ fn fallback_keeps_order_and_overrides_defaults() {
     assert_eq!(
         folder.accept(&mutual).bulkheads[1].fallback,
         ["a"],
-        "a job goes to each once, so never round"
+        "mutual fallbacks are valid, because a job goes to each bulkhead once"
     );
 }
 
 #[test]
-fn fallback_names_existing_bulkheads() {
+fn fallback_must_name_existing_bulkheads() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"thumbnial-safe\"]", &["b", "thumbnail-safe"]),
         (3, 18),
-        "`fallback` names `thumbnial-safe`, and there is no such bulkhead",
+        "`fallback` contains `thumbnial-safe`, but there is no bulkhead of that name",
         "did you mean `thumbnail-safe`?",
     );
-    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
+    folder.reject_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "contains `xyzzy`", "bulkheads are b, c");
     folder.reject_one(
         &file("[\"b\"]", &[]),
         (3, 13),
-        "names `b`",
-        "the file has no other bulkhead: add a section",
+        "contains `b`",
+        "the configuration file has no other bulkhead: add a section",
     );
-    folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
+    folder.reject_one(&file("[\"\"]", &["b"]), (3, 13), "contains ``", "");
     let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    folder.reject_one(&file("[\"x\"]", &many), (3, 13), "names `x`", "name a bulkhead of this file");
+    folder.reject_one(
+        &file("[\"x\"]", &many),
+        (3, 13),
+        "contains `x`",
+        "write the name of a bulkhead in this configuration file",
+    );
     let problems = folder.reject(&file("[\"x\", \"y\", 3]", &["b"]));
     assert_eq!(problems.len(), 3, "{problems:#?}");
 }
 
 #[test]
-fn invalid_bulkhead_can_be_named_as_fallback() {
+fn fallback_can_name_invalid_bulkhead() {
     let text = format!("{}[bulkhead]\nb = 3\n", bulkhead("fallback = [\"b\"]"));
     Folder::new().reject_one(&text, (5, 5), "bulkhead `b` must be a table", "");
 }
 
 #[test]
-fn rejects_own_name_as_fallback() {
+fn bulkhead_cannot_be_its_own_fallback() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"a\"]", &["b"]),
         (3, 18),
         "bulkhead `a` is a fallback of itself",
-        "name another bulkhead, or remove the name",
+        "write the name of another bulkhead, or remove this name",
     );
     let defaults = "[defaults]\nfallback = [\"b\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     let text = format!("{defaults}[bulkhead.a]\nexec = [\"tool\"]\n");
@@ -82,26 +87,31 @@ fn rejects_own_name_as_fallback() {
 }
 
 #[test]
-fn rejects_duplicate_fallbacks() {
+fn fallback_cannot_name_bulkhead_twice() {
     let folder = Folder::new();
     folder.reject_one(
         &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
         (3, 23),
-        "`fallback` names `b` twice",
-        "remove an entry",
+        "`fallback` contains `b` twice",
+        "remove one of the entries",
     );
     let text = "[defaults]\nfallback = [\"c\", \"c\"]\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\n\
                 exec = [\"tool\"]\n[bulkhead.c]\nexec = [\"tool\"]\nfallback = []\n";
-    folder.reject_one(text, (2, 18), "`fallback` names `c` twice", "");
+    folder.reject_one(text, (2, 18), "`fallback` contains `c` twice", "");
 }
 
 #[test]
-fn fallback_is_array_of_at_most_eight() {
+fn fallback_has_at_most_eight_names() {
     let folder = Folder::new();
     let names = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8", "b9"];
     let array = |count: usize| format!("[\"{}\"]", names[..count].join("\", \""));
     assert_eq!(folder.accept(&file(&array(8), &names)).bulkheads[0].fallback, names[..8]);
-    folder.reject_one(&file(&array(9), &names), (3, 61), "`fallback` has more than 8 names", "the first 8");
+    folder.reject_one(
+        &file(&array(9), &names),
+        (3, 61),
+        "`fallback` has more than 8 names",
+        "at most 8 remain",
+    );
     folder.reject_one(
         &file("\"b\"", &["b"]),
         (3, 12),

@@ -1,4 +1,4 @@
-//! The admin API over TCP: address and token file.
+//! Tests of the keys for the admin API over TCP: address and token file.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn supervisor(lines: &str) -> String {
 }
 
 #[test]
-fn http_needs_address_and_token() {
+fn http_requires_address_and_token_file() {
     let folder = Folder::new();
     assert_eq!(folder.accept(&supervisor("")).supervisor.http, None);
     let alone = supervisor("http = \"127.0.0.1:9464\"");
@@ -17,7 +17,7 @@ fn http_needs_address_and_token() {
 }
 
 #[test]
-fn http_address_is_numeric() {
+fn http_address_must_be_numeric() {
     let folder = Folder::new();
     let with = |address: &str| supervisor(&format!("http = \"{address}\"\nhttp_token_file = \"token\""));
     for good in ["127.0.0.1:9464", "0.0.0.0:80", "[::1]:1", "127.0.0.1:0"] {
@@ -30,7 +30,7 @@ fn http_address_is_numeric() {
 }
 
 #[test]
-fn token_has_minimum_length() {
+fn token_file_must_be_private_and_hold_valid_token() {
     let folder = Folder::new();
     let with = |file: &str| supervisor(&format!("http = \"127.0.0.1:9464\"\nhttp_token_file = \"{file}\""));
     for (mode, text) in
@@ -54,12 +54,12 @@ fn token_has_minimum_length() {
         "sésame-sésame-sésame",
     ] {
         folder.token("bad", text, 0o600);
-        folder.reject_one(&with("bad"), (3, 19), "does not hold a token", "create a token");
+        folder.reject_one(&with("bad"), (3, 19), "does not contain a token", "create a token");
     }
     folder.reject_one(&with("missing"), (3, 19), "cannot be read", "create a token");
     folder.reject_one(&with("work"), (3, 19), "", "create a token");
     assert!(
         !format!("{:?}", folder.accept(&with("token"))).contains("0123456789abcdef"),
-        "only its place is kept"
+        "the configuration contains the token"
     );
 }

@@ -1,6 +1,6 @@
-//! Compares the JSON schema with the reader, using an independent validator. All texts that any test of the
-//! configuration reads are compared here. The schema must accept each text that the reader accepts, and must
-//! refuse each text that the reader refuses for its shape.
+//! Compares the JSON schema with the parser, using an independent validator. The comparison runs for every
+//! text that any test in this crate parses. The schema must accept each text that the parser accepts, and
+//! must reject each text that the parser rejects because of its shape.
 
 use std::sync::LazyLock;
 
@@ -14,10 +14,10 @@ use super::*;
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.schema.json");
 
 static VALIDATOR: LazyLock<Validator> =
-    LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is one"));
+    LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is invalid"));
 
-/// Converts a document to JSON. Dates and non-finite numbers have no JSON form and become null, which no key
-/// accepts.
+/// Converts a TOML value to JSON. Dates and non-finite numbers, which JSON cannot express, become null. No
+/// key accepts null.
 fn as_json(value: toml::Value) -> Value {
     match value {
         toml::Value::Datetime(_) => Value::Null,
@@ -39,12 +39,13 @@ fn complaints(text: &str) -> Option<Vec<String>> {
     )
 }
 
-/// Returns true if the reader refuses a value for its kind, regardless of the rest of the file. Excludes
-/// decimal numbers, because JSON treats 2.0 as 2, and texts of the right shape whose numbers are too large or
-/// too fine.
+/// Returns true if the parser rejected a value because of its shape, so that the schema must reject it as
+/// well. This excludes decimal numbers, because JSON treats 2.0 as 2. It also excludes texts whose numbers
+/// are too large or have too many decimal places, because a pattern cannot check these.
 fn is_of_shape(problem: &Problem) -> bool {
     let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
-    let uncounted = ["the longest duration is", "must be in whole nanoseconds", "must fit in 64 bits"];
+    let uncounted =
+        ["the longest duration is", "must be a whole number of nanoseconds", "must fit in 64 bits"];
     if uncounted.iter().any(|words| help.contains(words)) {
         return false;
     }
@@ -63,47 +64,61 @@ fn is_of_shape(problem: &Problem) -> bool {
         " has no effect: the limit of a tenant always applies per tenant",
         " must be one of ",
         " must be a duration with a unit, not a bare number",
-        "the file has no bulkhead",
+        "the configuration file contains no bulkhead",
         " is reserved: the supervisor sets",
     ];
     of_another_type || words.iter().any(|words| message.contains(words))
 }
 
-/// Compares the results of the reader and the schema for a text.
+/// Compares the result of the parser with the result of the schema for a text.
 #[track_caller]
 pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
     let Some(complaints) = complaints(text) else { return };
     match parsed {
-        Ok(_) => assert!(complaints.is_empty(), "read, but not by the schema:\n{text}\n{complaints:#?}"),
+        Ok(_) => assert!(
+            complaints.is_empty(),
+            "the reader accepts this, but the schema does not:\n{text}\n{complaints:#?}"
+        ),
         Err(errors) => {
             let of_shape = errors.problems().iter().find(|problem| is_of_shape(problem));
             if let Some(problem) = of_shape {
-                assert!(!complaints.is_empty(), "the schema takes it:\n{text}\n{problem:?}");
+                assert!(
+                    !complaints.is_empty(),
+                    "the schema accepts this, but the reader does not:\n{text}\n{problem:?}"
+                );
             }
         }
     }
 }
 
 #[test]
-fn schema_file_is_up_to_date() {
+fn json_schema_file_is_up_to_date() {
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(FILE, format!("{:#}\n", json_schema())).unwrap();
     }
     let file = fs::read_to_string(FILE).unwrap_or_else(|error| panic!("cannot read {FILE}: {error}"));
     let file: Value = serde_json::from_str(&file).unwrap();
-    assert!(file == json_schema(), "docs/workers.schema.json is old; run this test with UPDATE_DOCS=1");
+    assert!(
+        file == json_schema(),
+        "docs/workers.schema.json is out of date; run this test with UPDATE_DOCS=1"
+    );
 }
 
-/// Returns the properties of a table of the schema, following a reference to a definition.
+/// Returns the names of the keys that the schema allows in a table.
 fn properties(table: &str) -> Vec<String> {
     let schema = json_schema();
     let place = if table.is_empty() { &schema } else { &schema["definitions"][table] };
-    assert_eq!(place["additionalProperties"], false, "[{table}] takes anything");
-    place["properties"].as_object().unwrap_or_else(|| panic!("no [{table}]")).keys().cloned().collect()
+    assert_eq!(place["additionalProperties"], false, "[{table}] allows unknown keys");
+    place["properties"]
+        .as_object()
+        .unwrap_or_else(|| panic!("[{table}] has no properties"))
+        .keys()
+        .cloned()
+        .collect()
 }
 
 #[test]
-fn reader_and_schema_have_same_keys() {
+fn json_schema_has_same_keys_as_reader() {
     let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
     tables.sort_unstable();
     tables.dedup();
@@ -120,7 +135,7 @@ fn reader_and_schema_have_same_keys() {
     let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
     let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
     assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
-    // The reader decides which keys can be in `[defaults]`.
+    // The parser is the reference for the keys that `[defaults]` can contain.
     let folder = Folder::new();
     let shared = properties("defaults");
     for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
@@ -134,14 +149,14 @@ fn reader_and_schema_have_same_keys() {
 }
 
 impl Key {
-    /// Returns an example value, also for tables, where an empty table suffices.
+    /// Returns a valid example value as TOML. For a table, this is an empty table.
     fn example_of_table(&self) -> String {
         if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
     }
 }
 
 #[test]
-fn all_keys_have_description_and_default() {
+fn json_schema_describes_every_key() {
     let schema = json_schema();
     for key in reference() {
         let property = &schema["definitions"][key.table]["properties"][key.name];
@@ -153,7 +168,7 @@ fn all_keys_have_description_and_default() {
 }
 
 #[test]
-fn schema_rejects_values_out_of_range() {
+fn json_schema_rejects_invalid_values() {
     for (line, is_fine) in [
         ("processes = 1024", true),
         ("processes = 1025", false),
@@ -196,9 +211,9 @@ fn schema_rejects_values_out_of_range() {
 proptest! {
     #![proptest_config(cases(2000))]
 
-    /// The patterns accept exactly the texts that the reader accepts.
+    /// Checks that the patterns accept exactly the texts that the parser accepts.
     #[test]
-    fn patterns_match_accepted_values(
+    fn schema_patterns_match_values_accepted_by_reader(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
     ) {
         let text = pieces.concat();
@@ -211,13 +226,15 @@ proptest! {
     }
 }
 
-/// Few and short, so that the numbers in seven pieces do not overflow.
+/// Pieces from which random durations and sizes are built. They are short, so that a number of seven pieces
+/// does not overflow.
 const PIECES: [&str; 20] = [
     "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
     "k", "-",
 ];
 
-/// Returns the TOML parts of a document: fenced code, and here-documents of shell commands.
+/// Returns the TOML examples on a page, which are in fenced code blocks or in here-documents of shell
+/// commands.
 fn examples(text: &str) -> Vec<&str> {
     let fenced = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
     let written = text.split("<<'TOML'\n").skip(1).filter_map(|rest| rest.split("\nTOML\n").next());
@@ -236,7 +253,7 @@ fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn schema_accepts_all_examples() {
+fn json_schema_accepts_all_documented_examples() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let mut files = vec![root.join("README.md")];
     files_below(&root.join("docs"), &mut files);
@@ -250,17 +267,17 @@ fn schema_accepts_all_examples() {
             false => continue,
         };
         for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
-            // A fragment is valid if it is valid together with a bulkhead.
+            // An example without a bulkhead must be valid together with a minimal bulkhead.
             let whole = if example.contains("[bulkhead") {
                 example.to_owned()
             } else {
                 format!("{example}\n{}", bulkhead(""))
             };
             let actual =
-                complaints(&whole).unwrap_or_else(|| panic!("{}: no TOML:\n{whole}", file.display()));
+                complaints(&whole).unwrap_or_else(|| panic!("{}: invalid TOML:\n{whole}", file.display()));
             assert!(actual.is_empty(), "{}:\n{whole}\n{actual:#?}", file.display());
             seen += 1;
         }
     }
-    assert!(seen >= 8, "the examples have gone: {seen}");
+    assert!(seen >= 8, "too few examples: {seen}");
 }

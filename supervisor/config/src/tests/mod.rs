@@ -1,4 +1,5 @@
-//! Tests of the configuration through its public interface: text in, values or messages out.
+//! Tests of the configuration through its public interface. Each test parses a text and checks the values or
+//! the messages.
 
 mod accepted;
 mod access;
@@ -25,14 +26,15 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Number of cases for a property test: `least`, or `PROPTEST_CASES` if larger.
+/// Returns the settings for a property test that runs `least` cases, or as many as `PROPTEST_CASES` says if
+/// that is more.
 fn cases(least: u32) -> PropertyConfig {
     let asked = PropertyConfig::default();
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with the files that the examples name, and a process environment that does not depend on the user
-/// who runs the test.
+/// A folder with the files that the tested configurations name, and a process environment that does not
+/// depend on the user who runs the tests.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,
@@ -75,7 +77,7 @@ impl Folder {
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
         let parsed = parse_in(text, &self.path("workers.toml"), &self.process_env);
-        // The JSON schema must agree with the reader on every text of the tests.
+        // Every text that a test parses is also checked against the JSON schema.
         json_schema::compare(text, &parsed);
         parsed
     }
@@ -85,7 +87,8 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
-    /// Reads the summary of a configuration. Ignores whether `pressure` is set by the bulkhead or by `[defaults]`.
+    /// Parses the summary of a configuration. Copies `has_own_pressure`, because a summary does not show
+    /// whether `pressure` came from `[defaults]`.
     #[track_caller]
     fn again(&self, config: &Config) -> Config {
         let mut again = self.accept(&config.summary());
@@ -103,7 +106,7 @@ impl Folder {
         }
     }
 
-    /// Expects exactly one problem at this position, with these words.
+    /// Checks that the text has exactly one problem, with this position, message and help.
     #[track_caller]
     fn reject_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
         let problems = self.reject(text);
@@ -120,7 +123,7 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
     assert!(given.contains(help), "{problem:#?} should help with {help:?}");
 }
 
-/// Returns a minimal bulkhead on line 2, with `lines` from line 3 on.
+/// Returns a minimal bulkhead, to which `lines` are added from line 3 on.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }

@@ -1,11 +1,11 @@
-//! Paths of files and programs, and the location of the configuration file.
+//! Tests of paths to files and programs, and of the location of the configuration file.
 
 use std::ffi::OsString;
 
 use super::*;
 
 #[test]
-fn relative_paths_start_at_folder_of_file() {
+fn relative_paths_start_at_folder_of_configuration_file() {
     let folder = Folder::new();
     let config =
         folder.accept("[bulkhead.a]\ncommand = [\"work/../thumbnail-worker\"]\ncwd = \"./work/.\"\n");
@@ -14,16 +14,19 @@ fn relative_paths_start_at_folder_of_file() {
     assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
 }
 
-/// Folders, files that are not executable, and devices are rejected as well.
+/// Also checks that folders, devices and files that are not executable are rejected.
 #[test]
-fn missing_program_error_shows_the_searched_path() {
+fn missing_program_error_shows_searched_path() {
     let folder = Folder::new();
     let there = folder.path("thumb").display().to_string();
     folder.reject_one(
         "[bulkhead.a]\ncommand = [\"./thumb\", \"--fast\"]\n",
         (2, 12),
         &format!("`command[0]`: there is no program {there}"),
-        &format!("relative paths start at the file's folder, {}", folder.dir.path().display()),
+        &format!(
+            "relative paths start at the folder of the configuration file, {}",
+            folder.dir.path().display()
+        ),
     );
     folder.reject_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
     folder.reject_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
@@ -36,7 +39,7 @@ fn missing_program_error_shows_the_searched_path() {
 }
 
 #[test]
-fn bare_name_is_searched_in_path_only() {
+fn bare_program_name_is_searched_only_in_path() {
     let folder = Folder::new();
     let bin = folder.path("bin").display().to_string();
     folder.reject_one(
@@ -49,12 +52,12 @@ fn bare_name_is_searched_in_path_only() {
         "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
         (2, 9),
         "there is no program `thumbnail-worker` in PATH",
-        "the program is in the file's folder: write \"./thumbnail-worker\"",
+        "the program is in the folder of the configuration file: write \"./thumbnail-worker\"",
     );
 }
 
 #[test]
-fn skips_non_executables_in_path() {
+fn path_search_skips_files_that_are_not_executable() {
     let mut folder = Folder::new();
     fs::create_dir_all(folder.path("first/pdftotext")).unwrap();
     folder.write("first/tool", 0o644);
@@ -75,7 +78,7 @@ fn skips_non_executables_in_path() {
 }
 
 #[test]
-fn searches_usual_folders_without_path() {
+fn unset_path_searches_usual_program_folders() {
     let mut folder = Folder::new();
     folder.process_env.search_path = None;
     folder.accept("[bulkhead.a]\nexec = [\"sh\"]\n");
@@ -84,7 +87,7 @@ fn searches_usual_folders_without_path() {
 }
 
 #[test]
-fn checks_libraries_and_folders() {
+fn library_and_working_directory_must_exist() {
     let folder = Folder::new();
     let library = |name: &str| format!("[bulkhead.a]\nlibrary = \"{name}\"\n");
     folder.reject_one(
@@ -101,7 +104,7 @@ fn checks_libraries_and_folders() {
 }
 
 #[test]
-fn socket_path_fits_address() {
+fn socket_path_has_at_most_107_bytes() {
     let folder = Folder::new();
     let at = |bytes: usize| {
         let path = format!("/{}", "x".repeat(bytes - 1));
@@ -121,7 +124,7 @@ fn socket_path_fits_address() {
 }
 
 #[test]
-fn default_socket_depends_on_user() {
+fn default_socket_path_depends_on_user() {
     let mut folder = Folder::new();
     folder.process_env.root = false;
     folder.process_env.runtime_dir = Some("/run/user/1000".into());
@@ -144,7 +147,7 @@ fn admin_socket_is_next_to_jobs_socket() {
 }
 
 #[test]
-fn loads_file_relative_to_its_folder() {
+fn load_resolves_paths_relative_to_file() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::write(&path, "[bulkhead.a]\ncommand = [\"./thumbnail-worker\"]\n[supervisor]\nsocket = \"s\"\n")
@@ -155,7 +158,7 @@ fn loads_file_relative_to_its_folder() {
 }
 
 #[test]
-fn names_unreadable_file_and_cause() {
+fn error_names_unreadable_file_and_cause() {
     let folder = Folder::new();
     for (name, cause) in
         [("none.toml", "No such file"), ("work", "directory"), ("libthumb.so/x", "Not a directory")]
@@ -168,9 +171,9 @@ fn names_unreadable_file_and_cause() {
 }
 
 #[test]
-fn rejects_large_and_endless_files() {
+fn large_and_endless_configuration_files_are_rejected() {
     let errors = load(Path::new("/dev/zero")).unwrap_err();
-    assert!(errors.to_string().contains("not a regular file; a pipe, as of `<(...)`"), "{errors}");
+    assert!(errors.to_string().contains("not a regular file; a pipe such as `<(...)`"), "{errors}");
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::File::create(&path).unwrap().set_len((4 << 20) + 1).unwrap();
@@ -179,7 +182,7 @@ fn rejects_large_and_endless_files() {
 }
 
 #[test]
-fn rejects_folder_that_is_not_utf8() {
+fn folder_name_that_is_not_utf8_is_rejected() {
     use std::os::unix::ffi::OsStrExt;
     let folder = Folder::new();
     let odd = folder.path("").join(std::ffi::OsStr::from_bytes(b"d\xff"));
@@ -191,7 +194,7 @@ fn rejects_folder_that_is_not_utf8() {
 }
 
 #[test]
-fn reports_byte_that_is_not_utf8() {
+fn error_shows_position_of_invalid_utf8() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     fs::write(&path, b"# gr\xc3\xbc\xc3\x9fe\nx = \"\xc3\xa4\xff\"\n").unwrap();

@@ -1,4 +1,5 @@
-//! Any text is accepted or refused without a panic, and each result can be shown.
+//! Property tests. The parser must accept or reject any text without a panic, and every result can be
+//! displayed.
 
 use std::sync::LazyLock;
 
@@ -18,7 +19,7 @@ fn answer(text: &str) {
     }
 }
 
-/// Pieces that let a random file pass the TOML parser more often.
+/// Generates pieces of TOML, so that a random file is more often valid TOML.
 fn token() -> impl Strategy<Value = String> {
     let words: Vec<String> = reference()
         .into_iter()
@@ -37,24 +38,24 @@ proptest! {
     #![proptest_config(cases(400))]
 
     #[test]
-    fn survives_arbitrary_text(text in "(?s).{0,200}") {
+    fn parser_never_panics_on_arbitrary_text(text in "(?s).{0,200}") {
         answer(&text);
     }
 
     #[test]
-    fn survives_arbitrary_tokens(tokens in prop::collection::vec(token(), 0..40)) {
+    fn parser_never_panics_on_arbitrary_tokens(tokens in prop::collection::vec(token(), 0..40)) {
         answer(&tokens.concat());
     }
 
     #[test]
-    fn survives_mutated_files(cut in 0..FULL.len(), length in 0usize..30, insert in token()) {
+    fn parser_never_panics_on_mutated_files(cut in 0..FULL.len(), length in 0usize..30, insert in token()) {
         let start = (0..=cut).rev().find(|at| FULL.is_char_boundary(*at)).unwrap_or(0);
         let end = (start + length..=FULL.len()).find(|at| FULL.is_char_boundary(*at)).unwrap_or(FULL.len());
         answer(&format!("{}{insert}{}", &FULL[..start], &FULL[end..]));
     }
 
     #[test]
-    fn survives_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+    fn loader_never_panics_on_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
         let path = FOLDER.path("random.toml");
         fs::write(&path, bytes).unwrap();
         if let Err(errors) = load(&path) {
@@ -63,25 +64,25 @@ proptest! {
     }
 
     #[test]
-    fn durations_survive_formatting(nanos in 0u64..u64::MAX) {
+    fn formatted_duration_parses_to_same_duration(nanos in 0u64..u64::MAX) {
         let duration = std::time::Duration::from_nanos(nanos);
         prop_assert_eq!(units::parse_duration(&units::format_duration(duration)), Ok(duration));
     }
 
     #[test]
-    fn sizes_survive_formatting(bytes: u64, shift in 0u32..64) {
+    fn formatted_size_parses_to_same_size(bytes: u64, shift in 0u32..64) {
         for bytes in [bytes >> shift, (bytes >> shift) << shift] {
             prop_assert_eq!(units::parse_size(&units::format_size(bytes)), Ok(bytes));
         }
     }
 
     #[test]
-    fn any_unit_is_size_or_error(text in "[0-9.]{0,30} ?[a-zA-Z]{0,4}") {
+    fn unit_parsers_never_panic(text in "[0-9.]{0,30} ?[a-zA-Z]{0,4}") {
         let _ = (units::parse_size(&text), units::parse_duration(&text));
     }
 
     #[test]
-    fn environment_survives_summary(
+    fn environment_variables_survive_configuration_summary(
         env in prop::collection::btree_map("[^=\0]{1,8}", "[^\0]{0,12}", 0..5)
     ) {
         let mut config = FOLDER.accept(&bulkhead(""));

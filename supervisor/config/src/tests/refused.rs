@@ -1,9 +1,9 @@
-//! Unknown and misplaced keys, and the messages about them.
+//! Tests of the messages for unknown and misplaced keys.
 
 use super::*;
 
 #[test]
-fn reports_all_problems_in_file_order() {
+fn all_problems_are_reported_in_file_order() {
     let folder = Folder::new();
     let text = r#"[supervisor]
 socket_mode = 600
@@ -49,7 +49,7 @@ nonsense = true
 }
 
 #[test]
-fn report_shows_position_line_and_help() {
+fn error_report_shows_position_line_and_help() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");
     let errors = folder.parse(&bulkhead("deadlin = \"5s\"")).unwrap_err();
@@ -80,7 +80,7 @@ error: unknown key `deadlin` in [bulkhead.a]
 }
 
 #[test]
-fn suggests_keys_for_terms_of_other_systems() {
+fn error_suggests_keys_for_terms_of_other_systems() {
     let folder = Folder::new();
     let rows = [
         (
@@ -98,8 +98,8 @@ fn suggests_keys_for_terms_of_other_systems() {
             "unknown key",
             "write `cgroup.memory = \"1GiB\"` for all processes of a worker",
         ),
-        ("max_queue: 5", 10, "`:` in the place of `=`", "write `max_queue = 5`"),
-        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in the place of `=`", "write `jobs = 5`"),
+        ("max_queue: 5", 10, "`:` in place of `=`", "write `max_queue = 5`"),
+        ("recycle = { jobs: 5, age = \"1h\" }", 17, "`:` in place of `=`", "write `jobs = 5`"),
         ("sandbox.network = yes", 19, "must be quoted", "write `true`"),
         ("sandbox.network = Off", 19, "must be quoted", "write `false`"),
         (
@@ -125,7 +125,7 @@ fn suggests_keys_for_terms_of_other_systems() {
 }
 
 #[test]
-fn counts_columns_in_characters() {
+fn error_columns_count_characters_instead_of_bytes() {
     let folder = Folder::new();
     let text = bulkhead("env = { \"größe\" = 1 }");
     folder.reject_one(&text, (3, 19), "`env.größe` must be a string", "");
@@ -133,7 +133,7 @@ fn counts_columns_in_characters() {
 }
 
 #[test]
-fn escapes_control_characters_of_file() {
+fn error_report_escapes_control_characters() {
     let folder = Folder::new();
     let text = bulkhead("\"\\u001b[31m\" = 1\ndeadline = \"\\u001b]0;x\\u0007\"\nenv = { \"\\u009b\" = 1 }");
     let report = folder.parse(&text).unwrap_err().to_string();
@@ -141,7 +141,7 @@ fn escapes_control_characters_of_file() {
 }
 
 #[test]
-fn shows_first_errors_and_counts_rest() {
+fn error_report_shows_first_100_errors() {
     let lines: String = (0..150).map(|number| format!("x{number} = 1\n")).collect();
     let errors = Folder::new().parse(&bulkhead(&lines)).unwrap_err();
     assert_eq!(errors.problems().len(), 150);
@@ -160,8 +160,8 @@ fn syntax_errors_have_position_and_help() {
         "write \"5s\"",
     );
     folder.reject_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
-    folder.reject_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove either line");
-    folder.reject_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove either line");
+    folder.reject_one("a = 1\na = 2\n", (2, 1), "duplicate key", "remove one of the two lines");
+    folder.reject_one("[a]\n[a]\n", (2, 2), "duplicate key", "remove one of the two lines");
     folder.reject_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
     folder.reject_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
     folder.reject_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a separate line");
@@ -173,11 +173,11 @@ fn syntax_errors_have_position_and_help() {
 }
 
 #[test]
-fn rejects_file_without_bulkhead() {
+fn configuration_requires_at_least_one_bulkhead() {
     let folder = Folder::new();
-    folder.reject_one("", (1, 1), "the file has no bulkhead", "[bulkhead.NAME]");
-    folder.reject_one("# nothing\n", (1, 1), "the file has no bulkhead", "");
-    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the file has no bulkhead", "");
+    folder.reject_one("", (1, 1), "the configuration file contains no bulkhead", "[bulkhead.NAME]");
+    folder.reject_one("# nothing\n", (1, 1), "the configuration file contains no bulkhead", "");
+    folder.reject_one("[defaults]\n[bulkhead]\n", (2, 2), "the configuration file contains no bulkhead", "");
     folder.reject_one(
         "bulkhead = 3\n",
         (1, 12),
@@ -193,7 +193,7 @@ fn rejects_file_without_bulkhead() {
 }
 
 #[test]
-fn rejects_invalid_bulkhead_names() {
+fn invalid_bulkhead_names_are_rejected() {
     let folder = Folder::new();
     let named = |name: &str| format!("[bulkhead.\"{name}\"]\nexec = [\"tool\"]\n");
     folder.accept(&named("a-b_c.9"));
@@ -204,12 +204,12 @@ fn rejects_invalid_bulkhead_names() {
         "`PDF to Text` cannot name a bulkhead",
         "as in `pdf-to-text`",
     );
-    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of a-z");
+    folder.reject_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of the characters a-z");
     folder.reject_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
 }
 
 #[test]
-fn suggests_right_table_for_misplaced_key() {
+fn error_suggests_table_for_misplaced_key() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("max_clients = 3"),
@@ -251,7 +251,7 @@ fn suggests_right_table_for_misplaced_key() {
         &bulkhead("colour = 1"),
         (3, 1),
         "unknown key `colour`",
-        "the keys here are command, library",
+        "the valid keys are command, library",
     );
     folder.reject_one(
         &bulkhead("ratelimit = 1"),
@@ -269,7 +269,7 @@ fn suggests_right_table_for_misplaced_key() {
 }
 
 #[test]
-fn rejects_program_in_defaults() {
+fn defaults_cannot_set_a_program() {
     let folder = Folder::new();
     for key in ["command = [\"tool\"]", "exec = [\"tool\"]", "library = \"libthumb.so\"", "entry = \"e\""] {
         let name = key.split(' ').next().unwrap();
@@ -290,7 +290,7 @@ fn rejects_program_in_defaults() {
 }
 
 #[test]
-fn reports_wrong_default_once() {
+fn invalid_default_is_reported_once() {
     let folder = Folder::new();
     let text = format!(
         "{}grace = \"1s\"\n[bulkhead.b]\nexec = [\"tool\"]\n[defaults]\ngrace = 1\ncwd = \"none\"\n",
@@ -302,7 +302,7 @@ fn reports_wrong_default_once() {
     assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
 }
 
-/// Puts `key = value` into a table of an otherwise valid file. The key is on line 1.
+/// Returns an otherwise valid file with `line` added to the table `table`. The added key is on line 1.
 fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
@@ -320,7 +320,7 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
-/// Returns the name of a key in messages.
+/// Returns the name that messages use for a key.
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),
@@ -330,7 +330,7 @@ fn label(table: &str, name: &str) -> String {
 }
 
 #[test]
-fn all_keys_reject_wrong_types() {
+fn every_key_rejects_values_of_wrong_type() {
     let folder = Folder::new();
     for key in reference() {
         let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));
@@ -344,7 +344,7 @@ fn all_keys_reject_wrong_types() {
 }
 
 #[test]
-fn rejects_fork_mode_where_impossible() {
+fn fork_mode_requires_command_and_shared_workers() {
     let folder = Folder::new();
     let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");
     let (command, none) = ("command = [\"/bin/true\"]", "sandbox.profile = \"none\"");

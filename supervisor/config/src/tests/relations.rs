@@ -1,61 +1,61 @@
-//! Values that are valid alone but not together.
+//! Tests of values that are valid alone but contradict each other.
 
 use std::time::Duration;
 
 use super::*;
 
 #[test]
-fn deadline_is_at_most_its_maximum() {
+fn deadline_cannot_exceed_deadline_max() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
         (3, 12),
         "`deadline` (5s) is above `deadline_max` (2s)",
-        "write `deadline_max = \"5s\"` or more, or `deadline = \"2s\"` or less",
+        "set `deadline_max` to at least \"5s\", or `deadline` to at most \"2s\"",
     );
     folder.reject_one(
         &bulkhead("deadline_max = \"2s\""),
         (3, 16),
         "`deadline` (30s, the default) is above `deadline_max` (2s)",
-        "`deadline = \"2s\"` or less",
+        "`deadline` to at most \"2s\"",
     );
 }
 
 #[test]
-fn reports_violation_at_the_bulkhead() {
+fn rule_violation_is_reported_at_key_of_bulkhead() {
     let folder = Folder::new();
     let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
     folder.reject_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
 }
 
 #[test]
-fn reports_violation_of_defaults_once() {
+fn rule_violation_in_defaults_is_reported_once() {
     let folder = Folder::new();
     let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     folder.reject_one(text, (2, 16), "`deadline` (30s, the default)", "");
 }
 
 #[test]
-fn run_limit_is_at_most_longest_deadline() {
+fn run_limit_cannot_exceed_longest_deadline() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("run_limit = \"40s\""),
         (3, 13),
         "`run_limit` (40s) is above `deadline` (30s, the default)",
-        "write `deadline = \"40s\"` or more, or `run_limit = \"30s\"` or less",
+        "set `deadline` to at least \"40s\", or `run_limit` to at most \"30s\"",
     );
     folder.reject_one(
         &bulkhead("run_limit = \"3s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""),
         (3, 13),
         "`run_limit` (3s) is above `deadline_max` (2s)",
-        "write `deadline_max = \"3s\"` or more, or `run_limit = \"2s\"` or less",
+        "set `deadline_max` to at least \"3s\", or `run_limit` to at most \"2s\"",
     );
     let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
     folder.reject_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
     // A client can request a deadline of `deadline_max`.
     let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
     assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
-    // In `[defaults]`, `run_limit` applies only to bulkheads whose jobs can run that long.
+    // A `run_limit` in `[defaults]` is ignored for bulkheads whose deadline is shorter.
     let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
     let config = folder.accept(&text);
     assert_eq!(config.bulkheads[0].run_limit, None);
@@ -63,19 +63,19 @@ fn run_limit_is_at_most_longest_deadline() {
 }
 
 #[test]
-fn adaptive_target_is_at_most_longest_deadline() {
+fn adaptive_target_cannot_exceed_longest_deadline() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
         (3, 32),
         "`adaptive.target` (40s) is above `deadline` (30s, the default)",
-        "write `deadline = \"40s\"` or more, or `target = \"30s\"` or less",
+        "set `deadline` to at least \"40s\", or `target` to at most \"30s\"",
     );
     folder.accept(&bulkhead("adaptive = { max = 1, target = \"40s\" }\ndeadline_max = \"40s\""));
 }
 
 #[test]
-fn rejects_lookahead_with_exec() {
+fn exec_bulkhead_rejects_lookahead() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("lookahead = \"5ms\""),
@@ -91,13 +91,13 @@ fn rejects_lookahead_with_exec() {
 }
 
 #[test]
-fn queue_needs_permits() {
+fn queue_requires_permits() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("max_queue = 10\nmax_in_flight = 0"),
         (4, 17),
         "`max_in_flight` (0) with a queue (`max_queue` is 10)",
-        "write `max_in_flight = 1` or more",
+        "set `max_in_flight` to at least 1",
     );
     let text = format!("[defaults]\nmax_queue = 3\n{}", bulkhead("max_in_flight = 0"));
     folder.reject_one(&text, (5, 17), "(`max_queue` is 3, from [defaults])", "");
@@ -106,7 +106,7 @@ fn queue_needs_permits() {
 }
 
 #[test]
-fn permits_are_bounded() {
+fn bulkhead_has_at_most_one_million_permits() {
     let folder = Folder::new();
     folder.accept(&bulkhead("processes = 1000\nmax_in_flight = 1000"));
     folder.reject_one(
@@ -118,12 +118,12 @@ fn permits_are_bounded() {
 }
 
 #[test]
-fn payload_is_at_most_supervisors_maximum() {
+fn payload_limit_cannot_exceed_limit_of_supervisor() {
     let folder = Folder::new();
     for name in ["max_payload", "max_result"] {
         let message =
             format!("`{name}` (65MiB) is above the supervisor's `max_payload` (64MiB, the default)");
-        let help = format!("write `{name} = \"64MiB\"` or less");
+        let help = format!("set `{name}` to at most \"64MiB\"");
         folder.reject_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
         folder.accept(&format!(
             "[supervisor]\nmax_payload = \"65MiB\"\n{}",
@@ -135,7 +135,7 @@ fn payload_is_at_most_supervisors_maximum() {
 }
 
 #[test]
-fn buffer_holds_largest_payload() {
+fn max_buffered_must_hold_largest_payload() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nmax_payload = \"1GiB\"\n{}", bulkhead(""));
     folder.reject_one(
@@ -149,7 +149,7 @@ fn buffer_holds_largest_payload() {
 }
 
 #[test]
-fn max_pooled_holds_two_memory_files() {
+fn max_pooled_must_hold_two_memory_files() {
     let folder = Folder::new();
     let text = |size: &str| format!("[supervisor]\nmax_pooled = {size}\n{}", bulkhead(""));
     folder.reject_one(
@@ -158,25 +158,25 @@ fn max_pooled_holds_two_memory_files() {
         "too small for the memory files of a payload",
         "write `max_pooled = \"512KiB\"`",
     );
-    folder.reject_one(&text("524287"), (2, 14), "too small", "or `0` for none");
+    folder.reject_one(&text("524287"), (2, 14), "too small", "or `max_pooled = 0` to disable memory files");
     for good in ["0", "524288"] {
         folder.accept(&text(good));
     }
 }
 
 #[test]
-fn backoff_is_at_most_its_maximum() {
+fn backoff_cannot_exceed_backoff_max() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("restart = { backoff_max = \"10ms\" }"),
         (3, 27),
         "`restart.backoff` (100ms, the default) is above `restart.backoff_max` (10ms)",
-        "write `backoff_max = \"100ms\"` or more, or `backoff = \"10ms\"` or less",
+        "set `backoff_max` to at least \"100ms\", or `backoff` to at most \"10ms\"",
     );
 }
 
 #[test]
-fn requires_exactly_one_program() {
+fn bulkhead_requires_exactly_one_program() {
     let folder = Folder::new();
     folder.reject_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` has no program to run", "`command = [");
     folder.reject_one(
@@ -189,7 +189,7 @@ fn requires_exactly_one_program() {
 }
 
 #[test]
-fn invalid_value_violates_no_relation() {
+fn invalid_value_causes_no_second_error() {
     let folder = Folder::new();
     folder.reject_one(&bulkhead("deadline = 5\ndeadline_max = \"10s\""), (3, 12), "not a bare number", "");
     folder.reject_one(&bulkhead("max_in_flight = 0\nmax_queue = \"x\""), (4, 13), "`max_queue`", "");
@@ -199,7 +199,7 @@ fn invalid_value_violates_no_relation() {
 }
 
 #[test]
-fn sockets_differ() {
+fn jobs_and_admin_sockets_must_differ() {
     let folder = Folder::new();
     let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
     folder.reject_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
@@ -211,7 +211,7 @@ fn sockets_differ() {
 }
 
 #[test]
-fn misspelt_key_is_not_also_missing() {
+fn misspelt_key_is_not_reported_as_missing() {
     let folder = Folder::new();
     folder.reject_one(
         "[bulkhead.a]\nexce = [\"tool\"]\n",

@@ -1,4 +1,4 @@
-//! Isolated tenants, and the tables of single tenants.
+//! Tests of isolated tenants, and of the tables of individual tenants.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const NOTHING: TenantConfig =
     TenantConfig { max_in_flight: None, max_queue: None, processes: None, rate_limit: None };
 
 #[test]
-fn reads_all_keys() {
+fn tenant_tables_can_set_every_key() {
     let config = Folder::new().accept(FULL);
     let [last, _, mm] = config.bulkheads.as_slice() else { panic!() };
     let isolation = IsolationConfig { max_active: 8, idle: Duration::from_secs(300) };
@@ -44,7 +44,7 @@ fn reads_all_keys() {
 }
 
 #[test]
-fn isolation_has_defaults_and_can_be_switched_off() {
+fn tenant_isolation_can_be_switched_off() {
     let isolation = IsolationConfig { max_active: 64, idle: Duration::from_secs(60) };
     assert_eq!(accept_one("tenants.isolate = true").isolation(), Some(&isolation));
     assert_eq!(accept_one("tenants = { isolate = false }").tenants, None);
@@ -63,7 +63,7 @@ fn isolation_has_defaults_and_can_be_switched_off() {
 }
 
 #[test]
-fn rejects_non_booleans() {
+fn tenants_isolate_must_be_boolean() {
     let folder = Folder::new();
     for (value, found, help) in [
         ("\"true\"", "a string", "write `isolate = true` without quotes"),
@@ -80,7 +80,7 @@ fn rejects_non_booleans() {
 }
 
 #[test]
-fn isolation_keys_need_isolation() {
+fn isolation_keys_require_isolated_tenants() {
     let folder = Folder::new();
     for (entry, name) in [("max_active = 5", "max_active"), ("idle = \"5s\"", "idle")] {
         let message = format!("`tenants.{name}` has no effect without `tenants.isolate = true`");
@@ -97,7 +97,7 @@ fn isolation_keys_need_isolation() {
         &text,
         (2, 26),
         "`tenants.max_active` has no effect",
-        "a bulkhead whose tenants share workers sets `tenants = { isolate = false }`",
+        "for a bulkhead whose tenants share workers, set `tenants = { isolate = false }`",
     );
     folder.accept(&format!("{text}tenants = {{ isolate = false }}\n"));
     folder.accept(&format!("{text}tenants = {{ isolate = true }}\n"));
@@ -118,14 +118,14 @@ fn isolation_keys_need_isolation() {
 }
 
 #[test]
-fn isolation_excludes_shares() {
+fn isolation_rejects_shares_of_common_workers() {
     let folder = Folder::new();
     for name in ["max_in_flight", "max_queue"] {
         folder.reject_one(
             &bulkhead(&format!("tenants = {{ isolate = true, {name} = 2 }}")),
             (3, 29 + name.len() + 3),
             &format!(
-                "`tenants.{name}` (2) is a share of common workers, but with `tenants.isolate` (true) no workers"
+                "`tenants.{name}` (2) limits a tenant's share of common workers, but with `tenants.isolate` (true) no workers"
             ),
             &format!("remove either key; with `isolate` the bulkhead's own `{name}` applies to each tenant"),
         );
@@ -136,7 +136,7 @@ fn isolation_excludes_shares() {
 }
 
 #[test]
-fn bounds_workers_of_isolated_tenants() {
+fn isolated_tenants_have_at_most_16384_workers() {
     let folder = Folder::new();
     let text = |processes: u32, max_active: u32| {
         bulkhead(&format!(
@@ -179,7 +179,7 @@ fn bounds_workers_of_isolated_tenants() {
 }
 
 #[test]
-fn reads_settings_of_single_tenants() {
+fn single_tenant_can_have_own_limits() {
     let config =
         accept_one("max_queue = 9\ntenant = { acme = { max_in_flight = 1000000, max_queue = 0 }, b = {} }");
     let acme = TenantConfig { max_in_flight: Some(1_000_000), max_queue: Some(0), ..NOTHING };
@@ -190,7 +190,7 @@ fn reads_settings_of_single_tenants() {
 }
 
 #[test]
-fn tenant_errors_name_the_tenant() {
+fn error_in_tenant_table_names_tenant() {
     let folder = Folder::new();
     let cases = [
         ("max_in_flight = 0", 17, "`tenant.acme.max_in_flight` must be from 1 to 1000000, not 0", "= 1`"),
@@ -241,7 +241,7 @@ fn tenant_errors_name_the_tenant() {
 }
 
 #[test]
-fn rejects_invalid_tenant_names() {
+fn invalid_tenant_names_are_rejected() {
     let folder = Folder::new();
     let named = |name: &str| bulkhead(&format!("[bulkhead.a.tenant.\"{name}\"]"));
     folder.accept(&named(&"x".repeat(256)));
@@ -255,7 +255,7 @@ fn rejects_invalid_tenant_names() {
 }
 
 #[test]
-fn suggests_tenants_table_for_common_keys() {
+fn error_suggests_tenants_table_for_common_keys() {
     let folder = Folder::new();
     folder.reject_one(
         &bulkhead("[bulkhead.a.tenant]\nmax_queue = 3"),
@@ -279,7 +279,7 @@ fn suggests_tenants_table_for_common_keys() {
 }
 
 #[test]
-fn tenant_processes_need_isolation() {
+fn processes_of_tenant_require_isolation() {
     let folder = Folder::new();
     let lines = "[bulkhead.a.tenant.acme]\nprocesses = 2";
     folder.reject_one(
@@ -297,7 +297,7 @@ fn tenant_processes_need_isolation() {
 }
 
 #[test]
-fn tenant_rate_needs_rate_per_tenant() {
+fn rate_limit_of_tenant_requires_rate_per_tenant() {
     let folder = Folder::new();
     let lines = |limit: &str| {
         format!("rate_limit = {{ {limit} }}\n[bulkhead.a.tenant.acme]\nrate_limit = {{ per_second = 5 }}")
@@ -326,7 +326,7 @@ fn isolated_tenants_obey_rules_of_bulkheads() {
         &isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5"),
         (6, 13),
         "`max_in_flight` (0) with a queue (`tenant.acme.max_queue` is 5): queued jobs would never run",
-        "write `max_in_flight = 1` or more",
+        "set `max_in_flight` to at least 1",
     );
     folder.accept(&isolated("max_in_flight = 0\n[bulkhead.a.tenant.acme]\nmax_queue = 5\nmax_in_flight = 1"));
     folder.reject_one(
@@ -346,7 +346,7 @@ fn isolated_tenants_obey_rules_of_bulkheads() {
 }
 
 #[test]
-fn reports_all_problems() {
+fn all_tenant_problems_are_reported_together() {
     let problems = Folder::new().reject(&bulkhead(
         "rate_limit = { per_second = 1 }\ntenants = { max_active = 0, idle = \"1s\" }\n[bulkhead.a.tenant.x]\n\
          processes = 2\nmax_in_flight = 0\nrate_limit = { per_second = 2, burst = 0 }\n\
@@ -357,7 +357,7 @@ fn reports_all_problems() {
 }
 
 #[test]
-fn summary_has_section_per_tenant() {
+fn configuration_summary_has_section_per_tenant() {
     let folder = Folder::new();
     let config = folder.accept(FULL);
     let summary = config.summary();
@@ -376,9 +376,10 @@ fn summary_has_section_per_tenant() {
     assert_eq!(json["tenant"]["acme"]["rate_limit"]["per"], "tenant");
 }
 
-/// The keys of the contract, as written there.
+/// Parses a file that contains every kind of table, a bulkhead with isolated tenants, and a bulkhead whose
+/// tenants share workers.
 #[test]
-fn accepts_documented_example() {
+fn configuration_with_every_table_is_accepted() {
     let text = r#"
         [supervisor]
         socket = "/run/bulkhead/jobs.sock"
@@ -467,7 +468,7 @@ fn accepts_documented_example() {
 }
 
 #[test]
-fn labels_first_tenants_of_file() {
+fn first_tenants_of_file_get_metric_labels() {
     let folder = Folder::new();
     let bulkheads = "[bulkhead.z]\nexec = [\"tool\"]\n[bulkhead.z.tenant]\nd = {}\nb = {}\n_other = {}\n\
                      [bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.a.tenant]\na = {}\nb = {}\n\

@@ -1,9 +1,9 @@
-//! Invalid values of each kind.
+//! Tests of invalid values for each kind of key.
 
 use super::*;
 
 #[test]
-fn durations_have_units_and_bounds() {
+fn invalid_durations_are_rejected_with_help() {
     let folder = Folder::new();
     let cases = [
         ("deadline = 5", "a bare number", "write `deadline = \"5s\"` for seconds, or \"5ms\""),
@@ -23,11 +23,11 @@ fn durations_have_units_and_bounds() {
         ("deadline = \"366d\"", "must be from 1ms to 365d, not 366d", ""),
         ("deadline = \"99999999999999999999s\"", "is not a duration", "the longest duration is \"365d\""),
         ("deadline = \"99999999999999999999s soon\"", "is not a duration", "write numbers with units"),
-        ("deadline = \"0.1month\"", "is not a duration", "a fraction must be in whole nanoseconds"),
-        ("deadline = \"1.5ns\"", "is not a duration", "a fraction must be in whole nanoseconds"),
+        ("deadline = \"0.1month\"", "is not a duration", "a duration must be a whole number of nanoseconds"),
+        ("deadline = \"1.5ns\"", "is not a duration", "a duration must be a whole number of nanoseconds"),
         ("deadline = \"0.1month 0\"", "is not a duration", "write numbers with units"),
         ("deadline_max = \"0s\"", "", ""),
-        ("queue_timeout = \"0s\"", "", "to never wait set `max_queue = 0`"),
+        ("queue_timeout = \"0s\"", "", "to reject jobs instead of queueing them, set `max_queue = 0`"),
         ("grace = \"2y\"", "must be from 0s to 365d", ""),
         ("restart = { within = \"0s\" }", "`restart.within` must be from 1ms", "write `within = \"30s\"`"),
         ("start = { handshake = \"0s\" }", "`start.handshake`", ""),
@@ -43,7 +43,7 @@ fn durations_have_units_and_bounds() {
 }
 
 #[test]
-fn sizes_are_unambiguous_and_bounded() {
+fn ambiguous_sizes_are_rejected_with_help() {
     let folder = Folder::new();
     let cases = [
         (
@@ -89,7 +89,7 @@ fn sizes_are_unambiguous_and_bounded() {
 }
 
 #[test]
-fn numbers_have_bounds() {
+fn numbers_outside_their_range_are_rejected() {
     let folder = Folder::new();
     let cases = [
         ("processes = 0", "`processes` must be from 1 to 1024, not 0", "write `processes = 1`"),
@@ -118,7 +118,7 @@ fn numbers_have_bounds() {
 }
 
 #[test]
-fn modes_are_octal_strings() {
+fn socket_mode_must_be_octal_string() {
     let folder = Folder::new();
     let mode = |value: &str| format!("[supervisor]\nsocket_mode = {value}\n{}", bulkhead(""));
     folder.reject_one(
@@ -135,7 +135,7 @@ fn modes_are_octal_strings() {
 }
 
 #[test]
-fn rejects_unknown_words() {
+fn unknown_words_are_rejected_with_suggestion() {
     let folder = Folder::new();
     let line = "restart = { policy = \"on_failure\" }";
     folder.reject_one(
@@ -162,7 +162,7 @@ fn rejects_unknown_words() {
 }
 
 #[test]
-fn arguments_are_strings_without_nul() {
+fn program_arguments_must_be_strings_without_nul() {
     let folder = Folder::new();
     let exec = |value: &str| format!("[bulkhead.a]\nexec = {value}\n");
     folder.reject_one(&exec("[]"), (2, 8), "`exec` is empty", "write the program");
@@ -189,7 +189,7 @@ fn arguments_are_strings_without_nul() {
 }
 
 #[test]
-fn environment_has_names_and_strings() {
+fn environment_requires_valid_names_and_strings() {
     let folder = Folder::new();
     let cases = [
         ("A = 1", 13, "`env.A` must be a string, not a number", "write `A = \"1\"`"),
@@ -197,7 +197,7 @@ fn environment_has_names_and_strings() {
         ("A = []", 13, "not an array", ""),
         ("A = \"\\u0000\"", 13, "contains a NUL byte", ""),
         ("\"\" = \"x\"", 9, "a name in `env` is empty", ""),
-        ("\"A=B\" = \"x\"", 9, "`A=B` cannot name a variable", ""),
+        ("\"A=B\" = \"x\"", 9, "`A=B` cannot be the name of an environment variable", ""),
         ("BULKHEAD_JOB = \"x\"", 9, "`BULKHEAD_JOB` is reserved", ""),
     ];
     for (entry, column, message, help) in cases {
@@ -207,7 +207,7 @@ fn environment_has_names_and_strings() {
 }
 
 #[test]
-fn rlimits_use_units_of_resource() {
+fn rlimit_values_must_have_unit_of_resource() {
     let folder = Folder::new();
     let cases = [
         ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),

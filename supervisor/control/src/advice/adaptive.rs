@@ -1,9 +1,10 @@
-//! Sentences about the adaptive concurrency limit.
+//! Sentences in advice that describe the adaptive limit.
 
 use bulkhead_api::Adaptive;
 use bulkhead_policy::AdaptiveMode;
 
-/// Returns the reason why more permits would not help if the adaptive limit is the actual bottleneck.
+/// If the adaptive limit is what holds jobs back, returns a sentence which explains that more permits would
+/// not help.
 pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
     is_held.then(|| {
@@ -16,7 +17,8 @@ pub(super) fn bottleneck(adaptive: &Adaptive) -> Option<String> {
     })
 }
 
-/// Returns the sum over all limits. With isolated tenants, each tenant has a separate adaptive limit.
+/// Multiplies a value that applies to each adaptive limit by the number of limits. With isolated tenants,
+/// each tenant has a separate limit.
 fn total(adaptive: &Adaptive, each: u32) -> u64 {
     adaptive.limits.max(1) * u64::from(each)
 }
@@ -25,12 +27,14 @@ fn is_below_max(adaptive: &Adaptive) -> bool {
     adaptive.limit < total(adaptive, adaptive.max)
 }
 
-/// Describes the current adaptive limit and the latency behind it.
+/// Returns a description of the current adaptive limit and of the latency that led to it.
 pub(super) fn describe(adaptive: &Adaptive) -> String {
     let Adaptive { limit, target_ms, .. } = adaptive;
     let [min, max] = [adaptive.min, adaptive.max].map(|each| total(adaptive, each));
     let Some(latency) = adaptive.latency_ms else {
-        return format!("too few jobs have ended to compare the job time with the target of {target_ms} ms");
+        return format!(
+            "too few jobs have finished to compare the job time with the target of {target_ms} ms"
+        );
     };
     let steps =
         format!("the limit was raised {} times and lowered {} times", adaptive.raised, adaptive.lowered);
@@ -46,8 +50,8 @@ pub(super) fn describe(adaptive: &Adaptive) -> String {
              check why jobs wait, or set a longer target"
                 .to_owned()
         }
-        _ if !is_below_max(adaptive) => format!("so all {max} can run at once"),
-        _ => format!("and {limit} can run at once"),
+        _ if !is_below_max(adaptive) => format!("so all {max} jobs can run at once"),
+        _ => format!("and {limit} jobs can run at once"),
     };
     format!("{took}; {verdict}; {steps}")
 }

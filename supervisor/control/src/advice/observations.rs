@@ -1,4 +1,5 @@
-//! Observed numbers behind the advice, derived from the counters of both planes.
+//! Computes the observations that advice is based on, from the counters of the data plane and from samples of
+//! the workers' resource usage.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,20 +11,21 @@ use super::{LOWER_AFTER, SUFFICIENT_JOBS, SUFFICIENT_TIME};
 use bulkhead_config::format_duration;
 use bulkhead_plane::demand::Observation;
 
-/// Reasons of rejections that more permits or a longer queue would have avoided.
+/// Reject reasons of jobs that would have been accepted with more permits or a longer queue.
 const CAPACITY_REJECTIONS: [RejectReason; 4] =
     [RejectReason::QueueFull, RejectReason::Backpressure, RejectReason::Shed, RejectReason::Evicted];
 
-/// Resource usage of a bulkhead's workers, as sampled by the control plane.
+/// Resource usage of a bulkhead's workers, sampled by the control plane.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ResourceUsage {
-    /// Total processor time of all workers.
+    /// Total processor time of all workers in milliseconds.
     pub(crate) cpu_ms: u64,
-    /// Largest resident size of a worker; `None` if the workers' memory is not meaningful.
+    /// Largest resident size of any worker in bytes. `None` if no worker was measured, or if jobs do not run
+    /// in the worker process itself.
     pub(crate) rss_max_bytes: Option<u64>,
 }
 
-/// Combines the data plane's counters with the resource usage of the workers.
+/// Combines the counters of the data plane with the resource usage of the workers.
 pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> Observations {
     let [current, previous] = observation.windows.both();
     let whole =
@@ -65,7 +67,8 @@ pub(crate) fn observations(observation: &Observation, usage: ResourceUsage) -> O
     }
 }
 
-/// Explains which observations are still missing.
+/// Returns a sentence about the observations that are still missing for reliable advice, or `None` if there
+/// are enough.
 pub(super) fn missing(seen: &Observations) -> Option<String> {
     let jobs = (seen.jobs < SUFFICIENT_JOBS).then(|| format!("{} of {SUFFICIENT_JOBS} jobs", seen.jobs));
     let time = (seen.watched < SUFFICIENT_TIME).then(|| {
@@ -77,22 +80,22 @@ pub(super) fn missing(seen: &Observations) -> Option<String> {
     (!missing.is_empty()).then(|| format!("not enough observations{since}: {}", missing.join(", ")))
 }
 
-/// Returns true if the observation is long enough to recommend a lower value.
+/// Returns true if there are enough observations to propose a lower value.
 pub(super) fn can_lower(seen: &Observations) -> bool {
     missing(seen).is_none() && seen.watched >= LOWER_AFTER
 }
 
-/// Returns the jobs that were rejected for lack of a permit or queue place, by reason.
+/// Returns the number of jobs that were rejected for lack of a permit or a place in the queue, by reason.
 pub(super) fn rejections_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     CAPACITY_REJECTIONS.iter().filter_map(|reason| Some((reason.name(), *seen.rejected.get(reason.name())?)))
 }
 
-/// Returns the number of jobs that were rejected for lack of a permit or queue place.
+/// Returns the total number of jobs that were rejected for lack of a permit or a place in the queue.
 pub(super) fn rejections(seen: &Observations) -> u64 {
     rejections_by_reason(seen).map(|(_, count)| count).sum()
 }
 
-/// Returns the jobs that waited and then did not run, by reason.
+/// Returns the number of jobs that waited in the queue but never ran, by reason.
 fn expired_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     let timed_out = RejectReason::QueueTimeout.name();
     let late = Some(("deadline_exceeded/queued", seen.deadline_exceeded.queued));
@@ -100,12 +103,12 @@ fn expired_by_reason(seen: &Observations) -> impl Iterator<Item = (&'static str,
     counted.into_iter().flatten().filter(|(_, count)| *count > 0)
 }
 
-/// Returns the number of jobs that waited and then did not run.
+/// Returns the total number of jobs that waited in the queue but never ran.
 pub(super) fn expired(seen: &Observations) -> u64 {
     expired_by_reason(seen).map(|(_, count)| count).sum()
 }
 
-/// Returns all jobs that more permits would have served, by reason.
+/// Returns the number of jobs that did not run but might have run with more permits, by reason.
 pub(super) fn not_served(seen: &Observations) -> impl Iterator<Item = (&'static str, u64)> {
     rejections_by_reason(seen).chain(expired_by_reason(seen))
 }

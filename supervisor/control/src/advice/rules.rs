@@ -1,5 +1,5 @@
-//! Rules for the recommended limits. Each rule examines one key. It proposes a new value, or explains why the
-//! current value is right.
+//! Rules from which the recommended limits are computed. Each rule examines one key, and either proposes a
+//! new value or explains why the current value should stay.
 
 use std::time::Duration;
 
@@ -12,40 +12,41 @@ use bulkhead_config::defaults::{
 };
 use bulkhead_config::{format_duration, format_size};
 
-/// Share of time without a free permit above which the observed concurrency only reflects the limit.
+/// Share of time without a free permit above which the observed concurrency shows the limit instead of the
+/// demand.
 const AT_LIMIT_MAX: f64 = 0.01;
 
-/// Share of time with missing workers above which no number of workers can be recommended.
+/// Share of time with missing workers above which the rules recommend no number of workers.
 const MISSING_WORKERS_MAX: f64 = 0.05;
 
-/// Share of jobs above which rejected or late jobs count as significant.
+/// Share of all jobs above which the number of rejected or late jobs is significant.
 const MANY_JOBS_SHARE: f64 = 0.01;
 
-/// Share of time with jobs in flight below which a bulkhead counts as idle.
+/// A bulkhead counts as idle if it has jobs in flight for less than this share of the time.
 const IDLE_MAX: f64 = 0.01;
 
-/// Processor use per job, as a fraction of one processor, from which jobs count as CPU-bound. More CPU-bound
-/// jobs at once would only compete for the processors.
+/// Processor usage per job, as a fraction of one processor, from which jobs count as CPU-bound. Running more
+/// CPU-bound jobs at once than there are processors does not increase the throughput.
 const CPU_BOUND: f64 = 0.7;
 
-/// Share of the machine's memory that the workers of one bulkhead can use.
+/// Maximum share of the machine's memory that the workers of one bulkhead should use.
 const MEMORY_SHARE: f64 = 0.8;
 
-/// Share of the deadline from which the p99 run time counts as too close to the deadline.
+/// If the p99 run time is at least this share of the deadline, the deadline is too short.
 const DEADLINE_NEAR: f64 = 0.8;
 
-/// Ratio of the deadline to the longest job above which the deadline is too long, and the ratio to propose
-/// instead.
+/// Ratio of the deadline to the longest run time above which the deadline is too long, and the ratio that is
+/// proposed instead.
 const DEADLINE_FAR: f64 = 20.0;
 const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 
-/// Granularity of proposed sizes, in bytes.
+/// Proposed sizes are multiples of this number of bytes.
 const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Proposal>, Vec<Kept>);
 
-/// Judges all keys of a bulkhead.
+/// Applies all rules to the observations of a bulkhead.
 pub(super) fn advise(seen: &Observations, settings: &Settings, machine: &Machine) -> Verdicts {
     let mut verdicts = Verdicts::default();
     if settings.permits() == 0 {
@@ -100,19 +101,20 @@ impl RecordVerdict for Verdicts {
     }
 }
 
-// Permits (processes × max_in_flight).
+// Rules for the number of permits (`processes` × `max_in_flight`).
 
-/// The key that determines the number of permits.
+/// The key to change in order to get another number of permits.
 struct SizingKey {
     key: &'static str,
     now: u64,
-    /// Number of permits that each unit of the key adds.
+    /// Number of permits that are added when the value of the key increases by 1.
     permits_each: u64,
     most: u64,
 }
 
 impl SizingKey {
-    /// Selects `processes`, except for a single process that runs several jobs at once: then `max_in_flight`.
+    /// Selects `processes`. If there is a single process that runs several jobs at once, selects
+    /// `max_in_flight` instead.
     fn of(settings: &Settings) -> Self {
         let (processes, in_flight) = (u64::from(settings.processes), u64::from(settings.max_in_flight));
         if processes == 1 && in_flight > 1 {
@@ -125,15 +127,16 @@ impl SizingKey {
     }
 }
 
-/// Judges the number of permits. Returns the number of permits after the proposed change.
+/// Applies the rule for the number of permits. Returns the number of permits after the proposed change, if
+/// any.
 fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
     let (sizing, limit) = (SizingKey::of(settings), settings.permits());
     let now = Setting::Count(sizing.now);
     if seen.time_short_of_workers > MISSING_WORKERS_MAX {
         let missing = percent(seen.time_short_of_workers);
         let reason = format!(
-            "workers were missing for {missing} of the time with jobs, so the required number is unknown: first find \
-             out why workers end or do not start"
+            "workers were missing for {missing} of the busy time, so the required number of workers is \
+             unknown: first find out why workers end or do not start"
         );
         verdicts.keep(sizing.key, now, reason);
         return limit;
@@ -158,20 +161,20 @@ fn advise_size(seen: &Observations, settings: &Settings, machine: &Machine, verd
     permits
 }
 
-/// Computes the permits that are needed when the limit was not reached.
+/// Returns the required number of permits, with an explanation. Used if jobs did not reach the limit.
 fn wanted_below_limit(seen: &Observations) -> (u64, String) {
     let p99 = seen.concurrency.p99.max(1);
     let wanted = with_headroom(p99);
     let why = format!(
-        "for 99 % of the time with jobs at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
+        "for 99 % of the busy time, at most {p99} {} in flight (peak: {}); with 25 % headroom: {wanted}",
         jobs_were(p99),
         seen.concurrency.max
     );
     (wanted, why)
 }
 
-/// Computes the permits that are needed when the limit was reached. Uses waiting and rejected jobs, because
-/// the concurrency only reflects the limit.
+/// Returns the required number of permits, with an explanation. Used if jobs reached the limit. Then the
+/// number is computed from waiting and rejected jobs, because the observed concurrency only shows the limit.
 fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let in_all: u64 = not_served(seen).map(|(_, count)| count).sum();
     let served = seen.jobs.saturating_sub(in_all).max(1);
@@ -181,45 +184,47 @@ fn wanted_at_limit(seen: &Observations, limit: u64) -> (u64, String) {
     let wanted = needed.clamp(limit, 2 * limit);
     let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
     let mut why = format!(
-        "no permit was free for {at_limit} of the time with jobs, so the {p99} in flight only show the limit; with \
-         waiting jobs there were {demand}"
+        "no permit was free for {at_limit} of the busy time, so the {p99} jobs in flight only show the \
+         limit; including waiting jobs there were {demand}"
     );
     if in_all > 0 {
         why +=
             &format!(", and {in_all} of {} jobs were not served ({})", seen.jobs, reasons(not_served(seen)));
     }
     why += &match needed > wanted {
-        true => format!("; the need would be {needed}, but one step at most doubles the value"),
+        true => format!("; {needed} would be needed, but one recommendation at most doubles the value"),
         false => format!("; with 25 % headroom: {wanted}"),
     };
     (wanted, why)
 }
 
-/// Returns the number of permits that keeps all processors busy; `None` if jobs are not CPU-bound.
+/// Returns the number of permits that keeps all processors busy, or `None` if jobs are not CPU-bound.
 fn processors_permit(seen: &Observations, machine: &Machine) -> Option<u64> {
     let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
     Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
 }
 
-/// Returns the number of permits that the memory suffices for.
+/// Returns the maximum number of permits for which the machine's memory is sufficient, or `None` if it cannot
+/// be determined.
 fn memory_permits(seen: &Observations, settings: &Settings, machine: &Machine) -> Option<u64> {
     let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
     let sets = u64::from(settings.worker_sets.max(1));
     let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
-    // A single process may not need more memory for more jobs at once.
+    // With `max_in_flight` as the key, memory sets no maximum, because a process does not necessarily need
+    // more memory for more concurrent jobs.
     (SizingKey::of(settings).key == "processes")
         .then(|| (processes * u64::from(settings.max_in_flight)).max(1))
 }
 
-/// Explains which resource bounds the number of permits.
+/// Returns a sentence that says which resource of the machine limits the number of permits.
 fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> String {
     let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
     let by_memory = memory_permits(seen, settings, machine).unwrap_or(u64::MAX);
     match (by_processors, by_memory) {
         (u64::MAX, u64::MAX) => "; no higher value is possible".to_owned(),
         (processors, memory) if processors <= memory => format!(
-            "; but a running job uses {} of a processor, and with {} processors more than {processors} jobs at \
-             once would only compete",
+            "; but a running job uses {} of a processor, so with {} processors more than {processors} \
+             concurrent jobs would only compete for processor time",
             percent(seen.processors_per_job.unwrap_or(1.0)),
             machine.processors
         ),
@@ -231,8 +236,8 @@ fn bound_by(seen: &Observations, settings: &Settings, machine: &Machine) -> Stri
     }
 }
 
-/// Returns a higher value for the key, up to the maximum that this machine supports; `None` if the value
-/// cannot be raised.
+/// Returns a higher value for the key, at most the value that this machine supports. Returns `None` if the
+/// value cannot be raised.
 fn raised(
     sizing: &SizingKey,
     wanted: u64,
@@ -246,7 +251,8 @@ fn raised(
     (proposed > sizing.now).then_some(proposed)
 }
 
-/// Returns a lower value for the key if the current value was far above the need for a long time.
+/// Returns a lower value for the key if the current value was at least twice as high as necessary for a long
+/// time.
 fn lowered(
     sizing: &SizingKey,
     wanted: u64,
@@ -267,21 +273,29 @@ fn lowered(
 fn total_memory(seen: &Observations, processes: u64, machine: &Machine) -> String {
     let (Some(each), Some(all)) = (seen.rss_max_bytes, machine.memory_bytes) else { return String::new() };
     let total = each.saturating_mul(processes);
-    format!("; at {} each, the workers hold up to {} of {}", size(each), size(total), size(all))
+    format!(
+        "; at {} per worker, the workers use up to {} of this machine's {}",
+        size(each),
+        size(total),
+        size(all)
+    )
 }
 
-// The queue.
+// Rules for the queue.
 
 fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts: &mut Verdicts) {
     let (key, now) = ("max_queue", u64::from(settings.max_queue));
     let (rejections, expired) = (rejections(seen), expired(seen));
     let used = format!("at most {} of {now} queue places were used", seen.queued.max);
     let Some(useful) = useful_length(seen, settings, permits) else { return };
-    let in_time = format!("the capacity of {permits} permits in {}", describe_wait_limit(seen, settings));
+    let in_time = format!(
+        "the number of jobs that {permits} permits can complete within {}",
+        describe_wait_limit(seen, settings)
+    );
     if is_many(expired, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful} jobs: jobs that cannot \
-             run in time should be rejected at once",
+            "{expired} of {} jobs waited and then did not run, and {in_time} is {useful}: jobs that cannot \
+             run in time should be rejected immediately",
             seen.jobs
         );
         return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
@@ -302,21 +316,22 @@ fn advise_queue(seen: &Observations, settings: &Settings, permits: u64, verdicts
     }
     let wanted = (2 * now).max(settings.permits()).min(useful).min(QUEUE_CEILING);
     if wanted <= now {
-        let reason = format!("{why}, but {in_time} is {useful} jobs: further jobs would not run in time");
+        let reason = format!("{why}, but {in_time} is {useful}: further jobs would not run in time");
         return verdicts.keep(key, now_set, reason);
     }
-    let reason = format!("{why}; {in_time} is {useful} jobs, and one step at most doubles the queue");
+    let reason = format!("{why}; {in_time} is {useful}, and one recommendation at most doubles the queue");
     verdicts.propose(key, now_set, Setting::Count(wanted), reason);
 }
 
-/// Returns the number of jobs that can wait and still run in time, by Little's law; `None` if no job has run.
+/// Returns the number of jobs that can wait and still run in time, computed with Little's law. Returns `None`
+/// if no job has run.
 fn useful_length(seen: &Observations, settings: &Settings, permits: u64) -> Option<u64> {
     let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
     let places = wait_limit_ms(seen, settings) * permits as f64 / each;
     Some((places as u64).clamp(1, QUEUE_CEILING))
 }
 
-/// Returns the time that a job can wait, in milliseconds.
+/// Returns the maximum time, in milliseconds, that a job can wait and still meet the deadline.
 fn wait_limit_ms(seen: &Observations, settings: &Settings) -> f64 {
     let until_late = (millis(settings.deadline) - seen.run_ms.p99).max(0.0);
     settings.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
@@ -332,8 +347,8 @@ fn describe_wait_limit(seen: &Observations, settings: &Settings) -> String {
     }
 }
 
-/// Proposes a `queue_timeout` if jobs waited until their deadline, so that clients learn earlier that a job
-/// will not run.
+/// Proposes a `queue_timeout` if many jobs waited until their deadline passed. With a timeout, clients learn
+/// earlier that a job will not run.
 fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
@@ -345,8 +360,9 @@ fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut
     }
     let proposed = rounded_down(settings.deadline - run);
     let reason = format!(
-        "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 \
-         % of the jobs), and a client that is rejected then can still try another service",
+        "{queued} of {} jobs waited until their deadline; after {} of {}, too little time is left to run a \
+         job (99 % of the jobs need at most {}), and a client whose job is rejected at that point can still \
+         try another service",
         seen.jobs,
         format_duration(proposed),
         format_duration(settings.deadline),
@@ -355,7 +371,7 @@ fn advise_queue_timeout(seen: &Observations, settings: &Settings, verdicts: &mut
     verdicts.propose("queue_timeout", Setting::Unset, Setting::Time(proposed), reason);
 }
 
-// The deadline.
+// Rule for the deadline.
 
 fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     if seen.ran == 0 {
@@ -381,15 +397,19 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
         return longer(2.0 * deadline, why, verdicts);
     }
     if p99 >= DEADLINE_NEAR * deadline {
-        return longer(1.5 * p99, format!("{used}: 50 % more leaves room"), verdicts);
+        return longer(
+            1.5 * p99,
+            format!("{used}: a deadline of 1.5 times this run time leaves headroom"),
+            verdicts,
+        );
     }
     let wait = seen.queue_ms.max.max(settings.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_MIN);
     if can_lower(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= settings.deadline {
         let reason = format!(
-            "the longest job took {} with the waiting time, and a job that hangs holds a permit for {}: five \
-             times the longest job is enough",
+            "the longest job took {} including the waiting time, and a job that hangs holds a permit for {}: \
+             five times the longest job is enough",
             time(longest),
             format_duration(settings.deadline)
         );
@@ -398,23 +418,27 @@ fn advise_deadline(seen: &Observations, settings: &Settings, verdicts: &mut Verd
     verdicts.keep(key, now, used);
 }
 
-// Memory.
+// Rule for the memory of workers.
 
 fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdicts) {
     let Some(peak) = seen.rss_max_bytes.filter(|_| missing(seen).is_none()) else { return };
     let wanted = (2 * peak).next_multiple_of(SIZE_STEP).max(CGROUP_MEMORY_MIN);
-    let most = format!("the largest worker held {}", size(peak));
+    let most = format!("the largest worker used {} of memory", size(peak));
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
     match settings.cgroup_memory {
         Some(limit) if 5 * peak > 4 * limit => {
-            let reason = format!("{most}, which is over 80 % of {}: allow twice the peak", size(limit));
+            let reason =
+                format!("{most}, which is over 80 % of the limit of {}: allow twice the peak", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
         Some(limit) if 2 * wanted <= limit && can_lower(seen) => {
-            let reason = format!("{most}, and with {} a leaking worker can use far more", size(limit));
+            let reason =
+                format!("{most}, and with the limit of {} a leaking worker can use far more", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
+        Some(limit) => {
+            verdicts.keep(key, Setting::Bytes(limit), format!("{most}, with a limit of {}", size(limit)))
+        }
         None if settings.has_memory_limit => {}
         None => {
             let reason = format!(
@@ -425,9 +449,9 @@ fn advise_memory(seen: &Observations, settings: &Settings, verdicts: &mut Verdic
     }
 }
 
-// Numbers and units.
+// Formatting of numbers and units.
 
-/// Adds 25 %.
+/// Returns `count` plus 25 %.
 fn with_headroom(count: u64) -> u64 {
     count.saturating_mul(5).div_ceil(4)
 }
@@ -440,7 +464,7 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Returns the rounding step, in milliseconds, that keeps two significant digits.
+/// Returns the step, in milliseconds, to which a duration is rounded so that two significant digits remain.
 fn step_of(ms: u64) -> u64 {
     10_u64.pow(ms.max(1).ilog10().saturating_sub(1))
 }
@@ -473,7 +497,7 @@ fn time(ms: f64) -> String {
     }
 }
 
-/// Formats a size for people, such as `13.4MiB`.
+/// Formats a size in human-readable form, such as `13.4MiB`.
 fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale) {
@@ -483,7 +507,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// Lists the reasons of rejected jobs with their counts.
+/// Formats reject reasons with the number of jobs for each.
 fn reasons<'r>(counted: impl Iterator<Item = (&'r str, u64)>) -> String {
     counted.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
 }

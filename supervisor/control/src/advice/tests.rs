@@ -1,4 +1,4 @@
-//! Tests of each rule, and properties of all advice.
+//! Tests of each rule, and property tests of the complete advice.
 
 use bulkhead_api::{DeadlineMisses, Marks};
 use bulkhead_policy::AdaptiveMode;
@@ -28,7 +28,7 @@ fn settings() -> Settings {
     }
 }
 
-/// Two hours of observations in which the limits of [`settings`] fit.
+/// Returns observations of two hours in which the limits of [`settings`] were right.
 fn seen() -> Observations {
     Observations {
         watched: Duration::from_secs(7200),
@@ -49,7 +49,7 @@ fn seen() -> Observations {
     }
 }
 
-/// Observations with more load than [`settings`] can serve.
+/// Returns observations with more load than the limits of [`settings`] can serve.
 fn overloaded() -> Observations {
     Observations {
         concurrency: Marks { p50: 4, p99: 4, max: 4 },
@@ -77,7 +77,7 @@ fn kept(seen: Observations, settings: &Settings, key: &str) -> String {
 }
 
 #[test]
-fn keeps_suitable_values_with_reasons() {
+fn advice_keeps_suitable_values_with_reasons() {
     let advice = advice(seen(), &settings());
     assert!(advice.enough && advice.advice.is_empty(), "{advice:?}");
     let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
@@ -85,9 +85,10 @@ fn keeps_suitable_values_with_reasons() {
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (peak: 4)"), "{advice:?}");
 }
 
-/// In monitor mode the limit holds no jobs back, so more processes are proposed.
+/// Also checks that more processes are proposed in monitor mode, in which the adaptive limit does not hold
+/// jobs back.
 #[test]
-fn proposes_no_processes_if_adaptive_limit_holds_jobs_back() {
+fn adaptive_limit_prevents_advice_for_more_processes() {
     let adaptive = bulkhead_api::Adaptive {
         mode: AdaptiveMode::Enforce.into(),
         min: 1,
@@ -111,7 +112,7 @@ fn proposes_no_processes_if_adaptive_limit_holds_jobs_back() {
 }
 
 #[test]
-fn isolated_tenants_have_separate_adaptive_limits() {
+fn advice_sums_adaptive_limits_of_isolated_tenants() {
     let of_three = |limit: u64| {
         let adaptive = bulkhead_api::Adaptive {
             mode: AdaptiveMode::Enforce.into(),
@@ -127,7 +128,7 @@ fn isolated_tenants_have_separate_adaptive_limits() {
     };
     assert!(kept(overloaded(), &of_three(6), "processes").contains("6 of at most 12"));
     assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although the limit is at the minimum"));
-    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 can run at once"));
+    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 jobs can run at once"));
 }
 
 #[test]
@@ -154,26 +155,30 @@ fn advice_of_large(seen: Observations) -> Advice {
 }
 
 #[test]
-fn proposes_p99_plus_headroom() {
+fn proposed_processes_cover_p99_demand_plus_headroom() {
     let busy = Observations { concurrency: Marks { p50: 2, p99: 4, max: 4 }, ..seen() };
     let (processes, reason) = proposed(busy, &settings(), "processes").unwrap();
     assert_eq!(processes, Setting::Count(5));
     assert!(
-        reason.contains("at most 4 jobs were in flight") && reason.contains("500MiB of 16GiB"),
+        reason.contains("at most 4 jobs were in flight") && reason.contains("500MiB of this machine's 16GiB"),
         "{reason}"
     );
 }
 
 #[test]
-fn at_limit_uses_waiting_and_rejected_jobs() {
+fn demand_at_limit_includes_waiting_and_rejected_jobs() {
     let (processes, reason) = proposed(overloaded(), &settings(), "processes").unwrap();
-    assert_eq!(processes, Setting::Count(8), "twice as many at a time");
-    for part in
-        ["for 60 % of the time", "there were 24", "2000 of 100000 jobs", "(queue_full 2000)", "be 30, but"]
-    {
+    assert_eq!(processes, Setting::Count(8), "a proposal at most doubles the value");
+    for part in [
+        "for 60 % of the busy time",
+        "there were 24",
+        "2000 of 100000 jobs",
+        "(queue_full 2000)",
+        "30 would be needed",
+    ] {
         assert!(reason.contains(part), "{reason}");
     }
-    // Without a queue, only rejections show the additional demand: half of it.
+    // Without a queue, half of the demand is only visible as rejections.
     let lost = Observations {
         demand: Marks { p50: 4, p99: 4, max: 4 },
         rejected: [("queue_full".into(), 50_000)].into(),
@@ -186,7 +191,7 @@ fn at_limit_uses_waiting_and_rejected_jobs() {
 }
 
 #[test]
-fn raises_max_in_flight_of_single_process() {
+fn advice_raises_max_in_flight_of_single_process() {
     let settings = Settings { processes: 1, max_in_flight: 4, ..settings() };
     assert_eq!(proposed(overloaded(), &settings, "max_in_flight").unwrap().0, Setting::Count(8));
     assert_eq!(proposed(overloaded(), &settings, "processes"), None);
@@ -197,7 +202,7 @@ fn raises_max_in_flight_of_single_process() {
 }
 
 #[test]
-fn processors_and_memory_bound_proposals() {
+fn proposed_processes_fit_processors_and_memory() {
     let hot = Observations { processors_per_job: Some(0.95), ..overloaded() };
     let reason = kept(hot.clone(), &Settings { processes: 5, ..settings() }, "processes");
     assert!(
@@ -217,14 +222,14 @@ fn processors_and_memory_bound_proposals() {
 }
 
 #[test]
-fn proposes_nothing_while_workers_are_missing() {
+fn missing_workers_prevent_advice() {
     let dying = Observations { time_short_of_workers: 0.3, ..overloaded() };
     let reason = kept(dying, &settings(), "processes");
     assert!(reason.contains("workers were missing for 30 %"), "{reason}");
 }
 
 #[test]
-fn gives_no_advice_if_no_job_ran() {
+fn bulkhead_that_ran_no_jobs_gets_no_advice() {
     let rejected = [("unavailable".into(), 5000)].into();
     let down = Observations {
         watched: Duration::from_secs(7200),
@@ -241,7 +246,7 @@ fn gives_no_advice_if_no_job_ran() {
 }
 
 #[test]
-fn proposes_nothing_for_idle_bulkhead() {
+fn idle_bulkhead_gets_no_advice() {
     let idle = Observations { busy_ms: 40_000, ..seen() };
     let large = Settings {
         processes: 64,
@@ -253,28 +258,29 @@ fn proposes_nothing_for_idle_bulkhead() {
     let actual = advice(idle.clone(), &large);
     assert!(actual.advice.is_empty() && actual.kept[0].reason.contains("in flight for 0.6 %"), "{actual:?}");
     let lost = Observations { rejected: [("queue_full".into(), 5000)].into(), ..idle };
-    assert!(!advice(lost, &large).advice.is_empty(), "it is not idle when jobs find no room");
+    assert!(!advice(lost, &large).advice.is_empty(), "a bulkhead that rejects jobs is not idle");
 }
 
 #[test]
-fn lowers_value_unused_for_an_hour() {
+fn advice_lowers_values_unused_for_an_hour() {
     let advice = advice_of_large(seen());
     let actual: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(actual, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
-    // Jobs that arrive together each need a permit or a place in the queue.
+    // A bulkhead without a queue needs a permit for each job of a burst.
     let bursts = Observations { concurrency: Marks { p50: 1, p99: 3, max: 40 }, ..seen() };
     let settings = Settings { processes: 64, max_queue: 0, ..settings() };
     assert_eq!(proposed(bursts, &settings, "processes"), None);
 }
 
 #[test]
-fn queue_length_matches_capacity() {
-    // More processes cannot help, so more jobs must wait: 4 at once, 350 ms each, 4.1 s until it is too late.
+fn proposed_queue_holds_jobs_that_finish_in_time() {
+    // More processes cannot help, so a longer queue is proposed. With 4 jobs at once and 350 ms per job, 46
+    // jobs can run in the 4.1 s that the deadline leaves.
     let bound = Observations { processors_per_job: Some(1.0), ..overloaded() };
     let (places, reason) = proposed(bound.clone(), &settings(), "max_queue").unwrap();
     assert_eq!(places, Setting::Count(40));
-    assert!(reason.contains("the 4.1 s that the deadline leaves is 46 jobs"), "{reason}");
+    assert!(reason.contains("the 4.1 s that the deadline leaves is 46,"), "{reason}");
     let settings = settings();
     let (places, _) =
         proposed(bound.clone(), &Settings { max_queue: 40, ..settings.clone() }, "max_queue").unwrap();
@@ -283,13 +289,13 @@ fn queue_length_matches_capacity() {
     assert!(reason.contains("further jobs would not run in time"), "{reason}");
     let impatient = Settings { queue_timeout: Some(Duration::from_secs(1)), ..settings.clone() };
     let reason = kept(bound.clone(), &impatient, "max_queue");
-    assert!(reason.contains("queue_timeout (1.0 s) is 11 jobs"), "{reason}");
-    // Too many jobs wait and then do not run.
+    assert!(reason.contains("queue_timeout (1.0 s) is 11:"), "{reason}");
+    // A shorter queue is proposed if too many jobs wait but never run.
     let vain = Observations { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
     assert!(reason.contains("3000 of 100000 jobs waited and then did not run"), "{reason}");
-    // A queue of 0 is the default, not a decision.
+    // `max_queue = 0` is the default value, so a queue is proposed nevertheless.
     let (places, _) = proposed(bound, &Settings { max_queue: 0, ..settings.clone() }, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(4));
     // More permits take precedence over a longer queue.
@@ -297,7 +303,7 @@ fn queue_length_matches_capacity() {
 }
 
 #[test]
-fn proposes_queue_timeout_for_late_jobs() {
+fn advice_sets_queue_timeout_for_late_jobs() {
     let late = Observations {
         deadline_exceeded: DeadlineMisses { queued: 5000, ..DeadlineMisses::default() },
         ..seen()
@@ -310,7 +316,7 @@ fn proposes_queue_timeout_for_late_jobs() {
 }
 
 #[test]
-fn deadline_leaves_headroom() {
+fn proposed_deadline_leaves_headroom() {
     let near = Observations { run_ms: Marks { p50: 1000.0, p99: 4300.0, max: 4900.0 }, ..seen() };
     let (deadline, reason) = proposed(near.clone(), &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_millis(6500)));
@@ -322,26 +328,29 @@ fn deadline_leaves_headroom() {
         proposed(Observations { deadline_exceeded: late, ..seen() }, &settings(), "deadline").unwrap();
     assert_eq!(deadline, Setting::Time(Duration::from_secs(10)));
     assert!(reason.contains("3000 of 100000 jobs were stopped"), "{reason}");
-    // Deadlines set by clients are not a reason for a longer default.
+    // Misses of deadlines that clients set are no reason to propose a longer default deadline.
     let hurried = Observations { deadline_exceeded: DeadlineMisses { by_own: 0, ..late }, ..seen() };
     assert_eq!(proposed(hurried, &settings(), "deadline"), None);
 }
 
 #[test]
-fn proposes_twice_the_peak_memory() {
+fn proposed_memory_limit_is_twice_the_peak() {
     let of = |cgroup_memory, has_memory_limit| Settings { cgroup_memory, has_memory_limit, ..settings() };
     let twice = Setting::Bytes(200 << 20);
     assert_eq!(proposed(seen(), &of(None, false), "recycle.rss").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(110 << 20), false), "cgroup.memory").unwrap().0, twice);
     assert_eq!(proposed(seen(), &of(Some(1 << 30), true), "cgroup.memory").unwrap().0, twice);
-    assert!(kept(seen(), &of(Some(256 << 20), false), "cgroup.memory").contains("held 100MiB of 256MiB"));
-    // Memory is not bounded before enough is known.
+    assert!(
+        kept(seen(), &of(Some(256 << 20), false), "cgroup.memory")
+            .contains("used 100MiB of memory, with a limit of 256MiB")
+    );
+    // No memory limit is proposed while there are too few observations.
     let early = Observations { jobs: 500, ..seen() };
     assert_eq!(proposed(early, &of(None, false), "recycle.rss"), None);
 }
 
 #[test]
-fn values_have_configuration_syntax() {
+fn proposed_values_use_configuration_syntax() {
     let actual = [
         Setting::Unset,
         Setting::Count(8),
@@ -351,9 +360,9 @@ fn values_have_configuration_syntax() {
     assert_eq!(serde_json::to_value(actual).unwrap(), json!([null, 8, "1s 500ms", "200MiB"]));
 }
 
-// Properties of all advice.
+// Property tests of the complete advice.
 
-/// A load that does not depend on the limits.
+/// A simulated load that does not depend on the limits.
 #[derive(Clone, Debug)]
 struct Load {
     demand: Marks<u64>,
@@ -363,7 +372,7 @@ struct Load {
 }
 
 impl Load {
-    /// Returns the observations of this load under the limits of `settings`.
+    /// Returns the observations that a bulkhead with the limits in `settings` would make under this load.
     fn seen(&self, settings: &Settings) -> Observations {
         let limit = settings.permits();
         let below = |marks: Marks<u64>, most: u64| Marks {
@@ -400,7 +409,7 @@ fn applied(settings: &Settings, advice: &Advice) -> Settings {
     let mut settings = settings.clone();
     let count = |setting| match setting {
         Setting::Count(count) => u32::try_from(count).unwrap(),
-        other => panic!("{other:?} is no count"),
+        other => panic!("{other:?} is not a count"),
     };
     for item in &advice.advice {
         match (&*item.key, item.proposed) {
@@ -414,7 +423,7 @@ fn applied(settings: &Settings, advice: &Advice) -> Settings {
             ("queue_timeout", Setting::Time(to)) => settings.queue_timeout = Some(to),
             ("cgroup.memory", Setting::Bytes(to)) => settings.cgroup_memory = Some(to),
             ("recycle.rss", Setting::Bytes(_)) => settings.has_memory_limit = true,
-            other => panic!("{other:?} is no key, or of another kind"),
+            other => panic!("unknown key, or wrong kind of value: {other:?}"),
         }
     }
     settings
@@ -449,7 +458,7 @@ fn setups() -> impl Strategy<Value = Settings> {
 
 proptest! {
     #[test]
-    fn proposes_only_valid_values(load in loads(), settings in setups()) {
+    fn proposed_values_are_always_valid(load in loads(), settings in setups()) {
         let advice = advice(load.seen(&settings), &settings);
         for item in &advice.advice {
             prop_assert_ne!(item.now, item.proposed);
@@ -461,11 +470,11 @@ proptest! {
         prop_assert!(after.permits() > 0 || settings.permits() == 0);
         prop_assert!(u64::from(after.max_queue) <= QUEUE_CEILING);
         prop_assert!(!after.deadline.is_zero() && after.deadline <= DURATION_MAX);
-        prop_assert!(after.permits() <= 2 * settings.permits(), "no more than twice as many at a time");
+        prop_assert!(after.permits() <= 2 * settings.permits(), "a proposal at most doubles the permits");
     }
 
     #[test]
-    fn higher_demand_never_gets_lower_proposals(load in loads(), settings in setups(), more in 0..500_u64) {
+    fn higher_demand_never_lowers_proposed_permits(load in loads(), settings in setups(), more in 0..500_u64) {
         let Marks { p50, p99, max } = load.demand;
         let larger = Load { demand: Marks { p50, p99: p99 + more, max: max + more }, ..load.clone() };
         let permits = |load: &Load| applied(&settings, &advice(load.seen(&settings), &settings)).permits();
@@ -473,9 +482,9 @@ proptest! {
     }
 
     #[test]
-    fn following_advice_converges(load in loads(), settings in setups()) {
+    fn repeatedly_applied_advice_converges(load in loads(), settings in setups()) {
         let mut settings = settings;
-        // Doubling at each step reaches the maximum value within these iterations.
+        // Each proposal at most doubles a value, so 40 iterations are enough to reach any maximum.
         for _ in 0..40 {
             let advice = advice(load.seen(&settings), &settings);
             if advice.advice.is_empty() {

@@ -1,4 +1,4 @@
-//! The admin socket: accepts connections and checks the connecting users.
+//! Accepts connections on the admin socket and checks the users who connect.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use bulkhead_linux::peer::UnrelatedProcesses;
 use bulkhead_plane::command::{Command, CommandSender};
 use bulkhead_plane::peer_check::{self, ClientRejection};
 
-/// Maximum number of rejected connections that are sent the reason; further rejected connections are closed
-/// without a response. Also the maximum number of queued reports about rejected connections.
+/// Maximum number of rejected connections to which the reason is being sent. Further rejected connections are
+/// closed without a response. Also the maximum number of queued reports about rejected connections.
 const REJECTED_MAX: usize = 16;
 
-/// Maximum number of connections that are served at once; further connections wait.
+/// Maximum number of connections that are served at the same time. Further connections wait in the backlog.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
-/// Maximum number of served and rejected connections together.
+/// Maximum total number of served connections and of rejected connections to which the reason is being sent.
 pub(super) const ADMITTED_MAX: usize = CONNECTIONS_MAX + REJECTED_MAX;
 
-/// Accepts connections until the control plane ends.
+/// Accepts connections to the admin socket until the control plane ends.
 pub(super) async fn accept_all(
     control: &Control,
     listener: UnixListener,
@@ -41,17 +41,17 @@ pub(super) async fn accept_all(
         report_permits: Arc::new(Semaphore::new(REJECTED_MAX)),
     };
     control.until_shutdown(admin.run(&mut next, &dispatcher)).await;
-    // Clients that have already connected get a response instead of a reset.
+    // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
     if has_waiting(&admin.listener) {
         let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, admin.run(&mut next, &dispatcher)).await;
     }
     admin.close(&dispatcher);
 }
 
-/// A listener that bounds the number of connections and checks each client.
+/// The listener of the admin socket. Limits the number of connections and checks each client.
 struct AdminListener {
     listener: UnixListener,
-    /// User id that can connect, besides root.
+    /// Id of the user who, besides root, can connect.
     own_uid: u32,
     unrelated: UnrelatedProcesses,
     commands: CommandSender,
@@ -61,7 +61,8 @@ struct AdminListener {
 }
 
 impl AdminListener {
-    /// Accepts clients of this listener and of each replacement listener.
+    /// Accepts connections until the task is cancelled. Switches to each new listener that replaces the
+    /// current one.
     async fn run(&mut self, next: &mut NextAdmin, dispatcher: &Dispatcher<UnixStream>) {
         loop {
             tokio::select! {
@@ -74,7 +75,7 @@ impl AdminListener {
         }
     }
 
-    /// Returns the connected user if this user has access.
+    /// Returns the id of the user who has connected, or a rejection if that user has no access.
     fn check(&self, socket: &UnixStream) -> Result<u32, ClientRejection> {
         let peer = peer_check::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own_uid);
@@ -86,20 +87,19 @@ impl AdminListener {
         Ok(uid)
     }
 
-    /// Reports a rejected client to the data plane. Returns the response, and a permit to send it if one is
-    /// free.
+    /// Reports a rejected client to the data plane. Returns the response with a permit to send it, or `None`
+    /// if no permit is free.
     fn reject(&self, rejection: ClientRejection) -> Option<(Admission, OwnedSemaphorePermit)> {
         let permit = self.rejection_permits.clone().try_acquire_owned();
         let admission = Admission::rejected(&rejection.message);
-        // Many rejected clients must not fill the command queue. The first reports suffice.
+        // The number of reports is limited, so that many rejected clients cannot fill the command queue.
         if let Ok(permit) = self.report_permits.clone().try_acquire_owned() {
             let _ = self.commands.send(Command::ReportRejection { rejection, _permit: permit });
         }
         Some((admission, permit.ok()?))
     }
 
-    /// Closes the listener and passes on the connections in its backlog, because the accept loop may not have
-    /// reached them.
+    /// Closes the listener. Passes on the connections in the backlog that the accept loop has not reached.
     fn close(&self, dispatcher: &Dispatcher<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
@@ -119,7 +119,7 @@ impl AdminListener {
 
     async fn accept(&self) -> NewConnection<UnixStream> {
         let Ok(permit) = self.permits.clone().acquire_owned().await else {
-            // The semaphore is never closed.
+            // Unreachable, because the semaphore is never closed.
             return std::future::pending().await;
         };
         loop {

@@ -1,5 +1,5 @@
-//! `GET /v1/bulkheads/{name}/advice`, and periodic samples of the workers' resource usage, which the advice
-//! needs besides the data plane's counters.
+//! Handler of `GET /v1/bulkheads/{name}/advice`. Also samples the resource usage of the workers periodically,
+//! because advice needs these samples in addition to the counters of the data plane.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
@@ -18,27 +18,28 @@ use bulkhead_plane::command::{Command, WorkerProcess};
 use bulkhead_plane::demand::CurrentLimits;
 use bulkhead_plane::windows::WindowPair;
 
-/// Interval between samples of the workers.
+/// Interval between samples of the workers' resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Maximum number of workers per sample. With more workers, consecutive samples cover different workers.
+/// Maximum number of workers to read in one sample. If there are more, consecutive samples read different
+/// workers.
 const SAMPLED_WORKERS_MAX: usize = 512;
 
-/// Recent resource usage of the workers.
+/// Resource usage of the workers in the current and the previous hour.
 pub(super) struct UsageSamples {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, WindowPair<ResourceUsage>>,
-    /// Last sample of each process, by pid.
+    /// Last sample of each worker, by process id.
     last_samples: HashMap<u32, ProcessSample>,
-    /// Index of the first worker in the next sample.
+    /// Index of the first worker to read in the next sample.
     next: usize,
 }
 
 #[derive(Clone, Copy)]
 struct ProcessSample {
-    /// Processor time used so far, in milliseconds.
+    /// Processor time that the process had used, in milliseconds.
     cpu_ms: u64,
-    /// Number of jobs with an outcome at that time.
+    /// Number of jobs that the worker had completed.
     answered: u64,
 }
 
@@ -53,7 +54,8 @@ impl UsageSamples {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Samples the workers that may have worked since their last sample, up to `SAMPLED_WORKERS_MAX` workers.
+    /// Samples at most `SAMPLED_WORKERS_MAX` workers. Skips workers that have not worked since their last
+    /// sample.
     fn sample(&mut self, processes: &[WorkerProcess]) {
         let present: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.last_samples.retain(|pid, _| present.contains(pid));
@@ -72,7 +74,8 @@ impl UsageSamples {
     fn sample_process(&mut self, process: &WorkerProcess) {
         let Some((rss_bytes, cpu_ms)) = process::peak_usage(process.pid) else { return };
         let sample = ProcessSample { cpu_ms, answered: process.answered };
-        // The process usually used the time before the first sample for its start.
+        // Processor time before the first sample does not count, because the process has usually spent it on
+        // starting.
         let before = self.last_samples.insert(process.pid, sample).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
@@ -93,13 +96,13 @@ impl UsageSamples {
         }
     }
 
-    /// Drops the usage of all other bulkheads.
+    /// Drops the resource usage of all bulkheads that are not in `bulkheads`.
     fn keep_only(&mut self, bulkheads: &HashSet<&str>) {
         self.by_bulkhead.retain(|name, _| bulkheads.contains(&**name));
     }
 }
 
-/// Samples the workers until the control plane ends.
+/// Samples the workers periodically until the control plane ends.
 pub(super) async fn watch(control: Shared) {
     let sample = |control: Shared| async move {
         if let Some(processes) = control.commands.request(|reply| Command::WorkerProcesses { reply }).await {
@@ -125,7 +128,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         own.for_each(|process| samples.sample_process(process));
         samples.usage_of(&name)
     };
-    // The memory of the exec host does not reflect the memory of the programs.
+    // The memory of the `exec` host says nothing about the memory of the programs that it starts.
     if matches!(bulkhead.program, Program::Exec { .. }) {
         usage.rss_max_bytes = None;
     }
@@ -134,7 +137,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     axum::Json(advise(name, observations(&observation, usage), &settings, &machine())).into_response()
 }
 
-/// Combines the file's settings with the active numbers, which an operator can have changed.
+/// Combines the settings in the file with the active limits, which an operator can have changed.
 fn settings(bulkhead: &BulkheadConfig, limits: &CurrentLimits) -> Settings {
     let bounds_memory = |resource| matches!(resource, Resource::As | Resource::Data);
     let has_rlimit =
@@ -165,7 +168,7 @@ impl Control {
         self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drops the usage of all other bulkheads.
+    /// Drops the resource usage of all bulkheads that are not in `bulkheads`.
     pub(super) fn keep_usage(&self, bulkheads: &HashSet<&str>) {
         self.usage_samples().keep_only(bulkheads);
     }
@@ -182,17 +185,17 @@ mod tests {
         let process =
             |answered, is_busy| WorkerProcess { bulkhead: "b".into(), pid, generation: 1, answered, is_busy };
         samples.sample(&[process(0, false)]);
-        // Detects a sample: each sample overwrites this value.
+        // Returns true if the process is sampled, which overwrites the marker value `u64::MAX`.
         let mut is_sampled = |process| {
             samples.last_samples.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
             samples.sample(&[process]);
             samples.last_samples[&pid].cpu_ms != u64::MAX
         };
         assert!(!is_sampled(process(0, false)));
-        assert!(is_sampled(process(0, true)), "it has a job");
-        assert!(is_sampled(process(1, false)), "it had one since");
+        assert!(is_sampled(process(0, true)), "the worker has a job");
+        assert!(is_sampled(process(1, false)), "the worker has answered a job since");
         assert!(!is_sampled(process(1, false)));
         samples.sample(&[]);
-        assert!(samples.last_samples.is_empty(), "it is gone");
+        assert!(samples.last_samples.is_empty(), "the worker is gone");
     }
 }

@@ -1,4 +1,4 @@
-//! Handlers that show, change and steer bulkheads.
+//! Handlers of requests that show, change or steer a bulkhead.
 
 use axum::body::Bytes;
 use axum::extract::{Path, Query, State};
@@ -66,7 +66,7 @@ pub(super) async fn change_tenant(
     done(&name, control.commands.request(command).await)
 }
 
-/// Converts the data plane's reply to a command into a response.
+/// Converts the data plane's reply to a command into an HTTP response.
 fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) -> Response {
     match answer {
         Some(Ok(state)) => axum::Json(state).into_response(),
@@ -78,7 +78,7 @@ fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) 
     }
 }
 
-/// Parses a change. The error is a message for the client.
+/// Parses and checks the body of a request. An error is a message for the client.
 fn read_body<T: serde::de::DeserializeOwned>(
     body: &[u8],
     judge: impl Fn(&T) -> Option<String>,

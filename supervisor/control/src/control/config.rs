@@ -1,4 +1,4 @@
-//! `GET /v1/config`: the active configuration, without secrets.
+//! Handler of `GET /v1/config`, which shows the active configuration without secrets.
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Shared;
 use super::responses::problem;
 
-/// Replacement for a secret.
+/// Text that replaces a secret.
 const REDACTED: &str = "[redacted]";
 
 pub(super) async fn show(State(control): State<Shared>) -> Response {
@@ -19,8 +19,9 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// Returns the configuration without the values of the workers' environment variables, and with the resource
-/// limits that the sandbox adds. The HTTP token is not part of the configuration.
+/// Returns the configuration as JSON. The values of the workers' environment variables are redacted, and the
+/// resource limits that the sandbox sets are added. The token of the admin API is not part of the
+/// configuration.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
     for (bulkhead, entry) in
@@ -39,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn redacts_values_of_variables() {
+    fn configuration_document_redacts_environment_values() {
         let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
                     env = { KEY = \"sesame\" }\n";
         let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();

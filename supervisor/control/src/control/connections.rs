@@ -1,5 +1,5 @@
-//! Admitted connections: dispatched to one of two threads according to the requested path, served, and closed
-//! in time.
+//! Serves admitted connections. The requested path determines which of two threads serves a connection. Time
+//! limits ensure that each connection is closed.
 
 use std::io::{self, IoSlice};
 use std::net;
@@ -23,50 +23,52 @@ use tokio::time::{Instant, Sleep};
 
 use super::paths;
 
-/// Time limit for receiving a request and sending the response. After this time the connection is closed.
+/// Maximum time from accepting a connection until the response has been sent. After this time the connection
+/// is closed.
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum time for which a client can leave its response unread.
+/// Maximum time for which a client can stop reading its response.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for the client to close a connection whose response was sent.
+/// Maximum time to wait for the client to close the connection after the response has been sent.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum number of bytes that are discarded while waiting for the client to close.
+/// Maximum number of bytes that are read and discarded while waiting for the client to close the connection.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// Time limit, once the control plane ends, for accepting the remaining connections and receiving their
+/// When the control plane ends, maximum time for accepting the remaining connections and receiving their
 /// requests.
 pub(super) const LAST_ACCEPT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time limit, once the control plane ends, for a request on a new connection. Longer than `LAST_ACCEPT_TIMEOUT`,
-/// because the client may not have had processor time yet. A browser's spare connection that has been silent
-/// for longer is closed.
+/// When the control plane ends, a connection without a request is only awaited until it has been open for
+/// this time. The time is longer than `LAST_ACCEPT_TIMEOUT`, because a client may have had no processor time
+/// yet. Connections that a browser keeps in reserve are usually older.
 const LAST_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time limit, once the control plane ends, for reading a request that has already arrived.
+/// When the control plane ends, maximum time for reading a request that has already arrived.
 const LAST_PEEK_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time limit, once the control plane ends, for responding to the remaining requests.
+/// When the control plane ends, maximum time for sending the remaining responses.
 const LAST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Number of bytes of a request that are inspected to find the requested path.
+/// Maximum number of bytes of a request that are inspected to find the requested path.
 pub(super) const HEAD_BYTES: usize = 512;
 
-/// Returns true if a connection waits to be accepted. Shutdown is delayed only for such connections.
+/// Returns true if a connection is waiting to be accepted. Only such connections delay the shutdown.
 pub(super) fn has_waiting(listener: impl AsFd) -> bool {
     let mut polled = [PollFd::new(&listener, PollFlags::IN)];
     !matches!(poll(&mut polled, Some(&Timespec::default())), Ok(0))
 }
 
-/// Admission result of a connection.
+/// Result of the admission checks for a connection.
 #[derive(Clone, Debug)]
 pub(super) struct Admission {
-    /// Reason why the connection is not served, in one sentence.
+    /// Reason, as a sentence, why the connection is rejected. `None` if it is admitted.
     pub(super) rejection: Option<Arc<str>>,
-    /// The user who sent the request. Over TCP, where the user is unknown, the supervisor's own user.
+    /// Id of the user who sent the request. For TCP connections, whose user is unknown, the id of the
+    /// supervisor's user.
     pub(super) uid: u32,
-    /// True if the request has no general time limit, because its handler enforces a limit.
+    /// True if the general time limit does not apply, because the handler enforces its own limits.
     has_no_time_limit: Arc<AtomicBool>,
 }
 
@@ -83,7 +85,7 @@ impl Admission {
         Self { rejection: Some(why.into()), ..Self::new() }
     }
 
-    /// Lifts the general time limit. The handler then enforces its own limits.
+    /// Disables the general time limit for a request whose handler enforces its own limits.
     pub(super) fn lift_time_limit(&self) {
         self.has_no_time_limit.store(true, Ordering::Relaxed);
     }
@@ -93,16 +95,16 @@ impl Admission {
     }
 }
 
-/// A stream socket that can move between runtimes.
+/// A stream socket that can be moved to another runtime.
 pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
-    /// The socket without a runtime.
+    /// Type of the socket when it is not registered with a runtime.
     type Std: Send + 'static;
 
     fn into_std_socket(self) -> io::Result<Self::Std>;
 
     fn from_std_socket(socket: Self::Std) -> io::Result<Self>;
 
-    /// Waits for data and peeks at it.
+    /// Waits for data, and reads it without removing it from the socket.
     fn peek(&self, bytes: &mut [u8]) -> impl Future<Output = io::Result<usize>> + Send;
 }
 
@@ -139,7 +141,7 @@ impl Socket for TcpStream {
     }
 }
 
-/// An admitted connection, or a rejected connection that is about to be sent the reason.
+/// An admitted connection, or a rejected connection to which the reason will be sent.
 pub(super) struct NewConnection<S> {
     socket: S,
     admission: Admission,
@@ -153,14 +155,14 @@ impl<S> NewConnection<S> {
     }
 }
 
-/// A channel to the thread that serves the connections.
+/// Channel to a thread that serves connections.
 type Channel<S> = mpsc::Sender<NewConnection<<S as Socket>::Std>>;
 
-/// Channels of one listener: to the control plane's own thread, and to the thread of low-priority readers.
+/// Channels of one listener to the control plane's main thread and to the thread of the low-priority readers.
 pub(super) struct Dispatcher<S: Socket> {
     main: Channel<S>,
     readers: Channel<S>,
-    /// True once silent clients must not be waited for any more.
+    /// True once the control plane ends. Clients that have sent nothing are then no longer awaited.
     shutdown: watch::Receiver<bool>,
 }
 
@@ -171,8 +173,8 @@ impl<S: Socket> Clone for Dispatcher<S> {
 }
 
 impl<S: Socket> Dispatcher<S> {
-    /// Passes a connection on as soon as the requested path is known. Other connections do not wait
-    /// meanwhile.
+    /// Passes a connection on as soon as the requested path is known. Runs as a separate task, so that other
+    /// connections do not have to wait.
     pub(super) fn dispatch(&self, connection: NewConnection<S>) {
         let mut dispatcher = self.clone();
         tokio::spawn(async move {
@@ -189,7 +191,8 @@ impl<S: Socket> Dispatcher<S> {
         });
     }
 
-    /// Waits for the beginning of a request. Returns the number of bytes that were peeked.
+    /// Waits for the beginning of a request and copies it to `head`, without removing it from the socket.
+    /// Returns the number of copied bytes.
     pub(super) async fn peek_head(
         &mut self,
         socket: &S,
@@ -207,26 +210,28 @@ impl<S: Socket> Dispatcher<S> {
             () = tokio::time::sleep_until(accepted + REQUEST_TIMEOUT) => false,
             () = shutdown_timeout => true,
         };
-        // The runtime does not report bytes that arrived just now before it has polled once.
+        // A short wait is necessary, because the runtime only notices bytes that have just arrived when it
+        // polls the next time.
         let last = tokio::time::timeout(LAST_PEEK_TIMEOUT, socket.peek(head));
         if has_begun { last.await.ok()?.ok() } else { None }
     }
 
-    /// Passes a connection on, to the thread that serves requests with this beginning.
+    /// Passes a connection on to the thread that serves requests which begin with `head`.
     pub(super) fn dispatch_to(&self, connection: NewConnection<S>, head: &[u8]) {
         let NewConnection { socket, admission, accepted, permit } = connection;
         let sender = if paths::is_for_readers(head) { &self.readers } else { &self.main };
-        // If the socket cannot move or the thread has stopped serving, the socket is closed.
+        // The connection is closed if the socket cannot be moved, or if the thread no longer serves
+        // connections.
         if let Ok(socket) = socket.into_std_socket() {
             let _ = sender.try_send(NewConnection { socket, admission, accepted, permit });
         }
     }
 }
 
-/// Receiver of admitted connections, as an axum listener.
+/// Receiver of admitted connections, which axum uses as a listener.
 pub(super) struct Queue<S: Socket> {
     receiver: mpsc::Receiver<NewConnection<S::Std>>,
-    /// True once the listener is closed and all its connections have been accepted.
+    /// True once the listener is closed and all connections have been taken from the queue.
     is_empty: watch::Sender<bool>,
     /// Number of connections that are being served.
     active: Arc<watch::Sender<usize>>,
@@ -238,8 +243,8 @@ impl<S: Socket> Queue<S> {
     }
 }
 
-/// Creates the channels of a listener and their receivers, for the control plane's own thread and for the
-/// low-priority readers. Each connection holds one of `max` permits, so that the channels never overflow.
+/// Creates the channels of a listener to the main thread and to the low-priority readers. The capacity of
+/// each is `max`. Each connection holds one of `max` permits, so that a channel is never full.
 pub(super) fn channels<S: Socket>(
     shutdown: watch::Receiver<bool>,
     max: usize,
@@ -256,7 +261,7 @@ impl<S: Socket> axum::serve::Listener for Queue<S> {
         loop {
             let Some(NewConnection { socket, admission, accepted, permit }) = self.receiver.recv().await
             else {
-                // The listener is closed. Accepted connections are still served.
+                // The listener is closed. Connections that have been taken from the queue are still served.
                 self.is_empty.send_replace(true);
                 return std::future::pending().await;
             };
@@ -279,14 +284,16 @@ impl<S: Socket> Connected<IncomingStream<'_, Queue<S>>> for Admission {
     }
 }
 
-/// Serves connections until the control plane ends, then the connections that were admitted before.
+/// Serves connections. Returns when the control plane has ended and all connections that were admitted before
+/// have been served.
 pub(super) async fn serve<S: Socket>(connections: Queue<S>, router: Router) {
     let mut is_empty = connections.is_empty.subscribe();
     let mut active = connections.active.subscribe();
     let shutdown = async move {
         let _ = is_empty.wait_for(|is_empty| *is_empty).await;
-        // A graceful shutdown would drop connections whose request is still unread. Each connection closes
-        // after its response anyway.
+        // The graceful shutdown of axum begins only after this wait, because it drops connections whose
+        // request has not been read. No other signal is needed, because each connection is closed after its
+        // response.
         let _ = tokio::time::timeout(LAST_RESPONSE_TIMEOUT, active.wait_for(|active| *active == 0)).await;
     };
     let service = router.into_make_service_with_connect_info::<Admission>();
@@ -295,7 +302,7 @@ pub(super) async fn serve<S: Socket>(connections: Queue<S>, router: Router) {
     }
 }
 
-/// A connection that holds a permit for a limited time. One request is served on each connection.
+/// A connection that is being served. It holds a permit for a limited time, and is closed after one request.
 pub(super) struct Connection<S> {
     socket: S,
     timer: Pin<Box<Sleep>>,
@@ -304,7 +311,7 @@ pub(super) struct Connection<S> {
     _permit: (OwnedSemaphorePermit, ActiveGuard),
 }
 
-/// Guard that counts a connection as being served.
+/// A guard for a connection that counts as being served until the guard is dropped.
 struct ActiveGuard(Arc<watch::Sender<usize>>);
 
 impl Drop for ActiveGuard {
@@ -315,14 +322,14 @@ impl Drop for ActiveGuard {
 
 #[derive(PartialEq)]
 enum Phase {
-    /// The request is incomplete, or has no response yet.
+    /// The request is incomplete, or the response has not begun.
     Requesting,
-    /// The response is being sent as it is produced.
+    /// The response is being sent. Its parts are sent as they are produced.
     Responding,
-    /// There is data to send, and the client does not read.
+    /// There is data to send, but the client is not reading.
     Stalled,
-    /// The response is sent. Further input is discarded for a short time, because closing a socket with
-    /// unread bytes resets the connection, and the client can lose the response.
+    /// The response has been sent. Further input is discarded for a short time. Closing a socket with unread
+    /// bytes would reset the connection, and the client could lose the response.
     Lingering { bytes_left: usize },
 }
 
@@ -338,7 +345,7 @@ impl<S> Connection<S> {
         Self { socket, timer, has_no_time_limit, state: Phase::Requesting, _permit: permit }
     }
 
-    /// Returns pending, or an error if the time limit has passed.
+    /// Returns `Poll::Pending`, or an error if the time limit for the current phase has passed.
     fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
         if self.state == Phase::Requesting && self.has_no_time_limit.load(Ordering::Relaxed) {
             return Poll::Pending;
@@ -420,7 +427,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn detects_waiting_clients() {
+    fn waiting_client_is_detected_before_accept() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = unix::net::UnixListener::bind(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Crash reports over HTTP: list, show, and replay of a report's jobs.
+//! Handlers of requests that list and show crash reports, or replay the jobs of a report.
 
 use std::convert::Infallible;
 
@@ -28,11 +28,11 @@ pub(super) struct ListQuery {
     limit: Option<usize>,
 }
 
-/// Lists the newest `limit` reports, oldest first.
+/// Lists the newest `limit` crash reports, oldest first.
 pub(super) async fn list(State(control): State<Shared>, Query(query): Query<ListQuery>) -> Response {
     let Some(mut crashes) = control.crashes.list().await else { return busy() };
     if let Some(name) = &query.bulkhead {
-        // Bulkheads that are no longer configured may have left reports.
+        // There can be reports about bulkheads that are no longer configured.
         crashes.retain(|crash| crash.bulkhead == *name);
         if crashes.is_empty() && !control.reloads.has(name) {
             return not_found(name);
@@ -53,7 +53,8 @@ fn busy() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; retry later")
 }
 
-/// Finds a report. The text from the request is parsed first, so that it is never used as a path.
+/// Returns the crash report with the given id. The text of the id is parsed, so that it is never used as part
+/// of a path.
 async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> {
     let unknown = || {
         let detail = format!("there is no crash report '{}'", id.escape_debug());
@@ -68,7 +69,7 @@ async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> 
     }
 }
 
-// Replays.
+// Replays of jobs.
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -96,7 +97,8 @@ pub(super) async fn replay(
         Ok(first) => first,
         Err(rejection) => return rejection,
     };
-    // The response starts immediately, because a replay can take longer than the time limit of a request.
+    // The header of the response is sent immediately, because a replay can take longer than the time limit
+    // for a response.
     let body = stream::once(async move {
         let replay = run(control, report, jobs, first, permit).await;
         Ok::<_, Infallible>(Bytes::from(format!("{}\n", json!(replay))))
@@ -104,8 +106,8 @@ pub(super) async fn replay(
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
 }
 
-/// Selects the jobs to replay, as indices in order: the requested job, else the culprit, else all replayable
-/// jobs.
+/// Returns the indices of the jobs to replay, in order. Selects the requested job. Without a request, selects
+/// the job that caused the crash or, if it is not known, all replayable jobs.
 fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
     let count = report.jobs.len();
     if count == 0 {
@@ -119,17 +121,21 @@ fn select_jobs(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, S
         Some(one) => {
             let job = &report.jobs[one];
             let why = match (job.is_answered, job.payload_bytes) {
-                (true, _) => "the client was answered before the crash".to_owned(),
+                (true, _) => "the outcome was sent to the client before the crash".to_owned(),
                 (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
-                    format!("the report contains none of the {bytes} bytes")
+                    format!("all {bytes} bytes of the payload are missing")
                 }
-                (false, bytes) => format!("{bytes} bytes are more than a report keeps"),
+                (false, bytes) => format!("a report cannot contain a payload of {bytes} bytes"),
             };
-            Err(format!("the payload of job {one} was not kept: {why}"))
+            Err(format!("the report does not contain the payload of job {one}: {why}"))
         }
         None => {
             let all: Vec<usize> = (0..count).filter(|&one| report.jobs[one].is_replayable()).collect();
-            if all.is_empty() { Err("the report contains the payload of no job".into()) } else { Ok(all) }
+            if all.is_empty() {
+                Err("the report does not contain the payload of any job".into())
+            } else {
+                Ok(all)
+            }
         }
     }
 }
@@ -158,7 +164,7 @@ async fn begin(control: &Shared, report: &CrashReport, index: usize) -> Result<R
     }
 }
 
-/// Replays the jobs one after the other, each in a separate worker, until the crash is reproduced.
+/// Replays the jobs one after the other, each in a separate worker. Stops when the crash has been reproduced.
 async fn run(
     control: Shared,
     report: Box<CrashReport>,
@@ -206,7 +212,7 @@ fn compare(before: &Cause, replayed: &ReplayResult) -> ReplayVerdict {
         (Err(_), _) => ReplayVerdict::NotRun,
         (Ok(Verdict::Crashed { .. }), Some(cause)) if before.has_same_cause(cause) => ReplayVerdict::Same,
         (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
-        // The supervisor stopped the worker, or the keeper died.
+        // The worker did not crash by itself: the supervisor stopped it, or the keeper died.
         (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
         (Ok(_), _) => ReplayVerdict::NoCrash,
     }
@@ -255,18 +261,18 @@ mod tests {
     use super::*;
     use bulkhead_plane::crash::cause_of;
     use bulkhead_plane::crash::sample_report as report;
-    use bulkhead_policy::{Death, KillReason};
+    use bulkhead_policy::{Death, Ending, KillReason};
     use bulkhead_shared::CrashReason;
 
     #[test]
-    fn compares_crashes_by_cause() {
-        let segv = cause_of(Death::Signal(11), None).unwrap();
+    fn replay_verdict_compares_crash_causes() {
+        let segv = cause_of(&Death::Signal(11).into()).unwrap();
         let crashed = |cause| {
             let verdict =
                 Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
             ReplayResult { pid: Some(1), verdict: Ok(verdict), cause, ran: std::time::Duration::ZERO }
         };
-        let other = cause_of(Death::Signal(9), Some(&KillReason::Hung));
+        let other = cause_of(&Ending { death: Death::Signal(9), killed: Some(KillReason::Hung) });
         assert_eq!(compare(&segv, &crashed(Some(segv.clone()))), ReplayVerdict::Same);
         assert_eq!(compare(&segv, &crashed(other)), ReplayVerdict::Different);
         assert_eq!(compare(&segv, &crashed(None)), ReplayVerdict::NotRun);
@@ -277,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn selects_named_job_else_culprit_else_replayable_jobs() {
+    fn replay_prefers_named_job_over_culprit() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(select_jobs(&crash, None), Ok(vec![0]));
         assert!(select_jobs(&crash, Some(1)).unwrap_err().contains("no job 1"));

@@ -1,5 +1,6 @@
-//! Protection against cross-site requests: pages of other sites can link to the dashboard, and nothing else.
-//! Browsers state the origin of a request and add stored credentials; other programs do neither.
+//! Protection against cross-site requests. Pages of other sites can link to the dashboard, but make no other
+//! requests. The protection uses headers in which browsers state the origin of a request. Programs other than
+//! browsers do not send these headers, and do not add stored credentials either.
 
 use axum::extract::Request;
 use axum::http::{HeaderMap, Method, header};
@@ -8,25 +9,27 @@ use bulkhead_shared::RejectReason;
 
 use super::jobs;
 
-/// Returns true if a request with this method changes something.
+/// Returns true if a request with this method can change state.
 pub(super) fn changes_state(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// Rejects requests from pages of other sites, except for links that the user follows.
+/// Returns the response that rejects a request from a page of another site. Returns `None` for other
+/// requests, and for links that a user follows.
 pub(super) fn rejection(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), changes_state(request.method()));
     let forbid = |why: &str| jobs::reject_request(request, RejectReason::Forbidden, why);
     if is_change && (has_other_origin(headers) || comes_from_another_site(headers)) {
-        return Some(forbid("pages of other sites cannot change anything here"));
+        return Some(forbid("web pages of other sites cannot change anything through this API"));
     }
     if comes_from_another_site(headers) && !is_navigation(headers) {
-        return Some(forbid("pages of other sites cannot use this API"));
+        return Some(forbid("web pages of other sites cannot use this API"));
     }
     None
 }
 
-/// True if the request comes from a form, a script or a frame (sandboxed or not) of another origin.
+/// Returns true if a form, a script or a frame of another origin sent the request. Sandboxed frames count as
+/// another origin.
 fn has_other_origin(headers: &HeaderMap) -> bool {
     let host = headers.get(header::HOST).and_then(|value| value.to_str().ok());
     headers.get_all(header::ORIGIN).iter().any(|origin| {
@@ -38,14 +41,16 @@ fn has_other_origin(headers: &HeaderMap) -> bool {
     })
 }
 
-/// `same-site` means another port of this host or another host of this domain. Neither is trusted.
+/// Returns true if a page of another origin sent the request. This includes `same-site` requests, because
+/// another port of this host or another host in this domain is not trusted.
 fn comes_from_another_site(headers: &HeaderMap) -> bool {
     headers.get_all("sec-fetch-site").iter().any(|site| {
         ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes()))
     })
 }
 
-/// True if the user navigates to one of our pages. The other site's page cannot read the response.
+/// Returns true if the user navigates to a page of the supervisor. The page with the link cannot read the
+/// response.
 fn is_navigation(headers: &HeaderMap) -> bool {
     let is = |name, value| headers.get(name).is_some_and(|found| found == value);
     is("sec-fetch-mode", "navigate") && is("sec-fetch-dest", "document")
@@ -64,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn recognises_requests_of_other_sites() {
+    fn write_requests_of_other_sites_are_rejected() {
         for method in ["POST", "PATCH", "DELETE"] {
             assert!(
                 !is_rejected(method, &[]) && !is_rejected(method, &[("origin", "http://localhost:9464")])
@@ -84,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn other_sites_can_only_link() {
+    fn other_sites_can_only_link_to_pages() {
         let from = |site, mode, dest| {
             is_rejected(
                 "GET",

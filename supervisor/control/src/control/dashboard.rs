@@ -1,5 +1,6 @@
-//! The dashboard on `GET /`: one page without external resources. The page uses only this API, and the
-//! content security policy allows nothing else, because all displayed data is untrusted.
+//! Handler of `GET /`, which serves the dashboard. The dashboard is a single page without external resources.
+//! The page only uses the admin API. A content security policy enforces this, because all displayed data is
+//! untrusted.
 
 use std::sync::LazyLock;
 
@@ -15,8 +16,8 @@ macro_rules! file {
     };
 }
 
-/// JavaScript modules in dependency order. They are concatenated into one script; a test ensures unique
-/// names.
+/// JavaScript modules of the dashboard, in the order of their dependencies. They are concatenated into one
+/// script, so a test checks that names are unique.
 const MODULES: [&str; 14] = [
     file!("format.js"),
     file!("worst.js"),
@@ -51,8 +52,8 @@ impl Page {
             .replace("{icon}", &icon)
             .replace("{style}", &style)
             .replace("{script}", &script);
-        // The content security policy allows only this script and this style, requests to the page's own
-        // origin, no conversion of text into markup, and no embedding in other pages.
+        // The content security policy allows only this script, this style, and requests to the origin of the
+        // page. It forbids converting text to markup and embedding the page in other pages.
         let policy = format!(
             "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; base-uri 'none'; \
              form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -63,7 +64,7 @@ impl Page {
     }
 }
 
-/// Concatenates all modules. Imports are removed, because the imported names are defined earlier in the
+/// Concatenates all modules. Removes the imports, because the imported names are defined earlier in the
 /// script.
 fn script() -> String {
     let lines = MODULES.iter().flat_map(|module| module.lines());
@@ -71,7 +72,7 @@ fn script() -> String {
     own.flat_map(|line| [line.strip_prefix("export ").unwrap_or(line), "\n"]).collect()
 }
 
-/// Returns the source expression of an inline script or style for a content security policy.
+/// Returns the expression that allows an inline script or style in a content security policy.
 fn source(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
 }
@@ -84,7 +85,7 @@ pub(super) async fn page() -> Response {
         (header::REFERRER_POLICY, "same-origin"),
         (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
         (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
-        // After an upgrade, the browser must load the new version of the page.
+        // The browser must load the new version of the page after the supervisor has been upgraded.
         (header::CACHE_CONTROL, "no-cache"),
     ];
     (headers, PAGE.html.as_str()).into_response()
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn page_is_self_contained() {
+    fn dashboard_page_is_self_contained() {
         let page = PAGE.html.replace("http://www.w3.org/2000/svg", "");
         for word in
             ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent", "src=\"/"]
@@ -105,16 +106,17 @@ mod tests {
             assert!(!page.contains(word), "{word}");
         }
         assert!(!page.contains("{icon}") && !page.contains("{style}") && !page.contains("{script}"));
-        // A closing tag inside the script or the style would end the element too early.
+        // A closing tag inside the script or style would end the HTML element too early.
         assert_eq!((page.matches("</script").count(), page.matches("</style").count()), (1, 1));
         for line in script().lines() {
             assert!(!line.starts_with("import") && !line.starts_with("export"), "{line}");
         }
     }
 
-    /// Concatenated modules share one scope, and an import must refer to an earlier module.
+    /// Names must be unique because concatenated modules share one scope. Also checks that imports only refer
+    /// to earlier modules.
     #[test]
-    fn names_in_modules_are_unique() {
+    fn dashboard_modules_have_unique_names() {
         let mut names = BTreeSet::new();
         let mut exported = BTreeSet::new();
         for module in MODULES {
@@ -123,7 +125,7 @@ mod tests {
                     line.strip_prefix("import {").and_then(|rest| rest.split_once('}'))
                 {
                     for name in imported.split(',').map(str::trim) {
-                        assert!(exported.contains(name), "{name} is imported before it is there");
+                        assert!(exported.contains(name), "{name} is imported before its definition");
                     }
                 }
                 let bare = line.strip_prefix("export ").unwrap_or(line);
@@ -131,7 +133,7 @@ mod tests {
                 let kinds = ["const ", "let ", "class ", "function "];
                 let Some(rest) = kinds.iter().find_map(|kind| bare.strip_prefix(kind)) else { continue };
                 let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
-                assert!(names.insert(name), "{name} is there twice");
+                assert!(names.insert(name), "{name} is defined twice");
                 if line.starts_with("export ") {
                     exported.insert(name);
                 }

@@ -1,4 +1,5 @@
-//! The parts that all HTTP sockets share: admission of requests, time limits, and common response headers.
+//! Router and middleware that the Unix socket and TCP share: admission of requests, time limits, and common
+//! response headers.
 
 use std::pin::pin;
 
@@ -14,10 +15,10 @@ use super::connections::{Admission, REQUEST_TIMEOUT};
 use super::responses::{JSON, PROBLEM, problem};
 use super::{Shared, cross_site, jobs, routes};
 
-/// Maximum size of a request body, except for payloads.
+/// Maximum size of a request body in bytes. Does not apply to payloads of jobs.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
-/// Builds the router that all sockets share.
+/// Builds the router that the Unix socket and TCP share.
 pub(super) fn router(control: Shared) -> Router {
     routes::router()
         .fallback(async || problem(StatusCode::NOT_FOUND, "this path does not exist"))
@@ -34,7 +35,8 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     if let Some(why) = admission.rejection {
         return jobs::reject_request(&request, RejectReason::Forbidden, &why);
     }
-    // Applies to the Unix socket as well, because an operator may forward it to a port for a browser.
+    // The check also applies to the Unix socket, because an operator may forward the socket to a port for a
+    // browser.
     if let Some(rejection) = cross_site::rejection(&request) {
         return rejection;
     }
@@ -42,13 +44,13 @@ async fn admit(ConnectInfo(admission): ConnectInfo<Admission>, request: Request,
     match tokio::time::timeout(REQUEST_TIMEOUT, &mut response).await {
         Ok(response) => response,
         Err(_) if admission.has_no_time_limit() => response.await,
-        // Nothing else limits the time of a client that was sent `100 Continue`.
-        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request was not complete in time"),
+        // For a client that was sent `100 Continue`, this is the only time limit.
+        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the complete request was not received in time"),
     }
 }
 
-/// Completes responses: errors of the router itself, such as an invalid query, become problem documents, and
-/// retryable errors get a `Retry-After` header.
+/// Completes each response. Errors that the router itself returns, such as those for an invalid query, are
+/// converted to problem documents. Retryable errors get a `Retry-After` header.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let version = request.version();
     let mut response = next.run(request).await;
@@ -60,20 +62,22 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
         response = problem(status, &String::from_utf8_lossy(&body));
     }
     let headers = response.headers_mut();
-    // A client with an idle connection must not hold a permit.
+    // Connections are not kept alive, because an idle connection would hold a permit.
     headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
-    // Workers produce the output and results. No browser must interpret them as a page or a script.
+    // Browsers must not interpret results or output as a page or script, because workers can put anything
+    // into them.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
     if version == Version::HTTP_10 {
-        // Otherwise hyper adds `keep-alive` to our `close` for clients that ask for it.
+        // If the response had version 1.1, hyper would add `keep-alive` to the `Connection` header for
+        // clients that ask for it.
         *response.version_mut() = version;
     }
     response
 }
 
-/// Content security policy of every response except for the dashboard.
+/// Content security policy of all responses except for the dashboard.
 const INERT: &str = "default-src 'none'; frame-ancestors 'none'";

@@ -1,6 +1,7 @@
-//! Jobs over HTTP: each job connects to the data plane as a separate client, on a socketpair, with the jobs
-//! protocol. Therefore all jobs go through the same admission, and a lost HTTP connection cancels the job. The
-//! data plane counts the bytes of payloads and results that are sent or read slowly.
+//! Handler of jobs that are submitted over HTTP. Each job connects to the data plane as a separate client,
+//! over a socket pair and with the jobs protocol. Therefore jobs over HTTP go through the usual admission,
+//! and a lost HTTP connection cancels the job. The data plane accounts for payloads and results that a client
+//! sends or reads slowly.
 
 use std::io;
 use std::pin::pin;
@@ -35,23 +36,24 @@ use super::responses::{problem, problem_with};
 use bulkhead_plane::command::Command;
 use bulkhead_plane::counters::SharedCounters;
 
-/// Maximum number of concurrent jobs over HTTP. Further jobs are rejected as `overloaded`.
+/// Maximum number of concurrent jobs over HTTP. Further jobs over HTTP are rejected as `overloaded`.
 pub const JOBS_MAX: usize = 128;
 
-/// Time limit for receiving a payload. The data plane allows the same time for a frame, from its first byte.
+/// Maximum time for receiving a payload. The data plane has an equal time limit for receiving a frame.
 const UPLOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum size of the chunks in which a result is sent, in bytes.
+/// Maximum size of the chunks in which a result is sent to the client, in bytes.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Size of the segments that hold a payload of unknown length, in bytes.
+/// Size of the memory segments that hold a payload of unknown length, in bytes.
 const SEGMENT_BYTES: usize = 256 * 1024;
 
-/// Request number of the only job on its connection.
+/// Request number of each job, which is the only job on its connection.
 const NUMBER: u64 = 1;
 
-/// Announced size of a payload whose size is unknown or invalid. Exceeds the size up to which payloads are
-/// sent unannounced, so that the data plane replies before it receives a byte of the payload.
+/// Minimum size that is announced for a payload that is too large. It exceeds the maximum size of payloads
+/// that need no announcement, so that the data plane rejects the job before it receives any byte of the
+/// payload.
 const ANNOUNCED_BYTES_MIN: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -63,7 +65,7 @@ pub(super) async fn submit(
     Path(name): Path<String>,
     request: Request,
 ) -> Response {
-    // The job's deadline and the upload limit replace the general time limit.
+    // The deadline of the job and the time limit for the upload replace the general time limit.
     admission.lift_time_limit();
     let (parts, body) = request.into_parts();
     let count = |priority, reason| control.counters.rejected_jobs.count(&name, priority, reason);
@@ -87,16 +89,18 @@ pub(super) async fn submit(
                 count(job.options.priority, RejectReason::Overloaded);
                 rejected(&name, RejectReason::Overloaded, sentence)
             }
-            // The request did not become a job, and the sender is usually gone.
-            Err(Failure::Broken) => {
-                rejected(&name, RejectReason::Invalid, "the payload does not match its headers".into())
-            }
+            // The request did not become a job. The client has usually disconnected.
+            Err(Failure::Broken) => rejected(
+                &name,
+                RejectReason::Invalid,
+                "the payload does not match the headers of the request".into(),
+            ),
             Err(Failure::Dropped) => dropped(&name),
             Err(Failure::Draining) => {
                 rejected(&name, RejectReason::Draining, "the supervisor is stopping".into())
             }
         };
-    // The response of a job with a span already has a `traceparent`.
+    // If the job has a span, the response already contains the `traceparent` of the span.
     if let Some(trace) = job.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
         set_traceparent(&mut response, trace);
     }
@@ -109,30 +113,30 @@ fn set_traceparent(response: &mut Response, trace: Traceparent) {
     }
 }
 
-/// Reasons why a job has no outcome.
+/// Reason why the data plane returned no outcome for a job.
 enum Failure {
-    /// The payload took too long.
+    /// The payload did not arrive within the time limit.
     Timeout,
-    /// There is no memory or permit for the job.
+    /// No memory, descriptor or permit is available for the job.
     Overloaded(String),
-    /// The sender aborted the request or violated HTTP.
+    /// The client aborted the request or violated the HTTP protocol.
     Broken,
-    /// The data plane dropped the job.
+    /// The data plane closed the connection of the job without an outcome.
     Dropped,
     /// The data plane ended before it received the job.
     Draining,
 }
 
-// Request headers.
+// Headers of a job request.
 
-/// Parsed headers of a job request.
+/// Options of a job, parsed from the headers of the request.
 struct JobHeaders<'h> {
     options: JobOptions<&'h str>,
     traceparent: Option<Traceparent>,
 }
 
 impl<'h> JobHeaders<'h> {
-    /// Parses the headers. The error is a message for the client.
+    /// Parses the headers of a job request. An error is a message for the client.
     fn parse(headers: &'h HeaderMap) -> Result<Self, String> {
         let options = JobOptions { cost: 1, ..JobOptions::default() };
         let mut job = Self { options, traceparent: None };
@@ -145,7 +149,7 @@ impl<'h> JobHeaders<'h> {
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
             job.set(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
         }
-        // W3C Trace Context: an invalid `traceparent` is ignored, and so are duplicates.
+        // As W3C Trace Context requires, a `traceparent` that is invalid or occurs more than once is ignored.
         let mut given = headers.get_all(TRACEPARENT).iter();
         if let (Some(value), None) = (given.next(), given.next()) {
             job.traceparent = value.to_str().ok().and_then(Traceparent::parse);
@@ -175,7 +179,8 @@ impl<'h> JobHeaders<'h> {
     }
 }
 
-/// Maximum deadline or run limit that is passed on. The data plane reduces it to the bulkhead's own limit.
+/// Maximum deadline and run limit, in milliseconds, that are passed on. The data plane reduces them to the
+/// limits of the bulkhead.
 const LIMIT_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn millis(value: &str) -> Option<Duration> {
@@ -187,30 +192,30 @@ fn text(value: &str, max: usize) -> Result<&str, String> {
     if value.len() > max { Err(format!("the value is longer than {max} bytes")) } else { Ok(value) }
 }
 
-// Payloads.
+// Payload of a job request.
 
-/// An incoming payload.
+/// A payload that is being received.
 struct Upload {
     body: BodyDataStream,
     length: Length,
-    /// The bulkhead's `max_payload`; `None` if the bulkhead does not exist.
+    /// Value of `max_payload` of the bulkhead. `None` if the bulkhead does not exist.
     max_bytes: Option<u64>,
     spool: Spool,
 }
 
 enum Length {
     Known(u64),
-    /// Chunked: the length is unknown until the end.
+    /// The payload is sent in chunks, and the length is not known before the last chunk.
     Unknown,
 }
 
-/// Size of a payload as announced to the data plane, and the source of its bytes.
+/// Size of a payload in bytes, as announced to the data plane, and how the bytes are sent.
 enum Announced {
-    /// The bytes are passed on as they arrive.
+    /// The payload is passed on while it is being received.
     Streamed(u64),
-    /// The bytes are already in memory.
+    /// The complete payload is in memory.
     Spooled(u64),
-    /// No bytes will be sent. The data plane must reject this size.
+    /// The payload is too large and will not be sent. The data plane will reject the announced size.
     TooLarge(u64),
 }
 
@@ -233,10 +238,11 @@ impl Upload {
         }
     }
 
-    /// Determines the length of the payload. A chunked payload must be received completely first.
+    /// Determines the size of the payload. For a payload in chunks, this requires receiving all chunks.
     async fn announce(&mut self) -> Result<Announced, Failure> {
         let max = self.max_bytes.unwrap_or(0);
-        // If `max_payload` was raised meanwhile, the data plane accepts this size, but no bytes ever follow.
+        // If a reload has raised `max_payload` in the meantime, the data plane accepts this size, but no
+        // bytes will follow.
         let too_large =
             |bytes: u64| Announced::TooLarge(bytes.clamp(ANNOUNCED_BYTES_MIN, PAYLOAD_BYTES_CEILING + 1));
         match self.length {
@@ -292,11 +298,12 @@ async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Failure>
     }
 }
 
-/// A payload of unknown length, held in memory. Its bytes count as buffered.
+/// A payload of unknown length that is kept in memory while it is received. The bytes count towards
+/// `max_buffered`.
 struct Spool {
     segments: Vec<Vec<u8>>,
     bytes: usize,
-    /// Number of bytes included in the shared counter.
+    /// Number of bytes that this payload has added to the shared counter `spooled`.
     charged: usize,
     counters: Arc<SharedCounters>,
     capacity: usize,
@@ -307,7 +314,7 @@ impl Spool {
         Self { segments: Vec::new(), bytes: 0, charged: 0, counters, capacity }
     }
 
-    /// Copies the bytes, because a small chunk can keep a large buffer alive.
+    /// Adds a chunk to the payload. The chunk is copied, because a small chunk can keep a large buffer alive.
     fn add(&mut self, mut chunk: &[u8]) -> Result<(), Failure> {
         while !chunk.is_empty() {
             let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
@@ -337,8 +344,8 @@ impl Spool {
         Ok(())
     }
 
-    /// Fails if the data plane needs memory and this payload holds some, unless other payloads have already
-    /// given up enough.
+    /// Returns an error if this payload must be dropped because the data plane needs the memory. No payload
+    /// is dropped if others have already released enough memory.
     fn check_memory_pressure(&self) -> Result<(), Failure> {
         let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.charged));
         let unwanted = &self.counters.spool_bytes_to_free;
@@ -349,10 +356,13 @@ impl Spool {
     }
 
     fn memory_full(&self) -> Failure {
-        Failure::Overloaded(format!("waiting data has reached max_buffered ({} bytes)", self.capacity))
+        Failure::Overloaded(format!(
+            "waiting data has reached the limit max_buffered ({} bytes)",
+            self.capacity
+        ))
     }
 
-    /// Takes all segments. From here on, the data plane counts the bytes.
+    /// Returns all segments and stops counting their bytes, because the data plane counts them from now on.
     fn take_segments(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
         self.release();
         std::mem::take(&mut self.segments).into_iter()
@@ -361,7 +371,7 @@ impl Spool {
     fn release(&mut self) {
         let charged = std::mem::take(&mut self.charged);
         if charged > 0 && self.counters.spooled.fetch_sub(charged, Ordering::Relaxed) == charged {
-            // No payload is left that could give up memory.
+            // No payload is left that could release memory.
             self.counters.spool_bytes_to_free.store(0, Ordering::Relaxed);
         }
     }
@@ -373,9 +383,10 @@ impl Drop for Spool {
     }
 }
 
-// Exchange with the data plane.
+// Communication with the data plane.
 
-/// Submits a job and waits for its outcome. Dropping the future closes the connection and so cancels the job.
+/// Submits a job and waits for the outcome. Dropping the future closes the connection to the data plane,
+/// which cancels the job.
 async fn run(
     control: &Shared,
     uid: u32,
@@ -383,7 +394,7 @@ async fn run(
     job: &JobHeaders<'_>,
     mut upload: Upload,
 ) -> Result<Response, Failure> {
-    // Acquires a permit first, so that no payload is received without one.
+    // The permit is acquired first, so that no payload is received without a permit.
     let Ok(permit) = control.jobs.clone().try_acquire_owned() else {
         let sentence = format!("{JOBS_MAX} jobs over HTTP are in progress, which is the maximum");
         return Err(Failure::Overloaded(sentence));
@@ -398,13 +409,13 @@ async fn run(
     })?;
     let (mut reader, mut writer) = here.into_split();
     let frame = submit_frame(name, job, &announced)?;
-    // If the write fails, the data plane's reply gives the reason.
+    // If the write fails, the reply of the data plane contains the reason.
     let _ = writer.write_all(&frame).await;
     let (metadata, result_bytes) = {
         let mut outcome = pin!(read_outcome(control, &mut reader));
         let sent = tokio::time::timeout_at(deadline, upload.send(&announced, &mut writer));
         tokio::select! {
-            // The payload of a rejected job need not be received.
+            // The outcome is polled first, because the payload of a rejected job need not be received.
             biased;
             result = &mut outcome => result?,
             sent = sent => match sent {
@@ -421,21 +432,25 @@ async fn run(
     outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(decode_run_limit);
     let report = extensions.get(tag::CRASH_REPORT).and_then(|id| std::str::from_utf8(id).ok());
     outcome.report = report.map(str::to_owned);
-    // The data plane's message contains the announced size instead of the real size.
+    // The message of the data plane contains the announced size, which is not the real size of the payload.
     if let (Announced::TooLarge(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
     {
         let max = upload.max_bytes.unwrap_or(0);
         *message = match upload.length {
-            Length::Known(bytes) => format!("a payload of {bytes} bytes; max_payload is {max}"),
-            Length::Unknown => format!("a payload of more than {max} bytes; max_payload is {max}"),
+            Length::Known(bytes) => {
+                format!("the payload of {bytes} bytes is larger than max_payload ({max} bytes)")
+            }
+            Length::Unknown => {
+                format!("the payload of more than {max} bytes is larger than max_payload ({max} bytes)")
+            }
         };
     }
     let mut response = match outcome.verdict {
         Verdict::Ok => result(&outcome, result_bytes, reader, writer),
         _ => {
             let mut payload = Vec::new();
-            // The data plane sends no more than this for a failed job.
+            // The payload of a failed job is never larger than this maximum.
             let max = result_bytes.min(INLINE_PAYLOAD_BYTES_MAX as u64);
             reader.take(max).read_to_end(&mut payload).await.map_err(|_| Failure::Dropped)?;
             outcome_problem(None, &outcome, payload, job.traceparent)
@@ -448,7 +463,7 @@ async fn run(
     Ok(response)
 }
 
-/// Returns true if the data plane has sent its last replies.
+/// Returns true if the data plane has ended and sends no more replies.
 fn data_plane_ended(control: &Shared) -> bool {
     control.counters.has_ended.load(Ordering::SeqCst)
 }
@@ -460,7 +475,7 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
     Ok((UnixStream::from_std(here)?, there))
 }
 
-/// Encodes the frame without the payload.
+/// Encodes the SUBMIT frame of a job, without the payload.
 fn submit_frame(name: &str, job: &JobHeaders<'_>, announced: &Announced) -> Result<Vec<u8>, Failure> {
     let (Announced::Streamed(payload) | Announced::Spooled(payload) | Announced::TooLarge(payload)) =
         *announced;
@@ -469,7 +484,7 @@ fn submit_frame(name: &str, job: &JobHeaders<'_>, announced: &Announced) -> Resu
     let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
     let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
-    // No bulkhead has a name of this length, so the truncated name cannot match a bulkhead.
+    // A name is truncated to a length that is invalid for a bulkhead, so that it cannot match any bulkhead.
     let message = Submit::new(truncate(name, BULKHEAD_NAME_BYTES_MAX + 1), &job.options);
     codec::encode(&message, &extensions, &mut bytes).map_err(|_| Failure::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
@@ -480,13 +495,14 @@ fn submit_frame(name: &str, job: &JobHeaders<'_>, announced: &Announced) -> Resu
     Ok(bytes)
 }
 
-/// Reads up to the result. Returns the outcome's metadata and the number of bytes that follow.
+/// Reads frames until the metadata of the outcome has been read. Returns this metadata and the number of
+/// result bytes that follow.
 async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Failure> {
     let mut has_response = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        // Before the data plane ends, it sends an outcome for every job that it has received. A job without one was
-        // never received.
+        // Before the data plane ends, it sends an outcome for every job that it has received. If there is no
+        // outcome, the data plane has never received the job.
         let end = |_| {
             if !has_response && data_plane_ended(control) { Failure::Draining } else { Failure::Dropped }
         };
@@ -498,7 +514,8 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
         reader.read_exact(&mut metadata).await.map_err(|_| Failure::Dropped)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
-            // The frame was not completed in time. The data plane rejects frames for no other reason here.
+            // The data plane rejects frames of this connection only if the payload was not sent in time, or
+            // if it has no memory for the payload.
             kind::REFUSED => {
                 let (refused, _) =
                     codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Failure::Dropped)?;
@@ -509,15 +526,15 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
                     Failure::Timeout
                 });
             }
-            // Usually a progress message. Only outcomes have a payload.
+            // Other frames, which are usually progress messages, have no payload and are skipped.
             _ => {}
         }
     }
 }
 
-// Responses.
+// Responses to job requests.
 
-/// Returns the fields of an outcome, including the payload of a failed job.
+/// Returns the fields of an outcome as JSON, including the payload of a failed job.
 fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     let signal = match &outcome.verdict {
         Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {
@@ -532,7 +549,7 @@ fn fields(outcome: &Outcome, payload: Vec<u8>) -> Map<String, Value> {
     }
 }
 
-/// Converts the documented fields into headers.
+/// Converts those fields of an outcome that are documented as headers.
 fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let names = [
         ("bulkhead-outcome", "outcome"),
@@ -550,7 +567,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
     ];
     let value = |field: &str| match fields.get(field)? {
         Value::Null => None,
-        // A message from a handler may not be a valid header value.
+        // A message from a handler can contain characters that are invalid in a header.
         Value::String(text) => HeaderValue::from_str(text).ok(),
         other => HeaderValue::from_str(&other.to_string()).ok(),
     };
@@ -561,8 +578,8 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
 }
 
 fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWriteHalf) -> Response {
-    // Keeps the writing half until the end. Closing it would end the connection, and the data plane would not
-    // send the rest.
+    // The write half is kept until the whole result has been read. If it were closed, the data plane would
+    // close the connection without sending the rest of the result.
     let body = stream::unfold((reader, writer, bytes), async |(mut reader, writer, left)| {
         if left == 0 {
             return None;
@@ -582,20 +599,21 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
     response
 }
 
-/// Returns a problem document with the fields of the outcome. Without `status`, the verdict determines the
-/// HTTP status.
+/// Returns a problem document with the fields of an outcome. If `status` is `None`, the verdict determines
+/// the HTTP status.
 fn outcome_problem(
     status: Option<StatusCode>,
     outcome: &Outcome,
     payload: Vec<u8>,
     traceparent: Option<Traceparent>,
 ) -> Response {
-    // Status 499 is non-standard.
+    // The conversion can fail in principle, because statuses such as 499 are not standard.
     let status = status.or_else(|| StatusCode::from_u16(outcome.verdict.http_status()).ok());
     let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome, payload);
     let outcome_headers = headers(&fields);
-    // In a problem document, `status` is the HTTP status.
+    // The outcome's field `status` is removed, because a problem document has the HTTP status in a field of
+    // this name.
     fields.remove("status");
     fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
@@ -608,7 +626,8 @@ fn outcome_problem(
     response
 }
 
-/// Rejects a request at admission. For a job request, the response has the form of an outcome.
+/// Returns the response that rejects a request before any handler runs. For a job request, the response
+/// contains the fields of an outcome.
 pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &str) -> Response {
     let path = request.uri().path();
     let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
@@ -619,20 +638,21 @@ pub(super) fn reject_request(request: &Request, reason: RejectReason, message: &
     }
 }
 
-/// Rejects a job that was not sent to the data plane.
+/// Returns the response for a job that was rejected without being sent to the data plane.
 fn rejected(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
     local_outcome_response(name, Verdict::Rejected { reason, message }, retry_after)
 }
 
-/// Rejects a job whose payload did not arrive in time. The response has a separate status.
+/// Returns the response for a job whose payload did not arrive in time. The HTTP status is 408.
 fn upload_timed_out(name: &str) -> Response {
     let message = format!("the payload did not arrive within {} s", UPLOAD_TIMEOUT.as_secs());
     let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message };
     outcome_problem(Some(StatusCode::REQUEST_TIMEOUT), &local_outcome(name, verdict, None), Vec::new(), None)
 }
 
-/// Responds that the data plane has ended, or dropped a result for lack of memory.
+/// Returns the response for a job whose connection the data plane closed without an outcome, because it has
+/// ended or had no memory for the result.
 fn dropped(name: &str) -> Response {
     let message = "the supervisor is stopping or out of memory; it is unknown whether the job ran".into();
     local_outcome_response(
@@ -642,7 +662,7 @@ fn dropped(name: &str) -> Response {
     )
 }
 
-/// Responds with an outcome that did not come from the data plane.
+/// Returns a response with an outcome that the control plane has created itself.
 fn local_outcome_response(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
     outcome_problem(None, &local_outcome(name, verdict, retry_after), Vec::new(), None)
 }
@@ -688,7 +708,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_or_rejects_headers() {
+    fn invalid_job_headers_are_rejected() {
         assert_eq!(read(&[("accept", "x")]).unwrap(), "  None normal 1 false None");
         let all = [
             ("bulkhead-operation", "decode"),
@@ -700,7 +720,7 @@ mod tests {
             ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ];
         assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(00-0af"));
-        assert!(read(&[all[6], all[6]]).unwrap().ends_with(" None"), "two traces are none");
+        assert!(read(&[all[6], all[6]]).unwrap().ends_with(" None"), "two trace headers count as none");
         let wrong = [
             ("bulkhead-deadline-ms", "0"),
             ("bulkhead-deadline-ms", "-1"),
@@ -722,7 +742,7 @@ mod tests {
     }
 
     #[test]
-    fn spool_charges_memory_until_dropped() {
+    fn spooled_payload_counts_as_memory_until_dropped() {
         let counters = Arc::new(SharedCounters::default());
         let mut spool = Spool::new(counters.clone(), 3 * SEGMENT_BYTES);
         let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();

@@ -1,4 +1,5 @@
-//! `GET /metrics`: requests the numbers of the data plane, and formats them on this thread.
+//! Handler of `GET /metrics`. Requests the numbers from the data plane and formats them on the thread of the
+//! low-priority readers.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};

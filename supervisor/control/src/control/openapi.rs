@@ -1,4 +1,4 @@
-//! `GET /openapi.json`: the description of a route, and the OpenAPI document of all routes.
+//! Types that describe a route, and the OpenAPI document of all routes (`GET /openapi.json`).
 
 use axum::routing::MethodRouter;
 use bulkhead_api::{Problem, Readiness};
@@ -11,29 +11,29 @@ use super::Shared;
 use super::paths::WITHOUT_TOKEN;
 use super::responses::PROBLEM;
 
-/// Route: a method on a path.
+/// A route, which is an HTTP method on a path.
 pub(super) struct Route {
     /// HTTP method in lower case.
     pub(super) method: &'static str,
     pub(super) path: &'static str,
-    /// Operation id in the document.
+    /// Operation id of the route in the OpenAPI document.
     pub(super) id: &'static str,
     pub(super) about: &'static str,
     pub(super) handler: fn() -> MethodRouter<Shared>,
     pub(super) query: &'static [Parameter],
-    /// Request headers with a meaning for this route.
+    /// Request headers that the handler of this route reads.
     pub(super) headers: &'static [Parameter],
     pub(super) body: Option<Content>,
-    /// Successful response.
+    /// Description of the successful response.
     pub(super) response: Success,
-    /// Status codes besides those of `PROBLEMS`. All of them have problem documents.
+    /// Status codes of problem documents that this route can return in addition to those in `PROBLEMS`.
     pub(super) problems: &'static [u16],
 }
 
 pub(super) type Content = (&'static str, Schema);
 pub(super) type Success = (u16, &'static [Content]);
 
-/// Schema of a value.
+/// Schema of a parameter or of a body.
 #[derive(Clone, Copy)]
 pub(super) enum Schema {
     Text,
@@ -43,17 +43,18 @@ pub(super) enum Schema {
     Boolean,
     OneOf(&'static [&'static str]),
     Object,
-    /// Schema of a document type.
+    /// Schema of a document, generated from its type.
     Of(fn(&mut SchemaGenerator) -> schemars::Schema),
 }
 
-/// A query or header parameter: name, schema and description.
+/// Name, schema and description of a query parameter or header.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Status codes of every route: invalid request, forbidden, timeout, and a data plane that does not respond.
+/// Status codes of problem documents that every route can return. They stand for an invalid request, a
+/// forbidden request, a timeout, and a data plane that does not respond.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
-/// Builds the OpenAPI document of these routes.
+/// Builds the OpenAPI document that describes `routes`.
 pub(super) fn document(routes: &[Route]) -> Value {
     let mut schemas = Schemas::default();
     let mut paths = Map::new();
@@ -76,8 +77,8 @@ pub(super) fn document(routes: &[Route]) -> Value {
     })
 }
 
-/// Schemas of documents, derived from their types: serialization schemas for responses, deserialization
-/// schemas for requests.
+/// Generators for the schemas of documents. Responses have serialization schemas, and requests have
+/// deserialization schemas.
 struct Schemas {
     responses: SchemaGenerator,
     requests: SchemaGenerator,
@@ -88,7 +89,7 @@ impl Default for Schemas {
         let mut settings = SchemaSettings::draft2020_12();
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
-        // Default values of readers are not part of the documents.
+        // Default values are removed, because they only apply when a document is deserialized.
         settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
             schema.remove("default");
         })));
@@ -98,10 +99,11 @@ impl Default for Schemas {
 }
 
 impl Schemas {
-    /// Returns all referenced schemas.
+    /// Returns the schemas of all documents that routes refer to.
     fn all(mut self) -> Map<String, Value> {
         let mut all = self.responses.take_definitions(true);
-        // For types in both, the request's schema wins, because it requires fewer fields.
+        // If a type is used in requests and responses, its request schema is kept, because it requires fewer
+        // fields.
         all.extend(self.requests.take_definitions(true));
         all
     }
@@ -116,7 +118,7 @@ impl Schemas {
             "summary": route.about,
             "parameters": parameters,
             "responses": self.responses(route, is_open),
-            // The Unix socket needs no token.
+            // The empty requirement stands for the Unix socket, which needs no token.
             "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
         });
         if let Some(body) = route.body {
@@ -139,7 +141,7 @@ impl Schemas {
                 &[(PROBLEM, Schema::Of(SchemaGenerator::subschema_for::<Problem>))],
                 &mut self.responses,
             );
-            // A 503 of `/readyz` has the same document as a 200.
+            // For `/readyz`, the response with status 503 contains the document of the successful response.
             if route.id == "readyz" && status == 503 {
                 contents["application/json"] = json!({"schema": self.responses.subschema_for::<Readiness>()});
             }
@@ -179,7 +181,7 @@ fn status_description(status: u16) -> &'static str {
         401 => "The token is missing or wrong.",
         403 => "The client has no permission, or a page of another site sent the request.",
         404 => "The requested object does not exist.",
-        408 => "The request was not complete in time.",
+        408 => "The complete request was not received in time.",
         409 => "The current state does not permit the request.",
         413 => "The body is too large.",
         415 => "The body is not JSON.",
@@ -194,7 +196,7 @@ fn status_description(status: u16) -> &'static str {
 }
 
 impl Schema {
-    /// Returns the schema of a value that is not a document.
+    /// Returns the schema of a value whose type is not a document.
     fn plain(self) -> Value {
         match self {
             Self::Text => json!({"type": "string"}),

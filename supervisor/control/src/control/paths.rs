@@ -1,12 +1,13 @@
-//! Paths that are recognised before a request is parsed. The table of routes contains all of them.
+//! Paths that are recognized before a request is parsed. All of these paths are in the table of routes.
 
-/// Paths that need no token over TCP.
+/// Paths of requests that need no token over TCP.
 pub(super) const WITHOUT_TOKEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
-/// Paths that low-priority readers poll, or whose responses do not end.
+/// Paths of requests that the thread of the low-priority readers serves. Readers poll these paths, or the
+/// responses are endless streams.
 pub(super) const READER_PATHS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
-/// Returns true if a request with this beginning is for the low-priority readers.
+/// Returns true if the thread of the low-priority readers should serve a request that begins with `head`.
 pub(super) fn is_for_readers(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ") else { return false };
     let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
@@ -18,7 +19,8 @@ pub(super) fn is_for_readers(head: &[u8]) -> bool {
 /// Paths of health checks.
 pub(super) const HEALTH_PATHS: &[&str] = &["/healthz", "/readyz"];
 
-/// Returns true if this is a complete health check request. An incomplete one could hold a permit for long.
+/// Returns true if `head` is a complete request for a health check. An incomplete request does not count,
+/// because it could hold a permit for a long time.
 pub(super) fn is_health_check(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
     let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());
@@ -31,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recognises_readers_by_request_line() {
+    fn reader_requests_are_recognised_by_request_line() {
         for line in [
             "GET /metrics HTTP/1.1\r\n",
             "GET /v1/events?since=5 HTTP/1.1",
@@ -59,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn recognises_complete_health_checks() {
+    fn complete_health_checks_are_recognised() {
         for head in
             ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
         {

@@ -1,6 +1,6 @@
-//! The thread that serves low-priority readers: metrics, events, logs and the dashboard. It runs at the
-//! lowest priority, so that on a busy machine jobs take precedence over any number of readers. Health checks
-//! and operator commands are not served here.
+//! The thread of the low-priority readers, which serves metrics, events, logs and the dashboard. It runs at
+//! the lowest priority, so that jobs take precedence over any number of readers on a busy machine. Health
+//! checks and requests of operators are served by the main thread of the control plane.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -13,17 +13,17 @@ use bulkhead_plane::threads::{ThreadMonitor, panic_on_request};
 
 use super::{CLOSE_TIMEOUT, http, tcp, watch};
 
-/// Nice value of the thread. With a lower value, Linux lets the thread run long enough to affect the latency
-/// of jobs.
+/// Nice value of the thread. With a lower value, Linux would let the thread run long enough at a time to
+/// increase the latency of jobs.
 const NICE: i32 = 19;
 
-/// Connections from the listeners.
+/// Queues of connections from which the thread of the low-priority readers takes its work.
 pub(super) struct ReaderQueues {
     pub(super) local: Queue<UnixStream>,
     pub(super) tcp: Option<(Queue<TcpStream>, tcp::RequestCheck)>,
 }
 
-/// Starts the thread. It serves connections until the control plane ends.
+/// Starts the thread, which serves connections until the control plane ends.
 pub(super) fn start(
     control: Shared,
     reader_queues: ReaderQueues,
@@ -32,8 +32,8 @@ pub(super) fn start(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = threads.clone();
     let run = move || {
-        // Applies to this thread only. Without permission to change the priority, readers are served at
-        // normal priority.
+        // The call changes the priority of this thread only. If it fails, readers are served at normal
+        // priority.
         let _ = rustix::process::setpriority_process(None, NICE);
         runtime.block_on(async {
             tokio::spawn(tasks.wrap_task("watch", watch::publish(control.clone())));
@@ -57,7 +57,7 @@ async fn serve_all(control: Shared, reader_queues: ReaderQueues) {
     tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
-/// Wakes followers of events when there are new ones.
+/// Wakes followers of events when there are new events.
 async fn wake_followers(control: Shared) {
     control.until_shutdown(control.events.wake_readers_periodically()).await;
 }

@@ -1,5 +1,6 @@
-//! `/healthz` and `/readyz`. Clients can ask `/readyz` at any rate, because the states of the bulkheads are
-//! cached. The data plane is queried at most ten times per second, and once more after each operator command.
+//! Handlers of `/healthz` and `/readyz`. Clients can request `/readyz` at any rate, because the states of the
+//! bulkheads are cached. The data plane is queried at most ten times per second, and additionally after each
+//! command of an operator.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,12 +21,12 @@ use tokio::time::Instant;
 use super::Shared;
 use super::responses::{not_found, stuck};
 
-/// Maximum age of the cached states.
+/// Maximum age of the cached states of the bulkheads.
 const STATES_AGE_MAX: Duration = Duration::from_millis(100);
 
 type States = Arc<[ShortState]>;
 
-/// Cached states of the bulkheads. Requests during an update wait for its result.
+/// Cache of the bulkheads' states. Requests that arrive during an update wait for the result.
 #[derive(Default)]
 pub(super) struct Readiness {
     cached: Mutex<Option<CachedStates>>,
@@ -38,7 +39,7 @@ struct CachedStates {
 }
 
 impl Readiness {
-    /// Returns the states; `None` if the data plane does not respond in time.
+    /// Returns the states of all bulkheads, or `None` if the data plane does not respond in time.
     pub(super) async fn states(&self, commands: &CommandSender, counters: &SharedCounters) -> Option<States> {
         let mut cached = self.cached.lock().await;
         let revision = counters.revision.load(Ordering::SeqCst);
@@ -91,7 +92,7 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     };
     states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    // Matches the `Retry-After` header.
+    // One second, which is also the default value of the `Retry-After` header.
     let retry_after_ms = (!is_ready).then_some(1000.0);
     (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
         .into_response()
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn concurrent_requests_share_one_command() {
+    fn readiness_requests_within_interval_share_one_command() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let poll = mio::Poll::new().unwrap();
         let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());

@@ -1,5 +1,5 @@
-//! Reload of the configuration, on SIGHUP or over HTTP, one at a time. A separate thread reads and validates
-//! the whole file. Only a configuration without errors goes to the data plane.
+//! Reloads the configuration on SIGHUP or on an HTTP request. Reloads run one at a time. A separate thread
+//! reads and validates the file. Only a configuration without errors is sent to the data plane.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -28,46 +28,49 @@ use bulkhead_plane::program;
 use bulkhead_plane::reload::{self, LiveDropped, Reload, SpecInputs, effective_config};
 use bulkhead_plane::scrape::ReloadCounts;
 
-/// Time limit for reading the file and checking its programs and folders. Shorter than the time limit of a
-/// request.
+/// Maximum time for reading the file and checking the programs and folders that it names. Shorter than the
+/// time limit for a request.
 const READ_TIMEOUT: Duration = Duration::from_secs(7);
 
-/// Maximum number of problems in one event. The HTTP response lists all problems.
+/// Maximum number of problems that an event lists. The HTTP response lists all problems.
 const EVENT_PROBLEMS_MAX: usize = 10;
 
-/// The active configuration, and the inputs for resolving another version of it.
+/// The active configuration, and everything that is needed to resolve a new version of the file.
 #[derive(Clone)]
 pub struct ActiveConfig {
-    /// The configuration as last loaded, except that keys that need a restart keep their first values.
+    /// The configuration that was loaded last, except that keys which need a restart have the values from the
+    /// start of the supervisor.
     pub config: Arc<Config>,
-    /// Sandbox support of this machine.
+    /// Layers and user ids for confinement that are available on this machine.
     pub support: Arc<SandboxSupport>,
-    /// The active limit of open files.
+    /// Limit on open files, from which the maximum number of clients is computed.
     pub open_files: OpenFiles,
-    /// The supervisor's own user.
+    /// Id of the supervisor's own user.
     pub own_uid: u32,
-    /// Tenants that have a metrics label. Fixed at the start.
+    /// Names of the tenants that have a separate label in the metrics. They do not change while the
+    /// supervisor runs.
     pub labels: Arc<[String]>,
 }
 
-/// The active configuration, and the number of reloads.
+/// State of reloads: the active configuration, requests, and the number of reloads.
 pub(super) struct Reloads {
     active_config: tokio::sync::Mutex<ActiveConfig>,
-    /// Permit of the thread that reads the file.
+    /// Permit for the single thread that reads the file.
     reader: Arc<Semaphore>,
-    /// Set by SIGHUP. Several signals count as one until the reload starts.
+    /// Notified on SIGHUP. Signals that arrive before the reload has started count as a single request.
     requested: Notify,
     cached: Mutex<CachedValues>,
     counts: Mutex<ReloadCounts>,
 }
 
-/// Cached values of the active configuration.
+/// Values from the active configuration that are needed often.
 #[derive(Default)]
 struct CachedValues {
     bulkheads: Vec<String>,
-    /// Bulkheads with `recycle.rss`, and its value in bytes.
+    /// Value of `recycle.rss` in bytes for each bulkhead that sets this key.
     recycle_rss: Arc<HashMap<String, u64>>,
-    /// Minimum and maximum size limit of the temporary folders on disk.
+    /// Lowest and highest limit, in bytes, of all bulkheads on the size of a worker's temporary folder.
+    /// `None` if there is no such limit.
     temporary_bytes: Option<(u64, u64)>,
 }
 
@@ -84,7 +87,7 @@ impl CachedValues {
     }
 }
 
-/// Reasons why a reload is rejected.
+/// Reason why a reload is rejected.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error("{0}")]
@@ -99,15 +102,15 @@ enum ReloadError {
     #[error("the data plane does not respond")]
     Stuck,
     #[error(
-        "reading the configuration and the files it names took more than {READ_TIMEOUT:?} or still hangs: check \
-         the file systems of the configuration, programs and folders"
+        "reading the configuration and the files that it names did not finish within {READ_TIMEOUT:?}: check \
+         whether a file system with the configuration, a program or a folder hangs"
     )]
     ReadTimeout,
     #[error("failed to read the configuration: {0}")]
     Internal(String),
 }
 
-/// A configuration that was read and validated, with the changes that activate it.
+/// A configuration that was read and validated, with the changes between it and the active configuration.
 struct Prepared {
     after: Arc<Config>,
     changes: Changes,
@@ -145,7 +148,7 @@ impl Reloads {
         self.cached().temporary_bytes
     }
 
-    /// Returns the number of reloads, for the metrics.
+    /// Returns the numbers of reloads that the metrics show.
     pub(super) fn counts(&self) -> ReloadCounts {
         *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -161,8 +164,8 @@ impl Reloads {
     }
 }
 
-/// Reloads on each SIGHUP until the control plane ends. Any number of signals during a reload cause one more
-/// reload.
+/// Reloads the configuration on SIGHUP until the control plane ends. All signals that arrive during a reload
+/// together cause one further reload.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut shutdown = control.shutdown.subscribe();
     loop {
@@ -170,7 +173,7 @@ pub(super) async fn watch(control: Arc<Control>) {
             () = control.reloads.requested.notified() => {}
             _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
-        // An event reports the result.
+        // The result is ignored, because the reload has reported it as an event.
         let _ = reload(&control, false).await;
     }
 }
@@ -184,7 +187,7 @@ pub(super) struct ReloadQuery {
 
 pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
     let dry_run = query.dry_run == Some(true);
-    // A reload that has started is completed even if the client disconnects.
+    // The reload runs as a separate task, so that it is completed even if the client disconnects.
     let task = tokio::spawn(async move { reload(&control, dry_run).await });
     match task.await {
         Ok(Ok(changes)) => axum::Json(Reloaded { dry_run, changes }).into_response(),
@@ -211,9 +214,9 @@ impl IntoResponse for ReloadError {
     }
 }
 
-/// Reads the file and activates the configuration. A dry run changes nothing and emits no event.
+/// Reads the file and applies the new configuration. A dry run changes nothing and emits no event.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, ReloadError> {
-    // Reloads run one at a time.
+    // The lock is held until the reload has ended, so that reloads run one at a time.
     let mut active_config = control.reloads.active_config.lock().await;
     if dry_run {
         let Prepared { mut changes, reload, .. } = prepare(&control.reloads, &active_config).await?;
@@ -243,8 +246,8 @@ async fn apply(control: &Control, active_config: &mut ActiveConfig) -> Result<Ch
         let (reply, receiver) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commands.send(command).map_err(|_| ReloadError::Stuck)?;
-        // Waits without a time limit, because otherwise it would be unknown which configuration is active.
-        // The data plane responds or ends.
+        // The reply has no time limit, because after a timeout it would be unknown which configuration is
+        // active. The data plane always replies or ends.
         add_dropped_live_changes(&mut changes, receiver.await.map_err(|_| ReloadError::Stuck)??);
     }
     let after = effective_config(&active_config.config.supervisor, Arc::unwrap_or_clone(after));
@@ -265,16 +268,17 @@ fn add_dropped_live_changes(changes: &mut Changes, mut dropped: LiveDropped) {
     }
 }
 
-/// Reads the file on a separate thread, because a disk can be slow and a network file system can hang
-/// forever. The thread is waited for within a time limit, and not at shutdown. While one thread hangs, no
-/// other one is started.
+/// Reads the file and prepares the reload on a separate thread, because a disk can be slow and a network file
+/// system can hang forever. Waits for the thread only within a time limit. A shutdown does not wait for the
+/// thread. While a thread hangs, no further one is started.
 async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     let Ok(permit) = reloads.reader.clone().try_acquire_owned() else { return Err(ReloadError::ReadTimeout) };
     let active_config = active_config.clone();
     let (done, read_file) = oneshot::channel();
     let read = move || {
         let prepared = read(&active_config);
-        // Must happen before the result is sent, so that the next reload can start.
+        // The permit must be released before the result is sent. Otherwise, the next reload could find no
+        // permit.
         drop(permit);
         let _ = done.send(prepared);
     };
@@ -282,7 +286,9 @@ async fn prepare(reloads: &Reloads, active_config: &ActiveConfig) -> Result<Prep
     thread.map_err(|error| ReloadError::Internal(error.to_string()))?;
     match tokio::time::timeout(READ_TIMEOUT, read_file).await {
         Ok(Ok(prepared)) => prepared,
-        Ok(Err(_)) => Err(ReloadError::Internal("the reading thread has panicked".to_owned())),
+        Ok(Err(_)) => {
+            Err(ReloadError::Internal("the thread that reads the configuration has panicked".to_owned()))
+        }
         Err(_) => Err(ReloadError::ReadTimeout),
     }
 }
@@ -306,7 +312,8 @@ fn read(active_config: &ActiveConfig) -> Result<Prepared, ReloadError> {
     Ok(Prepared { after, changes, reload })
 }
 
-/// Notifies systemd, which then waits for READY=1 (`Type=notify-reload`).
+/// Notifies systemd that a reload has begun. For services with `Type=notify-reload`, systemd then waits for
+/// READY=1.
 fn notify_reloading(control: &Control) {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),

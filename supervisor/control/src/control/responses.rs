@@ -1,4 +1,4 @@
-//! Helpers for handlers: problem documents, and parsing of boolean query parameters.
+//! Helper functions for handlers, which create problem documents and parse boolean query parameters.
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
-/// Non-standard status code, introduced by nginx.
+/// Status code for a request that the client cancelled. Introduced by nginx, and not part of a standard.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// Returns a problem document (RFC 9457).
@@ -17,9 +17,9 @@ pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
     problem_with(status, detail, Map::new())
 }
 
-/// Returns a problem document with extra fields.
+/// Returns a problem document (RFC 9457) with additional fields.
 pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> Response {
-    // Matches the `Retry-After` header that `http::complete` sets by default.
+    // One second, which is also the default value of the `Retry-After` header in `http::complete`.
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         fields.entry("retry_after_ms").or_insert(json!(1000.0));
     }

@@ -1,4 +1,4 @@
-//! The table of all HTTP routes. Both the router and `GET /openapi.json` are built from this table, so they
+//! Table of all HTTP routes. The router and the OpenAPI document are built from this table, so that they
 //! always agree.
 
 use std::future::{Ready, ready};
@@ -22,7 +22,7 @@ use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
 
-/// Maximum number of bytes of a rejected query in the error message.
+/// Maximum number of bytes of a rejected query that the error message quotes.
 const QUERY_BYTES_SHOWN: usize = 200;
 
 const NDJSON: &str = "application/x-ndjson";
@@ -55,17 +55,19 @@ const fn json<T: JsonSchema>() -> Content {
 const OBJECT: Content = (JSON, Schema::Object);
 
 const TENANT: Parameter =
-    Parameter("tenant", Schema::Text, "The part of one tenant, if tenants are isolated.");
-const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Only entries of this bulkhead.");
-const SINCE: Parameter = Parameter("since", Schema::Count, "Only events after this sequence number.");
+    Parameter("tenant", Schema::Text, "Shows only this tenant. Tenants must be isolated.");
+const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Returns only entries of this bulkhead.");
+const SINCE: Parameter = Parameter("since", Schema::Count, "Returns only events after this sequence number.");
 const LIMIT: Parameter =
     Parameter("limit", Schema::Count, "Maximum number of entries; the newest are returned.");
-const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether to continue with new entries.");
+const FOLLOW: Parameter =
+    Parameter("follow", Schema::Boolean, "True to keep the response open and send new entries.");
 
 const ROUTES: &[Route] = &[
     route!(get "/healthz" "healthz" readiness::healthz, "Reports whether the data plane responds.",
         (200, &[("text/plain; charset=utf-8", Schema::Text)])),
-    route!(get "/readyz" "readyz" readiness::readyz, "Reports whether jobs can be sent. 503 has the same document.",
+    route!(get "/readyz" "readyz" readiness::readyz, "Reports whether jobs can be sent. The response with \
+                                                      status 503 has the same document.",
         (200, &[json::<Readiness>()]),
         query: &[Parameter("bulkhead", Schema::Text, "Checks only this bulkhead.")], problems: &[404]),
     route!(get "/openapi.json" "openapi" show_document, "This document.", (200, &[OBJECT])),
@@ -79,7 +81,7 @@ const ROUTES: &[Route] = &[
     route!(get "/v1/bulkheads/{name}" "showBulkhead" bulkheads::bulkhead, "The state of a bulkhead.",
         (200, &[json::<Snapshot>()]), query: &[TENANT], problems: &[404, 409]),
     route!(patch "/v1/bulkheads/{name}" "changeBulkhead" bulkheads::change,
-        "Changes limits of a bulkhead, at once and without dropping a job.", (200, &[json::<Snapshot>()]),
+        "Changes limits of a bulkhead immediately, without dropping a job.", (200, &[json::<Snapshot>()]),
         body: Some(json::<Change>()), problems: &[404, 409, 413, 415]),
     route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" bulkheads::change_tenant,
         "Changes limits of one tenant.", (200, &[json::<TenantChange>()]),
@@ -92,7 +94,7 @@ const ROUTES: &[Route] = &[
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "The output of the workers: stdout and stderr.",
         (200, &[(NDJSON, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
-        "Recommended limits, from measurements, with reasons.", (200, &[json::<Advice>()]), problems: &[404]),
+        "Recommended limits, based on measurements, with the reason for each limit.", (200, &[json::<Advice>()]), problems: &[404]),
     route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces the workers, one by one.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/drain" "drain" bulkheads::drain, "Makes the bulkhead reject new jobs.",
@@ -100,10 +102,10 @@ const ROUTES: &[Route] = &[
     route!(post "/v1/bulkheads/{name}/resume" "resume" bulkheads::resume, "Makes the bulkhead accept jobs again.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/reset" "reset" bulkheads::reset,
-        "Clears the breaker, restart history and quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
+        "Resets the breaker, the restart history and the quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/reload" "reload" reload::over_http,
-        "Reads and applies the configuration again, or reports the changes.", (200, &[json::<Reloaded>()]),
-        query: &[Parameter("dry_run", Schema::Boolean, "Only reports the changes.")], problems: &[409, 422, 500]),
+        "Reads the configuration again and applies it. With `dry_run`, only reports the changes.", (200, &[json::<Reloaded>()]),
+        query: &[Parameter("dry_run", Schema::Boolean, "Reports the changes without applying them.")], problems: &[409, 422, 500]),
     route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, oldest first.",
         (200, &[json::<Crashes>()]), query: &[BULKHEAD, LIMIT], problems: &[404]),
     route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json::<CrashReport>()]),
@@ -116,14 +118,15 @@ const ROUTES: &[Route] = &[
         (200, &[(EVENT_STREAM, Schema::Text), (NDJSON, Schema::Text)]),
         query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
     route!(get "/v1/watch" "watch" watch::show,
-        "An endless stream of events and the state of every bulkhead, at once and every second.",
+        "An endless stream with the state of every bulkhead, sent immediately and every second, and with \
+         events.",
         (200, &[(EVENT_STREAM, Schema::Text)]), query: &[SINCE, LIMIT]),
     route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
 ];
 
 const JOB_HEADERS: &[Parameter] = &[
-    Parameter("Bulkhead-Operation", Schema::Text, "Operation for the handler."),
+    Parameter("Bulkhead-Operation", Schema::Text, "Operation that the handler performs."),
     Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "Deadline of the job, in milliseconds."),
     Parameter("Bulkhead-Run-Limit-Ms", Schema::Positive, "Time limit of each attempt, in milliseconds."),
     Parameter(
@@ -133,11 +136,12 @@ const JOB_HEADERS: &[Parameter] = &[
     ),
     Parameter("Bulkhead-Tenant", Schema::Text, "Tenant of the job."),
     Parameter("Bulkhead-Cost", Schema::Count, "Cost of the job against a rate limit; 0 counts as 1."),
-    Parameter("Bulkhead-Idempotent", Schema::Boolean, "Whether the job can run twice."),
-    Parameter("traceparent", Schema::Text, "W3C trace context, also for the worker."),
+    Parameter("Bulkhead-Idempotent", Schema::Boolean, "True if the job can safely run twice."),
+    Parameter("traceparent", Schema::Text, "W3C trace context, which is passed on to the worker."),
 ];
 
-/// Not `async`, because the type of the future would depend on the table that contains this function.
+/// Not an `async` function, because the type of its future would depend on the table that contains the
+/// function.
 fn show_document() -> Ready<Response> {
     ready(axum::Json(document(ROUTES)).into_response())
 }
@@ -147,13 +151,14 @@ pub(super) fn router() -> Router<Shared> {
         let handler = (route.handler)();
         router.route(
             route.path,
-            // For a route with query parameters, the extractor rejects unknown keys.
+            // If the route has query parameters, the extractor in the handler rejects unknown keys.
             if route.query.is_empty() { handler.layer(middleware::from_fn(reject_query)) } else { handler },
         )
     })
 }
 
-/// Rejects requests with a query on routes without query parameters, because the client may expect an effect.
+/// Rejects requests with a query. Used for routes without query parameters, because the client may expect
+/// that the query has an effect.
 async fn reject_query(request: Request, next: Next) -> Response {
     match request.uri().query().filter(|query| !query.is_empty()) {
         None => next.run(request).await,
@@ -175,13 +180,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn special_paths_have_routes() {
+    fn paths_with_special_rules_have_routes() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
         assert!([WITHOUT_TOKEN, HEALTH_PATHS, READER_PATHS].concat().iter().all(|path| paths.contains(path)));
     }
 
     #[test]
-    fn document_has_no_dangling_references() {
+    fn openapi_document_has_no_dangling_references() {
         let document = document(ROUTES);
         let text = document.to_string();
         for (at, _) in text.match_indices("#/components/schemas/") {

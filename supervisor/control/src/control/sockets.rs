@@ -1,5 +1,5 @@
-//! The files of the sockets: checked periodically, because clients cannot connect after a file was removed,
-//! and recreated by a reload.
+//! Checks periodically that the files of the sockets exist, because clients cannot connect if a file was
+//! removed. A reload creates missing files again.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,19 +13,19 @@ use super::Control;
 use crate::sockets::{BoundSocket, Sockets};
 use bulkhead_plane::command::{Command, Event};
 
-/// Interval between checks of the files.
+/// Interval between checks that the files exist.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The sockets, and the channel that delivers a new admin listener.
+/// Sockets whose files are checked, and a channel for the listener of a recreated admin socket.
 pub(super) struct SocketFiles {
-    /// `None` in an application.
+    /// `None` in an embedded supervisor, which has no sockets.
     sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
-    /// Sockets whose files are known to be missing.
+    /// True for each socket whose file was missing at the last check.
     missing: Mutex<[bool; 2]>,
 }
 
-/// Receiver of the admin listeners that replace the first one.
+/// Receiver of listeners that replace the listener of the admin socket.
 pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
 
 impl NextAdmin {
@@ -58,7 +58,7 @@ impl SocketFiles {
     }
 }
 
-/// Reports sockets whose files were removed, until the control plane ends.
+/// Periodically checks that the files exist, and reports removed files, until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
     control.every(CHECK_INTERVAL, |control| async move { control.check_sockets() }).await;
 }
@@ -79,7 +79,7 @@ impl Control {
         }
     }
 
-    /// Recreates sockets whose files were removed.
+    /// Recreates each socket whose file was removed.
     pub(super) fn recreate_sockets(&self) {
         for (socket, bound) in self.sockets.each() {
             let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);

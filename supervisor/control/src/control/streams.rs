@@ -1,4 +1,4 @@
-//! Streaming responses: events and the output of workers.
+//! Streaming responses, which deliver events or the output of workers.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use super::Shared;
 use super::responses::{not_found, problem, switch};
 use crate::observe::events::{Piece, Reader};
 
-/// Maximum number of concurrent streams. Smaller than the number of connections, because streams can last
-/// forever.
+/// Maximum number of concurrent streams. Lower than the maximum number of connections, because streams can
+/// last forever.
 pub(super) const STREAMS_MAX: usize = 128;
 
-/// Default limit of events and lines in one response.
+/// Default for the maximum number of events or lines in one response.
 pub(super) const LIMIT_DEFAULT: usize = 4096;
 
-/// Maximum silence of a stream before a keep-alive comment is sent.
+/// Time without data after which a keep-alive comment is sent on a stream.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 
 const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b":\n\n");
@@ -33,13 +33,14 @@ pub(super) fn too_many_streams() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 
-/// Returns a server-sent event. The data must be a single line.
+/// Formats a server-sent event. `data` must be a single line.
 pub(super) fn frame(kind: &str, data: &str) -> Bytes {
     debug_assert!(!data.contains('\n'));
     format!("event: {kind}\ndata: {data}\n\n").into()
 }
 
-/// Returns a response of server-sent events. Each item of the stream contains one or more complete events.
+/// Returns a response that streams server-sent events. Each item of `frames` consists of one or more complete
+/// events.
 pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
     let alive = stream::unfold(Box::pin(frames), async |mut frames| {
         let next = tokio::time::timeout(KEEP_ALIVE_INTERVAL, frames.next())
@@ -51,7 +52,7 @@ pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) ->
     (headers, Body::from_stream(alive)).into_response()
 }
 
-/// Streams a reader's events until the control plane ends.
+/// Returns a stream of the reader's events, which ends when the control plane ends.
 pub(super) fn pieces(
     control: &Shared,
     reader: Reader,
@@ -60,7 +61,7 @@ pub(super) fn pieces(
     let state = (control.clone(), reader, control.shutdown.subscribe(), permit);
     stream::unfold(state, async |(control, mut reader, mut shutdown, permit)| {
         let piece = tokio::select! {
-            // Events from before the end must be delivered first.
+            // Events that were added before the control plane ends must be delivered first.
             biased;
             piece = reader.next(&control.events) => piece,
             _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
@@ -69,8 +70,8 @@ pub(super) fn pieces(
     })
 }
 
-/// Streams the items of a broadcast channel until the control plane ends. Yields the number of missed items
-/// if the reader is too slow.
+/// Returns a stream of the items in a broadcast channel, which ends when the control plane ends. If the
+/// reader is too slow, the stream yields the number of missed items.
 pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
@@ -79,7 +80,7 @@ pub(super) fn live<T: Clone + Send + 'static>(
     let shutdown = control.shutdown.subscribe();
     stream::unfold((receiver, shutdown, permit), async |(mut receiver, mut shutdown, permit)| {
         let next = tokio::select! {
-            // Items from before the end must be delivered first.
+            // Items that were sent before the control plane ends must be delivered first.
             biased;
             next = receiver.recv() => next,
             _ = shutdown.wait_for(|has_begun| *has_begun) => return None,
@@ -104,12 +105,13 @@ pub(super) struct StreamQuery {
     follow: Option<bool>,
 }
 
-/// Returns true if the client accepts server-sent events, which are the default.
+/// Returns true if the `Accept` header allows server-sent events.
 fn accepts_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-/// Returns the last event id that a reconnecting client of server-sent events sends.
+/// Returns the id of the last event that the client has received. Clients of server-sent events send this id
+/// when they reconnect.
 pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
     headers.get("last-event-id")?.to_str().ok()?.parse().ok()
 }
@@ -142,7 +144,7 @@ pub(super) async fn events(
     }))
 }
 
-/// Concatenates the frames of the events in a piece, each with the prefix `before`.
+/// Concatenates `head` and the frames of all events in a piece. Adds the prefix `before` to each frame.
 pub(super) fn concatenate(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
     let mut bytes: Vec<u8> = head.into();
     for event in &piece.events {

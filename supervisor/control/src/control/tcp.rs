@@ -1,5 +1,5 @@
-//! The admin API over TCP, for clients with the token. Neither the network is trusted, nor web pages in the
-//! browser of a user who has the token.
+//! The admin API over TCP, for clients that have the token. The network is not trusted. Web pages in the
+//! browser of a user who has the token are not trusted either.
 
 use std::io;
 use std::net::IpAddr;
@@ -28,15 +28,15 @@ use super::{Control, http, jobs};
 use bulkhead_config::Token;
 use bulkhead_linux::listener::stop_new_connections;
 
-/// Returns true if the headers contain the token exactly once.
+/// Returns true if there is exactly one `Authorization` header and it contains the token.
 fn has_token(token: &Token, headers: &HeaderMap) -> bool {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return false };
     token_in(value).is_some_and(|secret| token.is(&secret))
 }
 
-/// Extracts the token from a header: a bearer token, or the password of any user, which is how browsers send
-/// it.
+/// Returns the secret in an `Authorization` header. The secret is a bearer token or, as browsers send it, the
+/// password for any user name.
 fn token_in(value: &HeaderValue) -> Option<Vec<u8>> {
     let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
     if scheme.eq_ignore_ascii_case("Bearer") {
@@ -50,18 +50,20 @@ fn token_in(value: &HeaderValue) -> Option<Vec<u8>> {
     Some(pair[colon + 1..].to_vec())
 }
 
-/// Authentication challenges. The second makes a browser ask its user for the password.
+/// Authentication challenges in a response to a request without a token. The second one makes a browser ask
+/// the user for a password.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// Requirements for requests over TCP.
+/// Checks that requests over TCP must pass.
 #[derive(Clone)]
 pub(super) struct RequestCheck {
     token: Token,
-    /// The listening address if it is a loopback address. Browsers must then use a name of this machine.
+    /// Listening address if it is a loopback address, otherwise `None`. If set, the `Host` header must name
+    /// this machine.
     own: Option<IpAddr>,
 }
 
-/// Registers the socket with the current runtime, and creates its check.
+/// Registers the listening socket with the current runtime, and creates the check for its requests.
 pub(super) fn register(
     socket: std::net::TcpListener,
     token: Token,
@@ -73,7 +75,8 @@ pub(super) fn register(
     Ok((TcpListener::from_std(socket)?, RequestCheck { token, own }))
 }
 
-/// Accepts every connection until the control plane ends, because each request carries the token.
+/// Accepts connections until the control plane ends. Connections are not checked, because each request must
+/// contain the token.
 pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatcher: Dispatcher<TcpStream>) {
     let mut waiting = WaitingConnections::new(dispatcher, CONNECTIONS_MAX);
     let mut accept_next = async || {
@@ -82,13 +85,13 @@ pub(super) async fn accept_all(control: &Control, listener: TcpListener, dispatc
         }
     };
     control.until_shutdown(accept_next()).await;
-    // Clients that have already connected get a response instead of a reset. If the kernel does not support
-    // this, a client that connects at the last moment is reset.
+    // Connections in the backlog are still accepted, so that these clients get a response instead of a reset.
+    // If the kernel cannot stop new connections, a client that connects at the last moment is still reset.
     let _ = stop_new_connections(&listener);
     if has_waiting(&listener) {
         let _ = tokio::time::timeout(LAST_ACCEPT_TIMEOUT, accept_next()).await;
     }
-    // The accept loop may not have reached all connections in the backlog.
+    // Passes on the connections in the backlog that the accept loop has not reached.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     for _ in 0..CONNECTIONS_MAX {
         let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };
@@ -104,13 +107,13 @@ async fn accept(listener: &TcpListener) -> TcpStream {
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
-        // On failure, a response in small pieces is slower but still correct.
+        // An error is ignored. Without this option, responses in small pieces are only slower.
         let _ = socket.set_nodelay(true);
         return socket;
     }
 }
 
-/// Builds the router for TCP. Requests must pass the check.
+/// Builds the router for TCP, which rejects requests that do not pass the check.
 pub(super) fn router(control: Shared, check: RequestCheck) -> Router {
     http::router(control).layer(from_fn_with_state(check, check_request)).layer(from_fn(complete))
 }
@@ -125,7 +128,8 @@ async fn check_request(State(check): State<RequestCheck>, request: Request, next
 impl RequestCheck {
     fn rejection(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
-        // Browsers always send `Host`. Health probes with HTTP/1.0 may not, and only use open paths.
+        // Health probes with HTTP/1.0 may not send a `Host` header, but only need paths without a token.
+        // Browsers always send the header.
         let is_open = WITHOUT_TOKEN.contains(&request.uri().path());
         let is_probe = is_open && !changes_state(request.method()) && !headers.contains_key(header::HOST);
         if !is_probe && !self.names_this_machine(headers) {
@@ -139,8 +143,8 @@ impl RequestCheck {
         if !is_open && !has_token(&self.token, headers) {
             return Some(unauthorized(request));
         }
-        // Payloads can have any content type. A form of another site could send a payload with stored
-        // credentials, but the origin check above has already rejected the request.
+        // Payloads of jobs can have any content type. A form of another site could send such a payload with
+        // stored credentials, but the origin check above has already rejected such a request.
         let is_change = changes_state(request.method());
         if is_change && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
             let detail = "the body must be JSON, with the header `Content-Type: application/json`";
@@ -149,8 +153,8 @@ impl RequestCheck {
         None
     }
 
-    /// Returns true if `Host` names this machine. Prevents DNS rebinding: a web page uses a foreign name that
-    /// resolves to this machine to reach a service that only listens locally.
+    /// Returns true if the `Host` header names this machine. Prevents DNS rebinding, in which a web page
+    /// reaches a service that only listens locally by a foreign name that resolves to this machine.
     fn names_this_machine(&self, headers: &HeaderMap) -> bool {
         let Some(own) = self.own else { return true };
         let mut values = headers.get_all(header::HOST).iter();
@@ -159,7 +163,8 @@ impl RequestCheck {
             return false;
         };
         let host = authority.host();
-        // The parser accepts any text as a port, and skips a user name before the host.
+        // The remaining text is checked, because the parser accepts any text as a port and skips a user name
+        // before the host.
         let Some(rest) = authority.as_str().strip_prefix(host) else { return false };
         if !rest.is_empty() && rest.strip_prefix(':').is_none_or(|port| port.parse::<u16>().is_err()) {
             return false;
@@ -207,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn accepts_only_the_token() {
+    fn tcp_requests_require_the_exact_token() {
         let token = Token::new(b"a-secret-of-sixteen");
         let accepts = |value: &str| super::has_token(&token, &headers(&[("authorization", value)]));
         assert!(accepts("Bearer a-secret-of-sixteen") && accepts("bearer  a-secret-of-sixteen "));
@@ -232,12 +237,12 @@ mod tests {
             assert!(!accepts(&basic(pair)), "{pair}");
         }
         let good = ("authorization", "Bearer a-secret-of-sixteen");
-        assert!(!super::has_token(&token, &headers(&[good, good])), "one is enough");
+        assert!(!super::has_token(&token, &headers(&[good, good])), "a repeated header is rejected");
         assert!(!super::has_token(&token, &HeaderMap::new()));
     }
 
     #[test]
-    fn rejects_foreign_host_names() {
+    fn foreign_host_names_are_rejected() {
         let check = |own: Option<&str>| RequestCheck {
             token: Token::new(b""),
             own: own.map(|text| text.parse().unwrap()),
@@ -265,6 +270,6 @@ mod tests {
             assert!(!is_for(Some("127.0.0.9"), host), "{host}");
         }
         assert!(!check(Some("127.0.0.1")).names_this_machine(&HeaderMap::new()));
-        assert!(is_for(None, "bulkhead.example"), "whose names it has is not known");
+        assert!(is_for(None, "bulkhead.example"), "without a known address, any host name is accepted");
     }
 }

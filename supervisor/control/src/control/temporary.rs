@@ -1,6 +1,6 @@
-//! Measures temporary folders that are not separate file systems, and reports oversized ones to the data
-//! plane. The contents are not trusted, so links are not followed. A measurement is bounded in entries and
-//! descriptors. In the long run, measurements use at most a tenth of one processor.
+//! Measures the temporary folders of workers that are not separate file systems, and reports large folders to
+//! the data plane. The contents are not trusted, so links are not followed. The number of entries and
+//! descriptors per measurement is limited. On average, measurements use at most a tenth of one processor.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -20,29 +20,29 @@ use bulkhead_plane::command::Command;
 /// Minimum pause between two measurements.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Minimum pause after a measurement, as a multiple of its duration.
+/// Minimum pause after a measurement, as a multiple of the duration of the measurement.
 const PAUSE_FACTOR: u32 = 10;
 
-/// Maximum number of entries to visit in one folder.
+/// Maximum number of entries to visit when one temporary folder is measured.
 const ENTRIES_MAX: u64 = 1 << 20;
 
-/// Minimum size counted for an entry, even an empty one, so that many entries also fill a folder.
+/// Minimum number of bytes that count for each entry, so that many small or empty entries also fill a folder.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Maximum number of forked workers' folders that are measured separately within a template's folder. With
-/// more, all count towards the template.
+/// Maximum number of forked workers' folders that are measured separately in a template's folder. If there
+/// are more, all of them count towards the template's folder.
 const WORKERS_MAX: usize = 4096;
 
-/// Maximum depth of nested folders. A deeper folder counts as too large.
+/// Maximum depth of nested folders. A temporary folder with deeper nesting counts as too large.
 const DEPTH_MAX: usize = 128;
 
 const BLOCK_BYTES: u64 = 512;
 
-/// Permissions that are needed for a measurement. Without execute permission, entries can be listed but their
-/// sizes cannot be read.
+/// Permissions that are needed on a folder to measure it. Without execute permission, entries can be listed,
+/// but their sizes cannot be read.
 const FOLDER_ACCESS: Mode = Mode::RUSR.union(Mode::XUSR);
 
-/// Measures the folders until the control plane ends.
+/// Measures the temporary folders periodically until the control plane ends.
 pub(super) async fn watch(control: Arc<Control>) {
     let mut shutdown = control.shutdown.subscribe();
     let mut pause = INTERVAL;
@@ -51,7 +51,7 @@ pub(super) async fn watch(control: Arc<Control>) {
             () = tokio::time::sleep(pause) => {}
             _ = shutdown.wait_for(|has_begun| *has_begun) => return,
         }
-        // Nothing to do unless a bulkhead has such folders.
+        // Nothing needs to be measured if no bulkhead limits the size of temporary folders.
         let Some((min, max)) = control.reloads.temporary_bytes() else { continue };
         let measuring = control.clone();
         let start = Instant::now();
@@ -69,7 +69,8 @@ fn measure_all(control: &Control, min: u64, max: u64) {
         let without_forked = if forked.is_empty() { bytes } else { measure(&folder, max, true) };
         let report = |worker, (bytes, without_forked), template| {
             if bytes > min {
-                // The command is lost if the data plane is busy. The next measurement comes soon.
+                // If the command queue is full, the command is dropped, and the next measurement reports the
+                // folder again.
                 let _ = control.commands.send(Command::ReportTemporaryFolder {
                     worker,
                     bytes,
@@ -86,7 +87,8 @@ fn measure_all(control: &Control, min: u64, max: u64) {
     }
 }
 
-/// Lists the subfolders with names of forked workers' folders. Returns none if there are too many.
+/// Returns the subfolders that have names of forked workers' folders. Returns an empty list if there are too
+/// many.
 fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     let Ok(top) = folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) else { return Vec::new() };
     let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
@@ -98,12 +100,13 @@ fn forked_worker_folders(path: &Path) -> Vec<(u64, PathBuf)> {
     if named.len() > WORKERS_MAX { Vec::new() } else { named }
 }
 
-/// Returns the size of a folder in bytes, optionally without the folders of forked workers. Stops early once
-/// the size exceeds `max`.
+/// Returns the disk usage of a folder in bytes, optionally without the folders of forked workers. Stops early
+/// if the disk usage exceeds `max`.
 fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
     let top = match folder::open(rustix::fs::CWD, path, FOLDER_ACCESS) {
         Ok(top) => top,
-        // The worker removed its permission again during the measurement. No correct worker does this.
+        // The worker has removed the permissions again during the measurement, which no well-behaved worker
+        // does.
         Err(Errno::ACCESS) => return u64::MAX,
         Err(_) => return 0,
     };
@@ -130,7 +133,7 @@ fn measure(path: &Path, max: u64, without_workers: bool) -> u64 {
         };
         #[allow(clippy::useless_conversion, reason = "the type differs between machines")]
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
-        // A hard link may also count elsewhere, but the file is here.
+        // A file with several hard links is counted for each link.
         bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
         if bytes > max || entry_count > ENTRIES_MAX {
             return bytes;
@@ -155,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_hidden_disk_usage() {
+    fn disk_usage_includes_folders_without_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let enough = 1 << 30;
@@ -170,7 +173,7 @@ mod tests {
             bytes = measure(folder.path(), enough, false);
             assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
         }
-        // A sparse file takes no space.
+        // A sparse file uses no space on disk.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
         assert!(measure(folder.path(), enough, false) < 2 << 20);
         for number in 0..1000 {

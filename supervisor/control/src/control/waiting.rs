@@ -1,5 +1,6 @@
-//! TCP connections whose request is still unknown, or that wait for a permit. Any process can open many, so
-//! the oldest waiting connection is closed when there are too many. Health checks have separate permits.
+//! TCP connections that have not sent a request yet, or that wait for a permit. Any process can open such
+//! connections, so the oldest waiting connection is closed when there are too many. Health checks have
+//! separate permits.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,13 +12,13 @@ use tokio::time::{Instant, timeout_at};
 use super::connections::{Admission, Dispatcher, HEAD_BYTES, NewConnection, REQUEST_TIMEOUT, Socket};
 use super::paths;
 
-/// Maximum number of waiting connections.
+/// Maximum number of TCP connections that wait for a request or a permit.
 pub(crate) const WAITING_MAX: usize = 128;
 
-/// Maximum number of concurrent health checks.
+/// Maximum number of health checks that are served at the same time.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Waiting connections by number, oldest first.
+/// Waiting connections with their numbers, oldest first.
 #[derive(Default)]
 struct WaitList(Mutex<VecDeque<(u64, AbortHandle)>>);
 
@@ -27,7 +28,7 @@ impl WaitList {
     }
 }
 
-/// Guard that removes a connection from the waiting list.
+/// A guard that removes a connection from the list when it is dropped.
 struct WaitGuard {
     number: u64,
     waiting: Arc<WaitList>,
@@ -39,7 +40,7 @@ impl Drop for WaitGuard {
     }
 }
 
-/// The waiting connections of a listener.
+/// Waiting connections of a listener, and the permits that they wait for.
 pub(super) struct WaitingConnections<S: Socket> {
     dispatcher: Dispatcher<S>,
     permits: Arc<Semaphore>,
@@ -49,7 +50,8 @@ pub(super) struct WaitingConnections<S: Socket> {
 }
 
 impl<S: Socket> WaitingConnections<S> {
-    /// Creates a list with permits for `permits` served connections.
+    /// Creates an empty list. `permits` is the maximum number of connections that are served at the same
+    /// time.
     pub(super) fn new(dispatcher: Dispatcher<S>, permits: usize) -> Self {
         Self {
             dispatcher,
@@ -60,7 +62,7 @@ impl<S: Socket> WaitingConnections<S> {
         }
     }
 
-    /// Adds a connection. If too many wait, closes the oldest one.
+    /// Adds a connection. If there are then too many waiting connections, closes the oldest one.
     pub(super) fn add(&mut self, socket: S) {
         self.last_number += 1;
         let wait = WaitGuard { number: self.last_number, waiting: self.waiting.clone() };

@@ -1,5 +1,6 @@
-//! `GET /v1/watch`: one stream for watchers such as the dashboard, with the state of all bulkheads once per
-//! second and all events. The data plane is queried once for all watchers, and not at all without watchers.
+//! Handler of `GET /v1/watch`. The response streams the states of all bulkheads, once per second, and all
+//! events to watchers such as the dashboard. The data plane is queried once for all watchers together, and
+//! not at all if there are no watchers.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,18 +20,18 @@ use super::streams::{
 };
 use crate::observe::events::rfc3339;
 
-/// Interval between two states of the bulkheads.
+/// Interval at which the states of the bulkheads are sent.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shared state of all watchers.
+/// State that all watchers share.
 pub(super) struct Watch {
-    /// The state of the bulkheads as a frame, formatted once for all watchers. `None` while there was no
-    /// watcher.
+    /// Server-sent event with the states of the bulkheads, formatted once for all watchers. `None` if there
+    /// were no watchers.
     states: watch::Sender<Option<Bytes>>,
     /// Notified when a watcher joins.
     joined: Notify,
-    /// Start time of the supervisor. Watchers use it to detect a restart, after which event numbers begin
-    /// again.
+    /// Start time of the supervisor. Watchers use it to detect a restart, after which event numbers begin at
+    /// 1 again.
     started: SystemTime,
 }
 
@@ -57,7 +58,7 @@ impl Watch {
     }
 }
 
-/// Publishes the state for all watchers until the control plane ends.
+/// Publishes the states of the bulkheads to all watchers until the control plane ends.
 pub(super) async fn publish(control: Shared) {
     let publishing = async {
         loop {
@@ -103,7 +104,7 @@ pub(super) async fn show(
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
-/// Returns the first frame of a stream, which identifies the supervisor.
+/// Returns the first event of a stream, which identifies the supervisor.
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -113,7 +114,7 @@ fn hello(control: &Control) -> Bytes {
     frame("hello", &hello.to_string())
 }
 
-/// Streams the states of the bulkheads. A slow reader skips states and gets the newest.
+/// Returns a stream of the bulkheads' states. A slow reader misses old states and gets the newest.
 fn states(control: &Shared) -> impl Stream<Item = Bytes> + Send + 'static {
     let (states, shutdown) = (control.watch.join(), control.shutdown.subscribe());
     stream::unfold((states, shutdown), async |(mut states, mut shutdown)| {

@@ -1,8 +1,8 @@
-//! Store of crash reports: in a folder if one is configured, otherwise in memory. A separate thread does all
-//! reading and writing, so that a slow disk delays neither jobs nor operators. Other threads send messages to
-//! it.
+//! Store of crash reports, in a folder if one is configured and otherwise in memory. A separate thread reads
+//! and writes the reports, so that a slow disk delays neither jobs nor operators. Other threads send requests
+//! to this thread.
 //!
-//! Only the supervisor writes these files, but they are still validated when read.
+//! Only the supervisor should write the files, but each report is validated when it is read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -21,26 +21,29 @@ use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, LockError};
 use bulkhead_plane::threads::ThreadMonitor;
 
-/// Capacity of the message channel: all waiting reports, and one request from each connection of the admin
-/// socket.
+/// Capacity of the channel to the thread. There is room for all reports that wait to be stored, and for
+/// concurrent requests of operators.
 const REQUESTS_MAX: usize = REPORTS_WAITING_MAX + 256;
 
-/// Maximum size of a report file, in bytes. A report with the maximum of payloads is well below.
+/// Maximum size of a report file in bytes. Even a report with the maximum size of payloads is well below this
+/// limit.
 const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
 
-/// Approximate maximum size of all reports in memory, in bytes. The oldest reports are dropped first.
+/// Approximate maximum total size, in bytes, of reports that are kept in memory. The oldest reports are
+/// dropped first.
 const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Maximum number of folder entries that are read when the folder is opened.
+/// Maximum number of entries to read when the folder is opened.
 const FOLDER_ENTRIES_MAX: usize = 100_000;
 
-/// Time limit for a reply of the thread. After this time the client is asked to retry.
+/// Maximum time to wait for a reply of the thread. After this time, the client is asked to retry.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time limit at shutdown for writing the remaining reports.
+/// Maximum time to wait, at shutdown, until the remaining reports have been written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error when the folder for reports cannot be used. Its text fits after "failed to".
+/// Error if the folder for crash reports cannot be used. The text continues a sentence that begins with
+/// "failed to".
 #[derive(Debug, thiserror::Error)]
 #[error("keep crash reports in {}: {problem}", folder.display())]
 pub struct OpenError {
@@ -48,18 +51,18 @@ pub struct OpenError {
     problem: String,
 }
 
-/// Error when a report cannot be returned.
+/// Reason why a crash report cannot be returned.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// There is no report of this id, or it was already dropped.
+    /// There is no report with this id, or it has been dropped.
     #[error("there is no crash report with this id")]
     NotFound,
-    /// The file is not a valid report.
+    /// The file of the report cannot be read, or is not a valid report.
     #[error("the file of this crash report cannot be read: {0}")]
     Unreadable(String),
 }
 
-/// The crash reports.
+/// All stored crash reports.
 #[derive(Debug, Default)]
 pub struct Store {
     folder: Option<CrashFolder>,
@@ -67,29 +70,30 @@ pub struct Store {
     /// True if payloads are removed from reports before they are stored.
     drops_payloads: bool,
     reports: BTreeMap<CrashId, StoredReport>,
-    /// Reports of workers that never started. They have a separate limit of `keep`, so that neither group
-    /// evicts the other.
+    /// Ids of reports about workers that failed to start. At most `keep` of these reports and `keep` others
+    /// are kept, so that neither group evicts the other.
     starts: BTreeSet<CrashId>,
     memory_bytes: usize,
-    /// True if the last report could not be written. Avoids a log line for each report.
+    /// True if the last report could not be written. While it is true, further failures are not logged.
     is_failing: bool,
 }
 
 #[derive(Debug)]
 struct StoredReport {
     summary: Summary,
-    /// The report and its approximate size, if it is not in a file.
+    /// The report and its approximate size in bytes. `None` if the report is in a file.
     in_memory: Option<(Box<CrashReport>, usize)>,
 }
 
 impl Store {
-    /// Creates a store as configured.
+    /// Creates the store that the configuration describes.
     pub fn new(config: &SupervisorConfig) -> Result<Self, OpenError> {
         let store = Self::open(config.crash_dir.as_deref(), config.crash_keep)?;
         Ok(Self { drops_payloads: !config.crash_payloads, ..store })
     }
 
-    /// Creates a store in `folder`, or in memory. A missing folder is created with mode 0700.
+    /// Creates a store in `folder` or, with `None`, in memory. If the folder does not exist, it is created
+    /// with mode 0700.
     fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
         let open = |path: &Path| {
             CrashFolder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
@@ -98,7 +102,7 @@ impl Store {
         Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
-    /// Loads the reports of earlier runs.
+    /// Loads the reports of earlier supervisors from the folder.
     fn load(&mut self) {
         let Some(folder) = &self.folder else { return };
         let (mut ids, mut skipped) = match folder.list() {
@@ -109,7 +113,8 @@ impl Store {
             }
         };
         ids.sort_unstable();
-        // Up to twice `keep` files are read, because only the contents tell if a worker never started.
+        // Up to twice `keep` files are read, because only the content of a report shows whether the worker
+        // failed to start.
         let surplus = ids.len().saturating_sub(2 * self.keep);
         for id in ids.drain(..surplus) {
             folder.remove(id);
@@ -158,7 +163,7 @@ impl Store {
         while self.memory_bytes > MEMORY_BYTES_MAX && self.drop_oldest_in_memory() {}
     }
 
-    /// Writes a report to its file. Returns false if this failed.
+    /// Writes a report to a file. Returns false if there is no folder or the write fails.
     fn write(&mut self, report: &CrashReport) -> bool {
         let Some(folder) = &self.folder else { return false };
         match folder.write(report) {
@@ -214,7 +219,7 @@ impl Store {
         true
     }
 
-    /// Lists the reports, oldest first.
+    /// Returns summaries of all reports, oldest first.
     fn list(&self) -> Vec<Summary> {
         self.reports.values().map(|stored| stored.summary.clone()).collect()
     }
@@ -226,7 +231,7 @@ impl Store {
             (None, None) => Err(ReadError::NotFound),
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
-                    // The file was removed manually.
+                    // The file of the report was removed by another program.
                     self.reports.remove(&id);
                     self.starts.remove(&id);
                     return ReadError::NotFound;
@@ -237,7 +242,7 @@ impl Store {
     }
 }
 
-/// Returns the approximate size of a report in memory.
+/// Returns the approximate size of a report in memory, in bytes.
 fn report_size(report: &CrashReport) -> usize {
     let jobs = report.jobs.iter().map(|job| {
         job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
@@ -245,9 +250,9 @@ fn report_size(report: &CrashReport) -> usize {
     jobs.sum::<usize>() + report.stderr_tail.as_ref().map_or(0, String::len) + size_of::<CrashReport>()
 }
 
-// The folder.
+// Folder for crash reports.
 
-/// A folder that this supervisor uses exclusively.
+/// A folder for crash reports that only this supervisor uses.
 #[derive(Debug)]
 struct CrashFolder {
     path: PathBuf,
@@ -260,36 +265,39 @@ impl CrashFolder {
             .recursive(true)
             .mode(0o700)
             .create(path)
-            .map_err(|error| format!("the folder cannot be created: {error}"))?;
+            .map_err(|error| format!("the folder for crash reports cannot be created: {error}"))?;
         let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
         let own = rustix::process::geteuid().as_raw();
         if about.uid() != own {
             let owner = about.uid();
             return Err(format!(
-                "the folder belongs to user {owner}, but reports contain payloads of jobs: run `chown` to give \
-                 the folder to user {own}, or configure another `crash_dir`"
+                "the folder for crash reports belongs to user {owner}, but reports contain payloads of jobs: \
+                 run `chown` to give the folder to user {own}, or configure another `crash_dir`"
             ));
         }
         let mode = about.mode() & 0o7777;
         if mode & 0o077 != 0 {
             return Err(format!(
-                "other users can access the folder (mode {mode:04o}), but reports contain payloads of jobs: run \
-                 `chmod 700` on the folder, or configure another `crash_dir`"
+                "other users can access the folder for crash reports (mode {mode:04o}), but reports contain \
+                 payloads of jobs: run `chmod 700` on the folder, or configure another `crash_dir`"
             ));
         }
-        std::fs::read_dir(path).map_err(|error| format!("the folder cannot be read: {error}"))?;
+        std::fs::read_dir(path)
+            .map_err(|error| format!("the folder for crash reports cannot be read: {error}"))?;
         let lock = Self::lock(path)?;
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
-    /// Locks the folder, because two supervisors would remove each other's reports.
+    /// Locks the folder. Without the lock, two supervisors would remove each other's reports.
     fn lock(path: &Path) -> Result<File, String> {
         lock::lock(&path.join(LOCK_FILE)).map_err(|why| match why {
             LockError::Held => {
-                "another supervisor uses the folder; stop the other supervisor, or configure another `crash_dir`".into()
+                "another supervisor uses the folder for crash reports; stop the other supervisor, or \
+                 configure another `crash_dir`"
+                    .into()
             }
-            LockError::Open(error) => format!("the file {LOCK_FILE} in the folder cannot be opened: {error}"),
-            LockError::Unsupported(errno) => format!("the file {LOCK_FILE} in the folder cannot be locked: {errno}"),
+            LockError::Open(error) => format!("the lock file {LOCK_FILE} cannot be opened: {error}"),
+            LockError::Unsupported(errno) => format!("the lock file {LOCK_FILE} cannot be locked: {errno}"),
         })
     }
 
@@ -297,7 +305,8 @@ impl CrashFolder {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Lists the ids of the reports, and the names of other files. Removes the remains of interrupted writes.
+    /// Returns the ids of all reports in the folder, and the names of other files. Removes files that
+    /// interrupted writes have left.
     fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
         let (mut ids, mut others) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(&self.path)?.take(FOLDER_ENTRIES_MAX) {
@@ -307,7 +316,7 @@ impl CrashFolder {
             if let Some(id) = id_before(REPORT_SUFFIX) {
                 ids.push(id);
             } else if id_before(UNFINISHED_SUFFIX).is_some() {
-                // On failure, the next start tries again.
+                // An error is ignored, because the next start tries again.
                 let _ = std::fs::remove_file(self.path.join(&*name));
             } else if name != LOCK_FILE {
                 others.push(name.into_owned());
@@ -318,7 +327,7 @@ impl CrashFolder {
 
     fn read(&self, id: CrashId) -> io::Result<CrashReport> {
         let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
-        // Opening a FIFO would block.
+        // `O_NONBLOCK` prevents `open` from blocking on a FIFO.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(id))?;
         if !file.metadata()?.is_file() {
@@ -327,7 +336,7 @@ impl CrashFolder {
         let mut text = Vec::new();
         file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)?;
         if text.len() as u64 > FILE_BYTES_MAX {
-            return Err(invalid(format!("more than {FILE_BYTES_MAX} bytes")));
+            return Err(invalid(format!("the file has more than {FILE_BYTES_MAX} bytes")));
         }
         let report: CrashReport =
             serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;
@@ -343,16 +352,17 @@ impl CrashFolder {
         let written = write_new(&unfinished, report).and_then(|()| {
             let (directory, target) = (rustix::fs::CWD, self.file(report.id));
             // A report that stands for several crashes replaces its previous version. Any other report must
-            // not replace a file, because a clock that was set back can produce the id of an earlier run.
+            // not replace a file. After the clock was set back, its id can be equal to that of a report of an
+            // earlier supervisor.
             let flags = if report.count > 1 { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
             match rustix::fs::renameat_with(directory, &unfinished, directory, &target, flags) {
-                // Not every file system supports `RENAME_NOREPLACE`.
+                // The file system does not support `RENAME_NOREPLACE`.
                 Err(rustix::io::Errno::INVAL) if !target.exists() => std::fs::rename(&unfinished, &target),
                 renamed => Ok(renamed?),
             }
         });
         if written.is_err() {
-            // The file may not exist.
+            // An error is ignored, because the file may not exist.
             let _ = std::fs::remove_file(&unfinished);
         }
         written
@@ -384,7 +394,7 @@ fn write_new(path: &Path, report: &CrashReport) -> io::Result<()> {
     file.sync_all()
 }
 
-// The thread.
+// Thread that stores the reports.
 
 enum StoreRequest {
     Add { report: Box<CrashReport>, permit: OwnedSemaphorePermit },
@@ -396,7 +406,7 @@ enum StoreRequest {
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<StoreRequest>);
 
-/// The thread that stores the reports. It ends when all senders are dropped.
+/// Handle of the thread that stores the reports. The thread ends when all senders have been dropped.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
@@ -413,7 +423,7 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
                     store.add(report);
                     drop(permit);
                 }
-                // The client may have disconnected.
+                // Nobody receives the reply if the client has disconnected.
                 StoreRequest::List(reply) => drop(reply.send(store.list())),
                 StoreRequest::Get(id, reply) => drop(reply.send(store.get(id))),
             }
@@ -424,27 +434,27 @@ pub fn start(mut store: Store, threads: &ThreadMonitor) -> io::Result<(Crashes, 
 }
 
 impl CrashThread {
-    /// Waits until all reports are written, within a time limit, because a disk may hang.
+    /// Waits until all reports have been written. The wait has a time limit, because a disk can hang.
     pub fn finish(self) {
-        // The channel closes when the thread ends.
+        // The call returns when the thread ends, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
     }
 }
 
 impl Crashes {
-    /// Stores a report. `permit` is its permit to wait. Later requests see the report.
+    /// Stores a report. `permit` is held until the report is stored. All later requests include the report.
     pub fn add(&self, report: Box<CrashReport>, permit: OwnedSemaphorePermit) {
         if self.0.try_send(StoreRequest::Add { report, permit }).is_err() {
             tracing::error!("a crash report was dropped, because too many wait to be written");
         }
     }
 
-    /// Returns the summaries of all reports, oldest first; `None` if the thread is too busy.
+    /// Returns summaries of all reports, oldest first. Returns `None` if the thread is too busy.
     pub async fn list(&self) -> Option<Vec<Summary>> {
         self.request(StoreRequest::List).await
     }
 
-    /// Returns one report; `None` if the thread is too busy.
+    /// Returns the report with this id, or `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         self.request(|reply| StoreRequest::Get(id, reply)).await
     }
@@ -475,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_newest_reports() {
+    fn crash_store_keeps_newest_reports() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/crashes");
         let mut store = Store::open(Some(&path), 3).unwrap();
@@ -501,7 +511,7 @@ mod tests {
         std::fs::remove_file(path.join(format!("{id}.json"))).unwrap();
         assert_eq!(again.get(id), Err(ReadError::NotFound));
         assert_eq!(numbers(&again), ["0005"]);
-        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "a report and the lock");
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "one report and the lock file");
     }
 
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
@@ -511,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_starts_evict_no_other_reports() {
+    fn start_failures_evict_only_other_start_failures() {
         for is_in_memory in [false, true] {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("crashes");
@@ -520,7 +530,7 @@ mod tests {
             store.add(boxed(1));
             (2..=9).for_each(|number| store.add(start_failure(number, 1)));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
-            // A report with a higher count replaces its entry and its file.
+            // A report with a higher count replaces the stored report and the file.
             store.add(start_failure(8, 2));
             assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
             let again = store.get(boxed(8).id).unwrap();
@@ -531,13 +541,13 @@ mod tests {
             let mut store = Store::open(path, 2).unwrap();
             store.load();
             let left: &[&str] = if is_in_memory { &[] } else { &["0009", "0012", "0013"] };
-            // Loads the four newest files, and keeps two of each group.
+            // The store loads the four newest files, and keeps two reports of each group.
             assert_eq!(numbers(&store), left);
         }
     }
 
     #[test]
-    fn ignores_foreign_files() {
+    fn crash_store_ignores_foreign_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -566,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_unwritable_reports_in_memory() {
+    fn unwritable_crash_report_stays_in_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -582,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_reports_of_earlier_runs() {
+    fn crash_report_never_overwrites_earlier_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         let mut store = Store::open(Some(&path), 10).unwrap();
@@ -599,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded() {
+    fn crash_store_bounds_its_memory() {
         let mut store = Store::open(None, 10_000).unwrap();
         let payload = vec![7; bulkhead_api::PAYLOAD_BYTES_MAX];
         for number in 0..2000 {
@@ -611,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_folder_accessible_to_others() {
+    fn crash_folder_accessible_to_others_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("crashes");
         std::fs::create_dir(&path).unwrap();

@@ -1,6 +1,6 @@
-//! The ring of events: numbered, rendered once, and kept for later readers. Followers read from the ring at
-//! their own pace. If a bulkhead emits too many events of one kind, most are only counted, and they evict
-//! only events of the same kind and bulkhead.
+//! Ring buffer of events. Each event gets a sequence number, is rendered once, and is kept for later readers.
+//! Followers read from the ring at their own pace. If a bulkhead emits too many events of one kind, most of
+//! these are only counted, and the others evict only events of the same kind and bulkhead.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,33 +17,34 @@ use bulkhead_plane::command::Event;
 /// Maximum number of events in the ring.
 pub const EVENTS_MAX: usize = 4096;
 
-/// Maximum number of log lines per second for one kind of event of one bulkhead. The ring can hold more.
+/// Maximum number of log lines per second for one kind of event in one bulkhead. Further events are stored
+/// but not logged.
 const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Rate limit for frequent kinds of events of one bulkhead: burst size and sustained rate.
+/// Rate limit for each frequent kind of event in one bulkhead, as burst size and events per second.
 const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
-/// Maximum time until suppressed events are reported. The next event of the kind reports the number; without
-/// one, a separate event does after this time.
+/// Time, in seconds, after which a separate event reports how many events were suppressed. If an event of the
+/// same kind occurs earlier, that event reports the number.
 const UNREPORTED_SECONDS_MAX: u64 = 2;
 
-/// Delay before followers are woken, so that concurrent events are delivered together.
+/// Delay before followers are woken, so that events in quick succession are delivered together.
 const WAKE_DELAY: Duration = Duration::from_millis(50);
 
-/// Maximum number of events per piece.
+/// Maximum number of events in a [`Piece`].
 const PIECE_EVENTS_MAX: usize = 64;
 
-/// A rendered event.
+/// An event in its rendered form.
 #[derive(Debug)]
 pub struct Rendered {
-    /// Sequence number, starting at 1.
+    /// Sequence number of the event, starting at 1.
     seq: u64,
-    /// The bulkhead concerned, if any.
+    /// Name of the bulkhead that the event is about, if any.
     bulkhead: Option<Arc<str>>,
-    /// The server-sent event, with the sequence number as id.
+    /// The event as a server-sent event, with the sequence number as id.
     frame: Bytes,
-    /// Offset of the JSON object in `frame`.
+    /// Offset of the event's JSON object in `frame`.
     json: usize,
 }
 
@@ -54,7 +55,7 @@ impl Rendered {
         Self { seq, bulkhead: event.bulkhead.clone(), frame, json: head.len() }
     }
 
-    /// Returns the JSON object, without a newline.
+    /// Returns the event as a JSON object, without a newline.
     pub fn json(&self) -> &[u8] {
         &self.frame[self.json..self.frame.len() - 2]
     }
@@ -73,34 +74,35 @@ impl Rendered {
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<EventRing>,
-    /// Notified when there are events that readers have not been woken for.
+    /// Notified when there are events for which readers have not been woken.
     new_events: Notify,
-    /// Sequence number of the newest event that readers have been woken for.
+    /// Sequence number of the newest event for which readers have been woken.
     announced: watch::Sender<u64>,
 }
 
-/// A follower and its position.
+/// A follower of events, with the position up to which it has read.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
-    /// Sequence number of the last event that was delivered or skipped.
+    /// Sequence number of the last event that the reader has received or skipped.
     last_seq: u64,
-    /// Sequence number of the newest event when the reader joined. Evicted events before it do not count as
-    /// missed.
+    /// Sequence number of the newest event at the time when the reader was created. Older events that were
+    /// evicted do not count as missed.
     joined: u64,
     announced: watch::Receiver<u64>,
 }
 
-/// Events delivered at once.
+/// Events that are delivered to a reader at once.
 #[derive(Debug, Default)]
 pub struct Piece {
-    /// Number of events, of any bulkhead, that were evicted before the reader reached them.
+    /// Number of events that were evicted before the reader received them. Includes events of other
+    /// bulkheads.
     pub missed: u64,
-    /// Events, oldest first.
+    /// Delivered events, oldest first.
     pub events: Vec<Arc<Rendered>>,
 }
 
-/// Kind of event, and the bulkhead concerned.
+/// Name of an event kind, and of the bulkhead that the events are about.
 type FlowKey = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
@@ -110,16 +112,17 @@ struct EventRing {
     flows: HashMap<FlowKey, EventFlow>,
 }
 
-/// The events of one kind of one bulkhead.
+/// Events of one kind in one bulkhead.
 #[derive(Debug)]
 struct EventFlow {
     /// Sequence numbers of the events in the ring.
     kept: VecDeque<u64>,
-    /// Number of further events that can be admitted now.
+    /// Number of further events that the rate limit currently allows.
     allowance: u64,
-    /// Number of events that were suppressed since the last admitted one.
+    /// Number of events that were suppressed since the last event that was not.
     suppressed: u64,
-    /// Second of the last event, and the number of lines to log in this second.
+    /// Second in which the last event occurred, and the number of events in this second that were not
+    /// suppressed.
     second: u64,
     lines: u32,
 }
@@ -141,7 +144,8 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an event: numbers, renders, stores and logs it, unless there are too many of its kind.
+    /// Adds an event to the ring and logs the event. If there are too many events of this kind, only counts
+    /// it.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
@@ -156,7 +160,8 @@ impl Events {
         }
     }
 
-    /// Emits an event for each kind that has unreported suppressed events and was silent since.
+    /// Emits an event for each kind whose suppressed events have not been reported, if no event of the kind
+    /// has occurred for a while.
     pub fn report_suppressed(&self) {
         let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
@@ -165,7 +170,8 @@ impl Events {
         }
     }
 
-    /// Drops the rate-limit state of other bulkheads. Their events stay.
+    /// Drops the rate limits of all bulkheads that are not in `bulkheads`. The events of these bulkheads stay
+    /// in the ring.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
@@ -173,7 +179,7 @@ impl Events {
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
-    /// Returns the newest `limit` events after `since`.
+    /// Returns the newest events after the sequence number `since`, at most `limit`.
     pub fn kept(&self, since: u64, bulkhead: Option<&str>, limit: usize) -> Vec<Arc<Rendered>> {
         let ring = self.lock();
         let mut kept: Vec<_> = ring.newest(since, bulkhead).take(limit).cloned().collect();
@@ -181,8 +187,8 @@ impl Events {
         kept
     }
 
-    /// Returns a reader of the newest `limit` events after `since` and of all later events, without a gap or
-    /// a repetition.
+    /// Returns a reader that delivers the newest events after the sequence number `since`, at most `limit`,
+    /// followed by all later events. No event is left out or delivered twice.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
         self.wake_readers();
         let ring = self.lock();
@@ -193,7 +199,7 @@ impl Events {
         Reader { bulkhead, last_seq, joined, announced: self.announced.subscribe() }
     }
 
-    /// Wakes readers when there are new events, at most once per `WAKE_DELAY`.
+    /// Wakes readers whenever there are new events, but not more often than once per `WAKE_DELAY`.
     pub async fn wake_readers_periodically(&self) {
         loop {
             self.new_events.notified().await;
@@ -202,11 +208,11 @@ impl Events {
         }
     }
 
-    /// Wakes readers for all events so far.
+    /// Wakes readers immediately if there are new events.
     pub fn wake_readers(&self) {
         let newest = self.lock().seq;
         self.announced.send_if_modified(|announced| {
-            // Several threads call this. The number must never decrease.
+            // Several threads call this function, and the announced number must never decrease.
             let is_new = *announced < newest;
             *announced = newest.max(*announced);
             is_new
@@ -215,10 +221,10 @@ impl Events {
 }
 
 impl Reader {
-    /// Waits for the next events.
+    /// Waits until there are new events for this reader, and returns them.
     pub async fn next(&mut self, events: &Events) -> Piece {
         loop {
-            // Marks the value as seen before the ring is read, so that no wake-up is lost.
+            // The value is marked as seen before the ring is read, so that no wake-up is lost.
             if *self.announced.borrow_and_update() > self.last_seq {
                 let piece = self.take(&events.lock());
                 if piece.missed > 0 || !piece.events.is_empty() {
@@ -246,7 +252,7 @@ impl Reader {
         piece
     }
 
-    /// Skips evicted events. Returns the number of missed events.
+    /// Skips evicted events up to `seq`. Returns the number of missed events.
     fn skip_to(&mut self, seq: u64) -> u64 {
         let missed = seq.saturating_sub(self.last_seq.max(self.joined));
         self.last_seq = self.last_seq.max(seq);
@@ -254,15 +260,15 @@ impl Reader {
     }
 }
 
-/// Decision to admit an event.
+/// Result of the rate limit for an event that is not suppressed.
 struct Admitted {
-    /// Number of events that were suppressed before this one.
+    /// Number of events of this kind that were suppressed since the previous event that was not.
     suppressed: u64,
     is_logged: bool,
 }
 
 impl EventRing {
-    /// Applies the rate limit. Returns `None` if the event is suppressed.
+    /// Applies the rate limit to an event. Returns `None` if the event is suppressed.
     fn admit(&mut self, event: &Event) -> Option<Admitted> {
         let flow = self.flows.entry((event.kind.name(), event.bulkhead.clone())).or_default();
         flow.advance_to(second_of(event.at), (event.kind.name(), event.bulkhead.as_deref()));
@@ -287,13 +293,13 @@ impl EventRing {
         }
     }
 
-    /// Returns the events after `since` that are in the ring, newest first.
+    /// Returns the events in the ring after the sequence number `since`, newest first.
     fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
         let after = since.saturating_add(1);
         self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
-    /// Evicts the oldest event of the largest flow.
+    /// Evicts the oldest event of the flow with the most events in the ring.
     fn evict_one(&mut self) {
         let weight =
             |flow: &&mut EventFlow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
@@ -303,7 +309,8 @@ impl EventRing {
         }
     }
 
-    /// Returns the flows with suppressed events and without an event for `UNREPORTED_SECONDS_MAX`.
+    /// Returns the flows that have unreported suppressed events and had no event for
+    /// `UNREPORTED_SECONDS_MAX`, with the number of suppressed events.
     fn take_unreported(&mut self, second: u64) -> Vec<(FlowKey, u64)> {
         for ((kind, bulkhead), flow) in &mut self.flows {
             if flow.second < second {
@@ -319,7 +326,7 @@ impl EventRing {
 }
 
 impl EventFlow {
-    /// Advances to a new second and refills the allowance.
+    /// Begins a new second, if the current one is over, and refills the allowance of the rate limit.
     fn advance_to(&mut self, second: u64, key: (&'static str, Option<&str>)) {
         if second == self.second {
             return;
@@ -334,7 +341,12 @@ impl EventFlow {
         let unlogged = std::mem::take(&mut self.lines).saturating_sub(LOG_LINES_PER_SECOND);
         if unlogged > 0 {
             let bulkhead = bulkhead.unwrap_or("");
-            tracing::warn!(kind, bulkhead, suppressed = unlogged, "events were not logged: too many");
+            tracing::warn!(
+                kind,
+                bulkhead,
+                suppressed = unlogged,
+                "events were not logged because too many occurred"
+            );
         }
     }
 }
@@ -343,7 +355,7 @@ fn second_of(at: SystemTime) -> u64 {
     at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Formats a time as RFC 3339, in UTC, with milliseconds.
+/// Formats a time in UTC with milliseconds, as in RFC 3339.
 pub fn rfc3339(at: SystemTime) -> String {
     humantime::format_rfc3339_millis(at).to_string()
 }
@@ -360,7 +372,7 @@ fn render(event: &Event, seq: u64) -> String {
     line(&json!(document))
 }
 
-/// Formats a JSON value in one line without control characters.
+/// Formats a JSON value as a single line without control characters.
 pub fn line(value: &Value) -> String {
     bulkhead_shared::text::escape_json(&value.to_string())
 }
@@ -383,8 +395,8 @@ fn log(event: &Event) {
     }
 }
 
-/// Logs an event as one JSON object, with the fields of the event as top-level fields. The message is the
-/// event's message or, without one, its kind.
+/// Logs an event as a JSON object whose top-level fields are the fields of the event. The log message is the
+/// field `message` of the event or, if it has none, the kind of the event.
 fn log_json(event: &Event) {
     let level = match event.severity {
         Severity::Info if tracing::enabled!(target: "bulkhead", tracing::Level::INFO) => tracing::Level::INFO,
@@ -407,7 +419,8 @@ fn log_json(event: &Event) {
     logging::write_json(&level, "bulkhead", fields);
 }
 
-/// Returns the name of an event's field in a log line, prefixed if the line uses the name.
+/// Returns the name of an event's field in a log line. If log lines already have a field of this name, a
+/// prefix is added.
 fn log_field_name(name: &str) -> String {
     if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
@@ -430,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn ring_is_bounded_and_keeps_numbering() {
+    fn full_event_ring_discards_oldest_events() {
         let events = Events::default();
         for i in 0..EVENTS_MAX + 10 {
             events.add(event(if i % 2 == 0 { "a" } else { "b" }, "x"));
@@ -453,8 +466,8 @@ mod tests {
         serde_json::from_slice(event.json()).unwrap()
     }
 
-    /// Returns the sequence numbers of the events that are ready for a reader, and the number of missed
-    /// events.
+    /// Returns the sequence numbers of all events that a reader can receive without waiting, and the number
+    /// of missed events.
     fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
         events.wake_readers();
         let mut context = Context::from_waker(Waker::noop());
@@ -468,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn follower_reads_stored_and_new_events() {
+    fn event_reader_receives_stored_and_new_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|i| events.add(event(["a", "b"][i % 2], "")));
         let ever = |numbers: std::ops::RangeInclusive<u64>| (numbers.collect::<Vec<_>>(), 0);
@@ -493,14 +506,14 @@ mod tests {
     }
 
     #[test]
-    fn slow_reader_gets_number_of_missed_events() {
+    fn slow_reader_receives_number_of_missed_events() {
         let events = Events::default();
         let add = |count: usize| (0..count).for_each(|_| events.add(event("a", "")));
         add(10);
         let (mut early, mut of_b) =
             (events.reader(0, None, usize::MAX), events.reader(0, Some("b".into()), usize::MAX));
         add(EVENTS_MAX + 5);
-        // The first ten events were there before the reader joined, so they do not count as missed.
+        // The first ten events were added before the reader was created, so they do not count as missed.
         let (numbers, missed) = read(&mut early, &events);
         assert_eq!((numbers.len(), numbers[0], missed), (EVENTS_MAX, 16, 5));
         assert_eq!(read(&mut of_b, &events), (vec![], 5));
@@ -510,7 +523,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn delivers_concurrent_events_together() {
+    async fn events_of_same_interval_arrive_together() {
         let events = Arc::new(Events::default());
         let mut reader = events.reader(0, None, usize::MAX);
         tokio::spawn({
@@ -535,9 +548,9 @@ mod tests {
         counts
     }
 
-    /// Workers of one bulkhead die 600 times per second for ten minutes.
+    /// Simulates a bulkhead whose workers die 600 times per second for ten minutes.
     #[test]
-    fn storm_evicts_only_its_own_events() {
+    fn event_storm_evicts_only_its_own_events() {
         let events = Events::default();
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
         for i in 0..50 {
@@ -559,8 +572,8 @@ mod tests {
         let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert!(all.is_sorted_by_key(|event| event.seq));
-        // Every event is either delivered or counted. Suppressed events that are unreported at the end get a
-        // separate event.
+        // Every event is either delivered or counted. A separate event reports suppressed events that are
+        // still unreported at the end.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
         events.report_suppressed();
@@ -579,7 +592,7 @@ mod tests {
     }
 
     #[test]
-    fn next_event_reports_suppressed_count() {
+    fn next_event_reports_number_of_suppressed_events() {
         let events = Events::default();
         let at_once = FREQUENT_BURST as usize;
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);

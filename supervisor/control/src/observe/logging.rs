@@ -1,5 +1,5 @@
-//! Log lines, to standard error. A separate thread writes them from a bounded channel, so that an
-//! unread standard error costs log lines but blocks nothing.
+//! Writes log lines to standard error. A separate thread takes the lines from a bounded channel. If nobody
+//! reads standard error, log lines are lost, but no other thread blocks.
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
@@ -14,42 +14,42 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Capacity of the channel, in lines. Further lines are dropped and counted.
+/// Maximum number of lines in the channel. Further lines are dropped and counted.
 const LINES_MAX: usize = 4096;
 
-/// Time limit at shutdown for writing the remaining lines.
+/// Maximum time to wait, at shutdown, until the remaining lines have been written.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of lines that are not written yet.
+/// Number of lines in the channel that have not been written yet.
 static UNWRITTEN: AtomicU64 = AtomicU64::new(0);
 
 /// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// Text for people.
+    /// Human-readable text.
     Text,
-    /// A JSON object per line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Channel for JSON lines that this module formats itself. Unset for the text format.
+/// Channel for JSON lines that this module formats itself. Not set if the format is text.
 static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
 
-/// Target of lines with output of workers.
+/// `tracing` target of log lines that contain output of workers.
 pub(crate) const WORKER_TARGET: &str = "worker";
 
-/// Filter for log lines.
+/// Selection of lines to log.
 #[derive(Clone, Copy, Debug)]
 pub struct LogFilter<'a> {
-    /// A level, or a filter of targets and levels.
+    /// A log level, or a filter with targets and levels.
     pub level: &'a str,
-    /// True if the workers' output is logged as well.
+    /// True if the output of workers is logged.
     pub has_output: bool,
 }
 
-/// Starts logging to standard error. The error is a message about the level.
+/// Starts logging to standard error. An error is a message for the user, usually about an invalid level.
 pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> {
     let mut filter = filter(log_filter.level)?;
     if !log_filter.has_output {
@@ -60,8 +60,8 @@ pub fn init(format: LogFormat, log_filter: LogFilter<'_>) -> Result<(), String> 
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || {
-            // Without a log, failures of the supervisor would be invisible, so the process exits. The keeper
-            // ends the workers.
+            // The process exits if the logging thread panics, because further failures would be invisible.
+            // The keeper then kills the workers.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&receiver))).is_err() {
                 std::process::exit(1);
             }
@@ -84,10 +84,10 @@ pub(crate) fn is_json() -> bool {
     JSON_LINES.get().is_some()
 }
 
-/// Fields of every JSON line besides the message.
+/// Names of the fields that every JSON line has in addition to the message.
 pub(crate) const LINE_FIELDS: [&str; 3] = ["timestamp", "level", "target"];
 
-/// Logs one JSON object with these fields and the [`LINE_FIELDS`]. Does nothing unless [`is_json`].
+/// Logs a JSON object with the given fields and the [`LINE_FIELDS`]. Does nothing if the log format is text.
 pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<String, Value>) {
     let Some(lines) = JSON_LINES.get() else { return };
     let mut object = Map::new();
@@ -107,7 +107,7 @@ fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
     }
 }
 
-/// Waits until the current lines are written, or until the time limit has passed.
+/// Waits until all log lines have been written, or until the time limit has passed.
 pub fn finish() {
     let start = Instant::now();
     while UNWRITTEN.load(Ordering::Acquire) > 0 && start.elapsed() < FINISH_TIMEOUT {
@@ -115,8 +115,8 @@ pub fn finish() {
     }
 }
 
-/// Parses a level or a filter. A single word must be a level, because as a filter a misspelt level would name
-/// a target that does not exist.
+/// Parses a log level or a filter. A single word must be a level. Otherwise, a misspelt level would be
+/// accepted as the name of a target that does not exist.
 fn filter(level: &str) -> Result<EnvFilter, String> {
     let fail =
         |error| format!("'{level}' is not a log level: use error, warn, info, debug or trace ({error})");
@@ -134,7 +134,7 @@ fn write_lines(receiver: &Receiver<Vec<u8>>) {
         if dropped > 0 {
             let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
         }
-        // A failure cannot be reported if standard error is closed.
+        // An error is ignored, because there is no other place to report that standard error is closed.
         let _ = out.write_all(&line);
         UNWRITTEN.fetch_sub(1, Ordering::Release);
     }
@@ -177,8 +177,8 @@ impl Drop for LineWriter {
     }
 }
 
-/// Escapes characters of a log line that a terminal interprets or does not show. Control characters of the text
-/// format are not escaped, because they set colours. Texts of workers are already escaped.
+/// Escapes characters in a log line that a terminal would interpret or not show. In the text format, control
+/// characters are not escaped, because they set colours, and text from workers has already been escaped.
 fn escape_unseen(line: Vec<u8>, format: LogFormat) -> Vec<u8> {
     let needs_escape = |c: char| text::is_unprintable(c) && (format == LogFormat::Json || !c.is_control());
     let whole = String::from_utf8_lossy(&line);
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_unseen_characters() {
+    fn log_lines_escape_invisible_characters() {
         let plain = b"{\"a\":\"b\"}\n".to_vec();
         assert_eq!(escape_unseen(plain.clone(), LogFormat::Json), plain);
         let hostile = "{\"a\":\"\u{9b}31m\u{7f}\u{202e}\"}\n".as_bytes().to_vec();

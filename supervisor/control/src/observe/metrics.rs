@@ -1,5 +1,6 @@
-//! Metrics as text, rendered family by family from the numbers of one moment. Only the numbers about the
-//! control plane itself are read here. This module never touches the data plane.
+//! Renders all metrics as text, one family after the other. The numbers of the data plane are a consistent
+//! copy. This module only reads numbers about the supervisor's process itself, and never accesses the data
+//! plane.
 
 mod families;
 mod own_process;
@@ -19,7 +20,7 @@ use own_process::OwnProcess;
 pub(crate) use text::Format;
 use text::Page;
 
-/// Numbers of one moment.
+/// Numbers from which the metrics are rendered.
 struct MetricInputs<'m> {
     scrape: &'m Scrape,
     reloads: ReloadCounts,
@@ -82,7 +83,8 @@ fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
 
 fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
-        // `bulkhead_jobs` shows the number of rejected jobs from the start.
+        // Priorities other than normal are omitted until jobs with such a priority have been submitted.
+        // `bulkhead_jobs` shows the number of rejected jobs for all priorities from the start.
         if priority != Priority::Normal && of.counters.submitted[priority as usize] == 0 {
             continue;
         }
@@ -95,7 +97,7 @@ fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the count, unless it is zero and cannot become anything else.
+/// Returns the name with the count, or `None` if the count is zero and can never change.
 fn named_if_possible(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
     number_if_possible(is_possible, count).map(|count| (name, count))
 }
@@ -182,7 +184,7 @@ fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     page.samples(&[&of.name], counts);
 }
 
-/// Returns the number, unless it is zero and cannot become anything else.
+/// Returns the number, or `None` if the number is zero and can never change.
 fn number_if_possible(is_possible: bool, number: u64) -> Option<u64> {
     (is_possible || number > 0).then_some(number)
 }
@@ -207,8 +209,8 @@ fn write_adaptive_changes(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
-/// Returns the resident size of the current worker in each slot. Replaced workers and spares are not
-/// included.
+/// Returns the resident size of the current worker in each slot, in bytes. Replaced workers and spares are
+/// not included.
 fn memory_by_slot(bulkhead: &BulkheadNumbers, resident_sizes: &ResidentSizes) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();
@@ -224,7 +226,7 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers, resident_sizes: &ResidentSizes) ->
 fn write_histogram(page: &mut Page, of: &BulkheadNumbers, Histogram { buckets, sum_ns }: &Histogram) {
     let labels: &[&str] = &[&of.name];
     let mut count = 0;
-    // In an empty histogram, the last bucket says as much as all buckets.
+    // For an empty histogram, only the last bucket is written, because all others are zero as well.
     let first = if buckets.iter().all(|own| *own == 0) { BOUNDS.len() } else { 0 };
     let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
     let up_to = |(bound, own): (&'static str, &u64)| {
@@ -248,7 +250,7 @@ mod tests {
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations/metrics.md");
 
     #[test]
-    fn writes_each_family_once_in_order() {
+    fn each_metric_family_is_written_once() {
         let scrape = Scrape {
             clients: 0,
             buffered_bytes: 0,
@@ -291,14 +293,17 @@ mod tests {
     fn documentation_lists_all_metrics() {
         let docs = fs::read_to_string(DOCS).unwrap();
         let (marker, end) = ("<!-- metrics -->\n", "<!-- end -->");
-        let start = docs.find(marker).expect("the table has its place") + marker.len();
-        let length = docs[start..].find(end).expect("the table has an end");
+        let start = docs.find(marker).expect("the page has no start marker") + marker.len();
+        let length = docs[start..].find(end).expect("the page has no end marker");
         let mut current = docs.clone();
         current.replace_range(start..start + length, &table());
         if std::env::var_os("UPDATE_DOCS").is_some() {
             fs::write(DOCS, current).unwrap();
             return;
         }
-        assert!(docs == current, "docs/operations/metrics.md is old; run this test with UPDATE_DOCS=1");
+        assert!(
+            docs == current,
+            "docs/operations/metrics.md is out of date; run this test with UPDATE_DOCS=1"
+        );
     }
 }

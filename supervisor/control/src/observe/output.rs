@@ -1,5 +1,5 @@
-//! Output of workers (stdout and stderr): read continuously, so that a full pipe never blocks a worker, and
-//! kept and logged within limits.
+//! Reads the output of workers (stdout and stderr) continuously, so that a full pipe never blocks a worker. A
+//! limited amount of output is kept and logged.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,41 +15,42 @@ use tokio::sync::{broadcast, watch};
 use super::events::{line, rfc3339};
 use super::logging::{self, WORKER_TARGET};
 
-/// Maximum length of a line, in bytes. Longer lines are cut.
+/// Maximum length of a line in bytes. Longer lines are truncated.
 const LINE_BYTES_MAX: usize = 8 * 1024;
 
-/// Maximum number and total size of the lines kept for each bulkhead.
+/// Maximum number of lines that are kept for each bulkhead, and maximum total size of these lines in bytes.
 const LINES_MAX: usize = 1000;
 const LINES_BYTES_MAX: usize = 256 * 1024;
 
-/// Maximum number of lines and bytes per second that are logged immediately for each bulkhead.
+/// Maximum number of lines, and of bytes, that are logged immediately in each second for each bulkhead.
 const LINES_PER_SECOND: u32 = 900;
 const BYTES_PER_SECOND: usize = 960 * 1024;
 
-/// Maximum number of lines and bytes per second that are delayed beyond the limits above, for each
-/// bulkhead. These are the last lines of the second. They are logged when the second or the process ends. All
-/// others are read, dropped and counted.
+/// Maximum number of lines, and of bytes, that are delayed in each second for each bulkhead. If more lines
+/// arrive than can be logged immediately, the last lines are kept, and logged when the second is over or the
+/// process exits. All other lines are dropped and counted.
 const DELAYED_LINES_PER_SECOND: usize = 100;
 const DELAYED_BYTES_PER_SECOND: usize = 64 * 1024;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Size of the stderr tail kept for each process, and the number of processes whose tail is kept.
+/// Maximum number of bytes of standard error that are kept for each process, and maximum number of processes
+/// for which they are kept.
 const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
-/// Maximum number of bytes per read.
+/// Maximum number of bytes to read at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Maximum number of reads from the pipe of an ended process. Enough for a full pipe.
+/// Maximum number of reads from a pipe after the process has exited. This is enough to empty a full pipe.
 const LAST_READS_MAX: usize = 16;
 
-/// Minimum number of process starts between two searches for ended processes. With many processes, the
-/// number is larger: one start for each `PROCESSES_FOR_EACH_START` processes that are being read from.
+/// Minimum number of process starts between two searches for processes that have exited. With many processes,
+/// searches are rarer, so that each start pays for checking `PROCESSES_FOR_EACH_START` processes.
 const STARTS_BETWEEN_CHECKS: usize = 16;
 const PROCESSES_FOR_EACH_START: usize = 8;
 
-/// Output of all workers.
+/// Reads the output of all workers, and stores the output that is kept.
 #[derive(Debug, Default)]
 pub struct Output {
     state: Mutex<State>,
@@ -60,22 +61,23 @@ struct State {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
-    /// Processes whose pipes are being read.
+    /// Processes whose pipes are being read, by process id.
     readers: HashMap<u32, ProcessReader>,
-    /// Number of processes started since the last search for ended processes.
+    /// Number of processes that were started since the last search for processes that have exited.
     starts: usize,
 }
 
-/// A process whose pipes are being read. Reading stops some time after the process has ended, even if another
-/// process, such as the template that forked it, keeps the pipes open.
+/// A process whose pipes are being read. Reading stops some time after the process has exited, even if
+/// another process, such as the template that forked the process, keeps the pipes open.
 #[derive(Debug)]
 struct ProcessReader {
-    /// Dropping this sender stops the reading. Each pipe has a receiver.
+    /// Sender that stops the reading when it is dropped. The task for each pipe has a receiver.
     stop: watch::Sender<()>,
-    /// True for a template. Its workers can write to its pipes after the template has ended.
+    /// True if the process is a template. Forked workers can write to the pipes of a template after the
+    /// template has exited.
     is_template: bool,
     is_stderr_closed: bool,
-    /// True if the process had ended at the last check.
+    /// True if the process had exited by the last check.
     has_ended: bool,
 }
 
@@ -83,26 +85,27 @@ struct ProcessReader {
 struct Lines {
     lines: VecDeque<Arc<str>>,
     bytes: usize,
-    /// Set only while there are followers, because the channel allocates room for many lines.
+    /// Channel to followers. Only exists while there are followers, because the channel allocates memory for
+    /// many lines.
     live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
     delayed: DelayedLines,
-    /// Number of delayed lines of this second that are already logged.
+    /// Number of delayed lines of the current second that have already been logged.
     delayed_logged: usize,
 }
 
-/// The last lines of a second with too many lines.
+/// Last lines of a second in which too many lines arrived.
 #[derive(Debug, Default)]
 struct DelayedLines {
     lines: VecDeque<(LineSource, Box<[u8]>)>,
     bytes: usize,
-    /// Number of lines dropped before these.
+    /// Number of lines that were dropped before the delayed lines.
     dropped: u64,
 }
 
-/// Origin of a line.
+/// Process and stream that a line comes from.
 #[derive(Clone, Debug)]
 struct LineSource {
     bulkhead: Arc<str>,
@@ -115,7 +118,7 @@ impl Output {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts reading the pipes of a worker.
+    /// Starts reading the pipes of a worker or template.
     pub fn read(self: &Arc<Self>, output: WorkerOutput) {
         let WorkerOutput { bulkhead, pid, is_template, stdout, stderr } = output;
         let stop = self.lock().register(pid, is_template);
@@ -131,14 +134,15 @@ impl Output {
         }
     }
 
-    /// Drops the lines of all other bulkheads. Their remaining workers can still add lines.
+    /// Drops the lines of all bulkheads that are not in `bulkheads`. Workers of such bulkheads that still
+    /// exist can add new lines.
     pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
     async fn read_pipe(self: Arc<Self>, source: LineSource, pipe: Receiver, mut stop: watch::Receiver<()>) {
         let mut partial = Vec::new();
-        // The buffer is not held across await points, so that idle pipes need no memory.
+        // The buffer is not kept while waiting, so that an idle pipe needs no buffer.
         let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
             let count = pipe.try_read(&mut buffer)?;
@@ -159,7 +163,7 @@ impl Output {
                 Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
                 Ok(_) | Err(_) => {}
             }
-            // One worker with much output must not starve the others.
+            // A worker with a lot of output must not starve the others.
             tokio::task::yield_now().await;
         }
         if !partial.is_empty() {
@@ -169,7 +173,8 @@ impl Output {
         self.lock().pipe_closed(&source, &stop);
     }
 
-    /// Returns true if more stderr output of the process may follow.
+    /// Returns true if the pipe for the standard error of the process is still open, so that more output can
+    /// follow.
     pub fn has_open_stderr(&self, pid: u32) -> bool {
         self.lock().readers.get(&pid).is_some_and(|readers| !readers.is_stderr_closed)
     }
@@ -189,7 +194,8 @@ impl Output {
             }
             rest = &rest[end + 1..];
         }
-        // Longer lines are cut when the line ends.
+        // One byte more than the maximum is kept. It shows that the line must be truncated when it is
+        // complete.
         let room = (LINE_BYTES_MAX + 1).saturating_sub(partial.len());
         partial.extend_from_slice(&rest[..rest.len().min(room)]);
     }
@@ -217,7 +223,7 @@ impl Output {
         }
     }
 
-    /// Logs the delayed lines of a bulkhead and the number of dropped lines before them.
+    /// Logs the delayed lines of a bulkhead, and the number of lines that were dropped before them.
     fn log_delayed_of(&self, bulkhead: &Arc<str>) {
         let delayed = self.lock().bulkheads.get_mut(bulkhead).map(Lines::take_delayed);
         self.log_delayed(bulkhead, delayed.unwrap_or_default());
@@ -250,14 +256,15 @@ impl Output {
         self.keep(&source.bulkhead, line(&object).into());
         let LineSource { bulkhead, pid, stream } = source;
         if logging::is_json() {
-            // JSON escapes control characters.
+            // The text needs no escaping here, because the JSON format escapes control characters.
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{text}");
         } else {
             tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{}", text.escape_debug());
         }
     }
 
-    /// Returns the kept lines of a bulkhead as JSON objects, and a receiver of later lines.
+    /// Returns the newest lines of a bulkhead as JSON objects, at most `limit`, and a receiver for later
+    /// lines.
     pub fn follow(&self, bulkhead: &str, limit: usize) -> (Vec<Arc<str>>, broadcast::Receiver<Arc<str>>) {
         let mut state = self.lock();
         let lines = state.bulkheads.entry(bulkhead.into()).or_default();
@@ -266,7 +273,7 @@ impl Output {
         (lines.lines.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
-    /// Returns the last stderr output of a process.
+    /// Returns the last output of a process on standard error.
     pub fn tail(&self, pid: u32) -> Option<String> {
         let state = self.lock();
         let bytes: Vec<u8> = state.tails.get(&pid)?.iter().copied().collect();
@@ -275,7 +282,8 @@ impl Output {
 }
 
 impl State {
-    /// Registers a process, and clears the stderr tail of an earlier process with the same pid.
+    /// Registers a process whose pipes will be read. Clears the output of an earlier process with this
+    /// process id.
     fn register(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
         if self.starts > STARTS_BETWEEN_CHECKS.max(self.readers.len() / PROCESSES_FOR_EACH_START) {
@@ -291,8 +299,8 @@ impl State {
         until
     }
 
-    /// Stops reading from processes that had already ended at the previous check. The extra round allows
-    /// descendants to write their last output.
+    /// Stops reading from processes that had already exited at the previous check. Until then, descendants of
+    /// an exited process can write their last output.
     fn stop_reading_ended_processes(&mut self) {
         self.readers.retain(|pid, readers| {
             let number = Pid::from_raw(*pid as i32);
@@ -302,13 +310,13 @@ impl State {
         });
     }
 
-    /// Handles the end of one pipe.
+    /// Records that a pipe of a process has been closed.
     fn pipe_closed(&mut self, source: &LineSource, stop: &watch::Receiver<()>) {
-        // The pid may belong to another process by now.
+        // The process id may have been reused by another process, so the channel is compared as well.
         let of = |readers: &&mut ProcessReader| readers.stop.subscribe().same_channel(stop);
         if let Some(readers) = self.readers.get_mut(&source.pid).filter(of) {
             readers.is_stderr_closed |= source.stream == "stderr";
-            // This was the last pipe.
+            // The closed pipe was the last open pipe of the process.
             if readers.stop.receiver_count() == 1 {
                 self.readers.remove(&source.pid);
             }
@@ -332,7 +340,7 @@ impl State {
 }
 
 impl Lines {
-    /// Returns the lines delayed in the previous second, if that second has ended.
+    /// If the current second is over, begins a new one and returns the delayed lines of the old second.
     fn begin_second(&mut self) -> DelayedLines {
         let now = Instant::now();
         if self.second.is_some_and(|began| now.duration_since(began) < SECOND) {
@@ -350,9 +358,9 @@ impl Lines {
         delayed
     }
 
-    /// Delays a line. Drops the oldest delayed lines beyond the limits.
+    /// Adds a line to the delayed lines. Drops the oldest delayed lines if there are too many.
     fn delay(&mut self, source: &LineSource, bytes: &[u8]) {
-        // One byte beyond the limit marks the line as too long.
+        // One byte more than the maximum is kept, which marks the line as too long.
         let bytes = &bytes[..bytes.len().min(LINE_BYTES_MAX + 1)];
         let DelayedLines { lines, bytes: held_bytes, dropped } = &mut self.delayed;
         lines.push_back((source.clone(), bytes.into()));

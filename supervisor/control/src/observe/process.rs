@@ -1,4 +1,4 @@
-//! Resource usage of processes, from `/proc`.
+//! Reads the resource usage of processes from `/proc`.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::read_proc_file;
 
-/// Maximum age of a cached value for metrics.
+/// Maximum age of the cached resident sizes.
 const CACHE_AGE_MAX: Duration = Duration::from_secs(1);
 
 /// Cache of the resident sizes of processes. Each process is read at most once per second.
@@ -20,7 +20,8 @@ struct Cache {
 }
 
 impl ResidentSizes {
-    /// Returns the resident size of a process in bytes; `None` if the process is gone.
+    /// Returns the resident size of a process in bytes, at most one second old. Returns `None` if the process
+    /// no longer exists.
     pub fn bytes(&self, pid: u32) -> Option<u64> {
         let mut cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.started_at.is_none_or(|started_at| started_at.elapsed() >= CACHE_AGE_MAX) {
@@ -36,7 +37,7 @@ impl ResidentSizes {
 }
 
 /// Returns the peak resident size of a process in bytes, and its processor time in milliseconds, including
-/// waited-for children; `None` if the process is gone.
+/// that of reaped children. Returns `None` if the process no longer exists.
 pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
     let status = read_proc_file(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -44,8 +45,8 @@ pub fn peak_usage(pid: u32) -> Option<(u64, u64)> {
     Some((kib * 1024, processor_ms(pid, 4)?))
 }
 
-/// Returns the sum of the first `times` processor times in `/proc/PID/stat`, in milliseconds. Two are of the
-/// process itself, and two more of its waited-for children.
+/// Returns the sum of the first `times` processor times in `/proc/PID/stat`, in milliseconds. The first two
+/// are user and system time of the process itself, the next two those of its reaped children.
 fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     let stat = read_proc_file(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
@@ -53,22 +54,22 @@ fn processor_ms(pid: u32, times: usize) -> Option<u64> {
     Some(used * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
-/// Returns the memory size of this machine in bytes; `None` if unknown.
+/// Returns the memory size of this machine in bytes, or `None` if it is unknown.
 pub fn machine_memory() -> Option<u64> {
     let about = std::fs::read_to_string("/proc/meminfo").ok()?;
     let total = about.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     Some(total.trim().split(' ').next()?.parse::<u64>().ok()? * 1024)
 }
 
-/// Returns the resident size of a process in bytes; `None` if the process is gone.
+/// Returns the resident size of a process in bytes, or `None` if the process no longer exists.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
     let statm = read_proc_file(&format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }
 
-/// Returns the resident size of a process in bytes and its processor time in milliseconds; `None` if the
-/// process is gone.
+/// Returns the resident size of a process in bytes, and its processor time in milliseconds. Returns `None` if
+/// the process no longer exists.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
     Some((resident_bytes(pid)?, processor_ms(pid, 2)?))
 }

@@ -1,5 +1,6 @@
-//! Spans of jobs: logged if the log level includes them, and sent to a collector if one is configured. A
-//! separate thread does both, so that a flood of spans or a hanging collector delays nothing else.
+//! Logs spans of jobs if the log level includes them, and sends them to a collector if one is configured. A
+//! separate thread does this, so that neither a flood of spans nor a collector that hangs can delay anything
+//! else.
 
 mod export;
 mod otlp;
@@ -19,32 +20,32 @@ use bulkhead_plane::threads::ThreadMonitor;
 use export::Export;
 use otlp::Collector;
 
-/// Capacity of the channel to the thread. Further spans are dropped and counted.
+/// Maximum number of spans in the channel to the thread. Further spans are dropped and counted.
 const SPANS_MAX: usize = 4096;
 
 /// Minimum interval between two warnings about lost spans.
 const LOSS_REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time limit at shutdown for the thread. The thread itself gives up earlier (`EXPORT_FINISH_TIMEOUT`) if it is
-/// scheduled.
+/// Maximum time to wait for the thread at shutdown. The thread usually gives up earlier, after
+/// `EXPORT_FINISH_TIMEOUT`.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The running thread.
+/// Handle of the thread that handles spans.
 #[derive(Debug)]
 pub struct SpanThread(blocking::Receiver<()>);
 
 impl SpanThread {
-    /// Waits, within a time limit, until all spans are written and sent. Call this after all senders are
-    /// dropped.
+    /// Waits until all spans have been logged and sent, or until the time limit has passed. All senders must
+    /// have been dropped before.
     pub fn finish(self) {
-        // The channel closes when the thread ends.
+        // The call returns when the thread ends, because the channel is then closed.
         let _ = self.0.recv_timeout(FINISH_TIMEOUT);
         super::logging::finish();
     }
 }
 
-/// Starts the thread if spans are needed: for the log, according to its level for `bulkhead::job`, or for a
-/// collector, according to the environment.
+/// Starts the thread, if spans are needed. Spans are needed if the log level of the target `bulkhead::job`
+/// includes them, or if environment variables configure a collector.
 pub fn start(
     counters: Arc<SharedCounters>,
     threads: &ThreadMonitor,
@@ -63,7 +64,8 @@ pub fn start(
     let run = move || {
         runtime.block_on(handle_spans(spans, is_logged, collector, &counters));
         drop(alive);
-        // A thread may still resolve the collector's address, which cannot be interrupted.
+        // The runtime is not waited for, because one of its threads may still be resolving the collector's
+        // address, which cannot be interrupted.
         runtime.shutdown_background();
     };
     threads.spawn("spans", run)?;
@@ -104,7 +106,7 @@ fn handle_span(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>)
     }
 }
 
-/// Advances the export. Never completes without a collector.
+/// Performs the next step of the export. Never completes if there is no collector.
 async fn step(export: Option<&mut Export>) {
     match export {
         Some(export) => export.step().await,
@@ -112,7 +114,7 @@ async fn step(export: Option<&mut Export>) {
     }
 }
 
-/// Number of lost spans that were reported, and the time of the last report.
+/// Number of lost spans that have been reported, and time of the last report.
 #[derive(Default)]
 struct LossReports {
     reported: u64,
@@ -135,7 +137,7 @@ impl LossReports {
     }
 }
 
-/// Logs a span in one line, with the fields that are sent to a collector.
+/// Logs a span as a single line, with the fields that are also sent to a collector.
 fn log(span: &JobSpan) {
     let outcome = &span.outcome;
     tracing::debug!(

@@ -6,7 +6,7 @@ fn place(number: usize) -> BulkheadIndex {
     BulkheadIndex::from_number(number)
 }
 
-/// A deterministic sequence of numbers (SplitMix64).
+/// Deterministic random number generator (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// A simple reference model: the bytes that each user, connection and bulkhead holds.
+/// Simple reference model, which stores the number of bytes that each user, connection and bulkhead holds.
 #[derive(Default)]
 struct Plain {
     held: BTreeMap<(u32, u64, usize), (usize, usize)>,
@@ -39,7 +39,12 @@ impl Plain {
         held.filter_map(|(key, _)| of(key)).collect::<BTreeSet<_>>().len()
     }
 
-    fn may_have(&self, (user, connection, bulkhead): (u32, u64, usize), more: usize, most: usize) -> bool {
+    fn can_hold_share(
+        &self,
+        (user, connection, bulkhead): (u32, u64, usize),
+        more: usize,
+        most: usize,
+    ) -> bool {
         let within = |held: usize, sharers: usize, room: usize| {
             held + more <= room / (sharers + usize::from(held == 0)).max(1)
         };
@@ -58,7 +63,7 @@ impl Plain {
 }
 
 #[test]
-fn it_counts_and_chooses_as_one_would_by_hand() {
+fn shares_match_a_simple_model() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let most = 1000 + random.below(3000);
@@ -73,8 +78,8 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
                 .or_insert_with(|| shares.open(Owner::User(user), u64::from(user) * 100 + connection));
             let more = 1 + random.below(most / 4);
             assert_eq!(
-                shares.may_have(holder, Some(place(bulkhead)), more, most),
-                plain.may_have(key, more, most)
+                shares.can_hold_share(holder, Some(place(bulkhead)), more, most),
+                plain.can_hold_share(key, more, most)
             );
             let entry = plain.held.entry(key).or_default();
             match random.below(4) {
@@ -114,22 +119,22 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
             shares.close(holder);
         }
         assert_eq!(shares.held(), 0);
-        assert_eq!(shares.free.len() + 1, shares.nodes.len(), "nothing is left of them");
+        assert_eq!(shares.free.len() + 1, shares.nodes.len(), "all nodes except the root must be free");
     }
 }
 
 fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
-    let giver = shares.giver(None, most);
+    let next_eviction = shares.next_eviction(None, most);
     let users = plain.distinct(|key| Some(key.0)).max(1);
     let share = most / users;
     let is_over = |user: u32| plain.total(|key| key.0 == user) > share && plain.jobs(|key| key.0 == user) > 0;
     let may_give = plain.total(|_| true) > most && (0..4).any(is_over);
-    let Some(giver) = giver else {
-        assert!(!may_give, "nobody gives");
+    let Some(next_eviction) = next_eviction else {
+        assert!(!may_give, "some holder must free memory");
         return;
     };
     assert!(may_give);
-    let Giver::Job(leaf) = giver else { panic!("there are no frames") };
+    let Eviction::Job(leaf) = next_eviction else { panic!("only jobs can be evicted here") };
     let node = |holder: Holder| &shares.nodes[holder.0 as usize];
     let connection = node(leaf).parent;
     let user = node(connection).parent;
@@ -137,7 +142,7 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
         (node(leaf).key as usize, node(connection).key % 100, node(user).key as u32);
     let of_user = plain.total(|key| key.0 == user);
     let heaviest = (0..4).filter(|&it| is_over(it)).map(|it| plain.total(|key| key.0 == it)).max();
-    assert_eq!(Some(of_user), heaviest, "the one furthest over gives");
+    assert_eq!(Some(of_user), heaviest, "the user that exceeds its share the most must free memory");
     let of_connection = |it: u64| plain.total(|key| (key.0, key.1) == (user, it));
     let gives = |it: &u64| plain.jobs(|key| (key.0, key.1) == (user, *it)) > 0;
     assert_eq!(Some(of_connection(connection)), (0..4).filter(gives).map(of_connection).max());
@@ -146,44 +151,44 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
     assert_eq!(Some(of_leaf(leaf)), (0..3).filter(gives).map(of_leaf).max());
 }
 
-/// Requests `wanted` bytes for a holder as the data plane does: checks the share, counts the bytes, and frees
-/// memory of other holders if necessary.
+/// Requests `wanted` bytes for a holder in the same way as the data plane. Checks the share, counts the
+/// bytes, and frees memory of other holders if necessary.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
-    if !shares.may_have(leaf.0, Some(place(leaf.1)), wanted, most) {
+    if !shares.can_hold_share(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
     }
     let holder = shares.leaf(leaf.0, place(leaf.1));
     shares.add(holder, Kind::Job, wanted);
-    while let Some(giver) = shares.giver(Some((leaf.0, Some(place(leaf.1)))), most) {
-        let Giver::Job(holder) = giver else { panic!("there are no frames") };
+    while let Some(next_eviction) = shares.next_eviction(Some((leaf.0, Some(place(leaf.1)))), most) {
+        let Eviction::Job(holder) = next_eviction else { panic!("only jobs can be evicted here") };
         shares.subtract(holder, Kind::Job, wanted);
     }
     shares.held() <= most
 }
 
 #[test]
-fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
+fn new_user_gets_an_equal_share_of_full_memory() {
     let most = 1200;
     let mut shares = Shares::default();
     let crowd: Vec<Holder> = (0..6).map(|n| shares.open(Owner::User(1), n)).collect();
     let mut turns = crowd.iter().cycle();
     while turns.next().is_some_and(|&connection| take(&mut shares, (connection, 0), 10, most)) {}
-    assert_eq!(shares.held(), most, "one user alone may use all");
-    // Another user gets half and no more, for any number of connections.
+    assert_eq!(shares.held(), most, "a single user can use all the memory");
+    // Another user gets half of the memory and no more, whatever its number of connections.
     let other = shares.open(Owner::User(2), 100);
     let mut got = 0;
     while take(&mut shares, (other, 0), 10, most) {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2, most));
-    // Another connection of the first user gets an equal part of that user's memory.
+    // Another connection of the first user gets an equal share of that user's memory.
     let seventh = shares.open(Owner::User(1), 7);
     let mut got = 0;
     while take(&mut shares, (seventh, 0), 10, most) {
         got += 10;
     }
     assert_eq!((got, shares.held()), (most / 2 / 7 / 10 * 10, most));
-    // Another bulkhead of the connection gets an equal part too.
+    // Another bulkhead of the connection also gets an equal share.
     let mut got = 0;
     while take(&mut shares, (other, 1), 10, most) {
         got += 10;
@@ -192,7 +197,7 @@ fn one_alone_has_all_and_a_newcomer_has_an_equal_share() {
 }
 
 #[test]
-fn frames_go_before_jobs_and_what_is_fixed_stays() {
+fn frames_are_evicted_before_jobs() {
     let mut shares = Shares::default();
     let (a, b) = (shares.open(Owner::User(1), 1), shares.open(Owner::User(1), 2));
     let workers = shares.open(Owner::Workers, 0);
@@ -200,17 +205,25 @@ fn frames_go_before_jobs_and_what_is_fixed_stays() {
     shares.add(leaf, Kind::Job, 500);
     shares.add(b, Kind::Frame, 20);
     shares.add(workers, Kind::Fixed, 600);
-    assert_eq!(shares.giver(None, 1000), Some(Giver::Frame(b)), "small, but a frame");
+    assert_eq!(
+        shares.next_eviction(None, 1000),
+        Some(Eviction::Frame(b)),
+        "a frame must be evicted before jobs, even if it is small"
+    );
     shares.subtract(b, Kind::Frame, 20);
-    assert_eq!(shares.giver(None, 1000), None, "within its share, whatever is on its way to workers");
-    assert!(!shares.may_have(a, Some(place(0)), 1, 1000));
+    assert_eq!(
+        shares.next_eviction(None, 1000),
+        None,
+        "the holder is within its share, whatever memory frames to workers hold"
+    );
+    assert!(!shares.can_hold_share(a, Some(place(0)), 1, 1000));
     shares.add(leaf, Kind::Job, 1);
-    assert_eq!(shares.giver(None, 1000), Some(Giver::Job(leaf)));
+    assert_eq!(shares.next_eviction(None, 1000), Some(Eviction::Job(leaf)));
     shares.subtract(leaf, Kind::Job, 1);
     shares.add(leaf, Kind::Fixed, 1000);
     shares.subtract(leaf, Kind::Job, 500);
-    assert_eq!(shares.giver(None, 1000), None, "nobody has anything to give");
+    assert_eq!(shares.next_eviction(None, 1000), None, "no holder has memory that can be freed");
     shares.close(a);
     shares.subtract(leaf, Kind::Fixed, 1000);
-    assert_eq!(shares.free.len(), 2, "a connection that is closed stays as long as something is held for it");
+    assert_eq!(shares.free.len(), 2, "a closed connection must remain as long as it holds memory");
 }

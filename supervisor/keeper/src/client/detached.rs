@@ -22,11 +22,11 @@ use crate::protocol::{
     SERVICE_MANAGER_VARIABLES, VERSION,
 };
 
-/// Time limit for the start of the keeper. Probing the machine takes milliseconds, or seconds if a trial is
-/// stuck.
+/// Maximum time to wait until the keeper is running. Includes the probe of the machine, which takes
+/// milliseconds, or seconds if a trial process hangs.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Lowest descriptor number that does not collide with the standard input and output of a new program.
+/// Lowest descriptor number above standard input, output and error.
 const DESCRIPTOR_MIN: i32 = 3;
 
 /// Results of the guard's probe of the machine.
@@ -34,11 +34,11 @@ const DESCRIPTOR_MIN: i32 = 3;
 pub struct ProbeResult {
     /// Layers of confinement that the machine supports.
     pub layers: Vec<LayerSupport>,
-    /// Ids for workers, or the reason why no ids are available.
+    /// Subordinate user ids for workers, or the reason why none are available.
     pub ids: Result<Arc<SubordinateIds>, String>,
 }
 
-/// `Yes` if the guard must probe the machine.
+/// Whether the guard probes which layers of confinement the machine supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProbeMachine {
     Yes,
@@ -78,8 +78,8 @@ impl DetachedKeeper {
         match started {
             Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
             Err(error) => {
-                // The process can be any program. If it has started a keeper, the keeper exits when the socket
-                // is closed.
+                // The program might not be a keeper, so the process is killed. If it has already started a
+                // keeper, that keeper exits when the socket is closed.
                 let _ = pidfd_send_signal(&guard, Signal::KILL);
                 let is_silent = error.kind() == io::ErrorKind::UnexpectedEof;
                 Err(if is_silent { not_a_keeper(program) } else { error })
@@ -106,16 +106,17 @@ impl DetachedKeeper {
             if !wait_until_readable(process, until.saturating_duration_since(Instant::now()))? {
                 return Ok(false);
             }
-            // Fails if this process does not adopt orphans. Then another process reaps this one.
+            // Fails if orphans are not reparented to this process. In that case, another process reaps the
+            // keeper and the guard.
             let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
         Ok(true)
     }
 
-    /// Kills the keeper, and waits until the guard has killed the processes left behind.
+    /// Kills the keeper, and waits until the guard has killed the processes that the keeper left behind.
     pub(crate) fn kill_and_wait(&self, timeout: Duration) -> io::Result<()> {
         self.kill_keeper()?;
-        // The guard can have been stopped.
+        // Resumes the guard, in case it was stopped by a signal.
         let _ = pidfd_send_signal(&self.guard, Signal::CONT);
         if self.wait(timeout)? {
             return Ok(());
@@ -136,7 +137,8 @@ fn not_a_keeper(program: &Path) -> io::Error {
     ))
 }
 
-/// Receives the guard's message. Fails with [`io::ErrorKind::UnexpectedEof`] if the process is not a guard.
+/// Waits for the guard's `GuardReady` message. Fails with [`io::ErrorKind::UnexpectedEof`] if the process is
+/// not a guard.
 fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let until = Instant::now() + READY_TIMEOUT;
     let mut buffer = vec![0; ORDER_BYTES_MAX];
@@ -164,11 +166,12 @@ fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<
     }
 }
 
-/// Starts the program as an orphan.
+/// Starts `program` as the guard. The new process is an orphan, not a child of this process.
 #[expect(unsafe_code, reason = "execve, and the calls before execve, have no safe wrapper")]
 fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Result<OwnedFd> {
     let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
-    // Moves both descriptors above the final numbers, so that neither `dup2` overwrites the other source.
+    // Moves both descriptors above 2, so that the first `dup2` call cannot overwrite the source of the
+    // second.
     let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
     let (socket, application) = (above(theirs)?, above(application)?);
     let path = CString::new(program.as_os_str().as_bytes())?;
@@ -182,7 +185,8 @@ fn start_guard(program: &Path, probe: ProbeMachine, theirs: OwnedFd) -> io::Resu
     let environment = environment();
     let (argv, envp) = (vfork::null_terminated(&arguments), vfork::null_terminated(&environment));
     let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
-    // SAFETY: three system calls, with lists that were prepared before and end with a null pointer.
+    // SAFETY: the child makes only three system calls. Their argument lists were prepared before and end with
+    // a null pointer.
     let started = unsafe {
         vfork::spawn_orphan(|| {
             for (from, to) in [(socket_number, libc::STDIN_FILENO), (application_number, libc::STDOUT_FILENO)]

@@ -2,8 +2,9 @@
 //! descendants.
 //!
 //! The leaves are children of the keeper's own group, which must have been delegated to the keeper. Groups
-//! above are never changed, and only the supervisor's own processes are moved. The caller empties and removes a
-//! leaf. Nothing here waits. If an action is not possible yet, the caller tries again.
+//! above the keeper's own group are never changed, and only the supervisor's own processes are moved. The
+//! caller is responsible for emptying and removing a leaf. No function waits: if an action is not possible
+//! yet, the caller tries again later.
 //!
 //! - `folder`: a group as a folder of files, with limits on reads and writes.
 //! - `leaf`: the group of a worker.
@@ -38,38 +39,39 @@ pub(crate) use limits::Limits;
 /// in this child group.
 const MAIN_GROUP: &str = "bulkhead-main";
 
-/// Maximum number of rounds for moving processes out of a group. Processes forked in one round are found in the
-/// next.
+/// Maximum number of rounds for moving processes out of a group. Processes that are forked during one round
+/// are moved in the next.
 const MOVE_ROUNDS_MAX: usize = 16;
 
-/// Maximum number of leaves of previous keepers that are handled in one call.
+/// Maximum number of leaf groups of previous keepers to clean up in one call.
 const STALE_LEAVES_MAX: usize = 4096;
 
-/// Maximum number of foreign processes named in an error.
+/// Maximum number of foreign processes listed in an error message.
 const NAMED_PROCESSES_MAX: usize = 3;
 
-/// Advice for the failures below.
+/// Advice for administrators, appended to errors about control groups.
 pub(crate) const MOUNT_ADVICE: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, mount cgroup v2";
-pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start the \
-     supervisor by `systemd-run --user --scope -p Delegate=yes`";
+pub(crate) const DELEGATE_ADVICE: &str = "delegate a cgroup: set Delegate=yes in the supervisor's unit, or \
+                                          start the supervisor with `systemd-run --user --scope -p \
+                                          Delegate=yes`";
 pub(crate) const CONTROLLER_ADVICE: &str =
-    "delegate the controller (Delegate=yes); if cgroup v1 holds the controller, boot with cgroup v2 alone";
+    "delegate the controller (Delegate=yes); if cgroup v1 uses the controller, boot with cgroup v2 only";
 const KERNEL_ADVICE: &str = "run kernel 5.14 or later";
 const SEPARATE_GROUP_ADVICE: &str = "start the supervisor in a separate cgroup: as a unit with Delegate=yes and \
      DelegateSubgroup=bulkhead-main, or as the only program of a container";
 const GROUP_LIMITS_ADVICE: &str =
     "raise cgroup.max.descendants and cgroup.max.depth of the cgroup, or of the cgroups above";
-const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups hold the cgroup";
+const INSPECT_ADVICE: &str = "check which processes (cgroup.procs) and child cgroups keep the cgroup in use";
 
-/// Failure of an action on a group.
+/// A failed operation on a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to". Names the file.
+    /// Description of the failed action, which fits after "failed to". Names the file.
     pub(crate) attempted: String,
-    /// Error of the kernel, or the most similar error.
+    /// Error number from the kernel, or the closest error number if the keeper itself detected the failure.
     pub(crate) errno: Errno,
-    /// Advice for an administrator.
+    /// Advice for the administrator on fixing the failure.
     pub(crate) advice: &'static str,
 }
 
@@ -97,12 +99,12 @@ pub(crate) fn root_path() -> Result<PathBuf, Failure> {
 
 fn open_root() -> Result<Folder, Failure> {
     let own = open_own_group()?;
-    // An earlier keeper, or systemd, has moved this process there.
+    // An earlier keeper or systemd has moved this process into the main group.
     let is_main = own.path().file_name().is_some_and(|name| name == MAIN_GROUP);
     if is_main { own.parent() } else { Ok(own) }
 }
 
-/// Opens the group of this process.
+/// Opens the control group of this process.
 fn open_own_group() -> Result<Folder, Failure> {
     let mounts = folder::read_proc("/proc/self/mountinfo")?;
     let cgroups = folder::read_proc("/proc/self/cgroup")?;
@@ -126,7 +128,7 @@ fn open_own_group() -> Result<Folder, Failure> {
 pub(crate) struct DelegatedGroup {
     folder: Folder,
     owner: Owner,
-    /// Pid of the supervisor, which is moved together with the keeper.
+    /// Pid of the supervisor, which is moved to the main group together with the keeper.
     supervisor: u32,
 }
 
@@ -139,8 +141,8 @@ pub(crate) struct StaleLeaves {
 }
 
 impl DelegatedGroup {
-    /// Finds the group of this process, and checks that the group was delegated. This requires the right to
-    /// create children and to move processes. `supervisor` is the pid of the parent process.
+    /// Finds the group of this process, and checks that the group was delegated, so that this process can
+    /// create child groups and move processes. `supervisor` is the pid of the parent process.
     pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::from_folder(open_root()?, supervisor)
     }
@@ -155,8 +157,8 @@ impl DelegatedGroup {
         self.folder.path()
     }
 
-    /// Kills and removes the leaves of previous keepers. Tries all leaves before the first failure is returned.
-    /// Call this again after a pause while leaves are left.
+    /// Kills and removes the leaves of previous keepers. After a failure, continues with the other leaves and
+    /// then returns the first failure. Call this again after a pause until no leaves are left.
     pub(crate) fn remove_stale_leaves(&self) -> Result<StaleLeaves, Failure> {
         let is_stale =
             |name: &str| Owner::from_leaf_name(name).is_some_and(|owner| self.owner.outlived(&owner));
@@ -164,7 +166,8 @@ impl DelegatedGroup {
         let mut failed = None;
         for name in self.folder.children(STALE_LEAVES_MAX, is_stale)? {
             match self.folder.child(&name).and_then(|leaf| leaf.write("cgroup.kill", "1")) {
-                // A leaf without this file can still be empty, and is removed then.
+                // The leaf may have no `cgroup.kill` file, or may be gone. If the leaf is empty, it is
+                // removed below.
                 Ok(()) | Err(Failure { errno: Errno::NOENT | Errno::NODEV, .. }) => {}
                 Err(error) => _ = failed.get_or_insert(error),
             }
@@ -177,7 +180,8 @@ impl DelegatedGroup {
         failed.map_or(Ok(stale), Err)
     }
 
-    /// Creates the leaf of a worker and applies the limits. A number in `worker` must never be used twice.
+    /// Creates the control group of a worker and applies the limits. `worker` must be a number that was never
+    /// used before.
     pub(crate) fn create_leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
@@ -207,8 +211,8 @@ impl DelegatedGroup {
                 advice: CONTROLLER_ADVICE,
             });
         }
-        // Must come first even if the kernel does not require it. A group that contains a process can enable
-        // `cpu` and `pids`, but then its children cannot contain processes.
+        // Moves the processes first, even where the kernel does not require it. A group that contains a
+        // process can enable `cpu` and `pids`, but then its children cannot contain processes.
         self.move_processes_out()?;
         let enabled = self.folder.read_words("cgroup.subtree_control")?;
         let wanted = controllers.iter().filter(|name| !enabled.iter().any(|have| have == *name));
@@ -219,10 +223,11 @@ impl DelegatedGroup {
         self.folder.write("cgroup.subtree_control", &switches.join(" "))
     }
 
-    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group contains
-    /// any other process, because no other process may be moved.
+    /// Moves the supervisor, the keeper and all its descendants into a child group. Fails if the group
+    /// contains any other process, because other processes must not be moved.
     fn move_processes_out(&self) -> Result<(), Failure> {
-        // The root group can have both processes and limited children. It is the only group without a type.
+        // The root cgroup can contain both processes and limited child groups. Only the root cgroup has no
+        // `cgroup.type` file.
         if !self.folder.has_file("cgroup.type")? {
             return Ok(());
         }
@@ -268,7 +273,7 @@ impl DelegatedGroup {
     fn foreign_processes_failure(&self, others: &[u32]) -> Failure {
         let name = |pid: &u32| match folder::read_proc(&format!("/proc/{pid}/comm")) {
             Ok(name) => format!("{pid} ({})", name.trim_end().escape_default()),
-            // A process outside of this pid namespace is shown as 0.
+            // The kernel shows 0 as the pid of a process outside of this pid namespace.
             Err(_) => pid.to_string(),
         };
         let mut names: Vec<String> = others.iter().take(NAMED_PROCESSES_MAX).map(name).collect();

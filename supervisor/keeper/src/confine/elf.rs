@@ -1,5 +1,6 @@
-//! Checks whether a program or a library works if only a descriptor gives access to the file. The file must be
-//! an ELF file, which the kernel executes directly, and must not find other files relative to its own location.
+//! Checks whether a program or a library works if a worker can access the file only through a descriptor, not
+//! by path. The file must be an ELF file, which the kernel executes directly, and must not look for other
+//! files relative to its own location.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 
 const MAGIC: [u8; 4] = *b"\x7fELF";
 
-/// Class and byte order: 64 bits, little-endian.
+/// Bytes in the ELF header for the class and the byte order: 64-bit, little-endian.
 const CLASS_AND_BYTE_ORDER: [u8; 2] = [2, 1];
 
 const PROGRAM_HEADER_BYTES: usize = 56;
@@ -22,15 +23,16 @@ const DT_STRTAB: u64 = 5;
 const DT_RPATH: u64 = 15;
 const DT_RUNPATH: u64 = 29;
 
-/// Maximum size of a search path, in bytes.
+/// Maximum size of a library search path (`DT_RPATH` or `DT_RUNPATH`), in bytes.
 const SEARCH_PATH_BYTES_MAX: usize = 4096;
 
-/// True if the kernel executes the file directly.
+/// Returns true if the file is an ELF file, which the kernel executes directly.
 pub(super) fn is_elf(path: &Path) -> bool {
     open(path).is_some()
 }
 
-/// True if the file is an ELF file and does not search for libraries relative to itself (`$ORIGIN`).
+/// Returns true if the file is an ELF file and does not search for libraries relative to its own location
+/// (`$ORIGIN`).
 pub(super) fn is_self_contained(path: &Path) -> bool {
     open(path).is_some_and(|file| {
         search_paths(&file).is_some_and(|paths| !paths.iter().any(|path| uses_origin(path)))
@@ -38,7 +40,7 @@ pub(super) fn is_self_contained(path: &Path) -> bool {
 }
 
 fn open(path: &Path) -> Option<File> {
-    // The flags prevent that opening a named pipe blocks.
+    // With these flags, opening a named pipe does not block.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
     let mut start = MAGIC;
@@ -53,7 +55,7 @@ fn uses_origin(search_path: &[u8]) -> bool {
         .any(|word| search_path.windows(word.len()).any(|part| part == *word))
 }
 
-/// Returns the search paths for libraries, or `None` if the file has an unknown format.
+/// Returns the library search paths in the file, or `None` if the file has an unknown format.
 fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;
@@ -72,7 +74,7 @@ fn search_paths(file: &File) -> Option<Vec<Vec<u8>>> {
         })
     };
     let Some((_, offset, _, bytes)) = parts().find(|(kind, ..)| *kind == PT_DYNAMIC) else {
-        return Some(Vec::new()); // Linked statically.
+        return Some(Vec::new()); // The file is statically linked.
     };
     let mut entries = vec![0; bytes.min(DYNAMIC_BYTES_MAX) as usize];
     file.read_exact_at(&mut entries, offset).ok()?;
@@ -105,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn detects_search_paths_relative_to_the_file() {
+    fn elf_search_path_relative_to_file_is_detected() {
         assert!(is_self_contained(&std::env::current_exe().unwrap()));
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);

@@ -1,12 +1,13 @@
-//! Landlock restricts which files a worker can access, and denies sockets and processes outside of the sandbox.
+//! Landlock rules, which restrict the files that a worker can access, and deny access to sockets and
+//! processes outside of the sandbox.
 //!
 //! The keeper prepares the rules before the fork. The child enforces the rules and tests the result (see
-//! `self_test`). The rules deny all rights that the running kernel knows, and grant rights only for the paths
-//! below. A missing feature is never ignored here; `probe` reports which features an older kernel lacks.
-//! (Rights of future kernels are not denied until the library knows them.)
+//! `self_test`). The rules deny all rights that the running kernel and the library know, and grant rights
+//! only for the paths in [`Rules`] and for paths that every program needs. `probe` reports which features an
+//! older kernel lacks.
 //!
-//! Rules refer to files, not to names. If a file is replaced under its name, a running worker cannot access the
-//! new file until the worker is restarted.
+//! Rules refer to files, not to names. If a file is replaced with another file of the same name, a running
+//! worker cannot access the new file until the worker is restarted.
 
 mod self_test;
 
@@ -27,50 +28,53 @@ use rustix::io::Errno;
 use self::self_test::ForbiddenAction;
 use super::paths::{self, PROC_FOLDER};
 
-/// Newest version that the library knows. Used only to find the rights that apply to files; the kernel's own
-/// version limits which rights are granted.
+/// Newest Landlock version that the library knows. Used only to find the rights that apply to files. The
+/// version of the running kernel determines which rights are granted.
 const NEWEST_ABI: ABI = ABI::V9;
 
 /// Paths that a worker can access in addition to the paths that every program needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rules<'a> {
-    /// The program, and the files that the program executes or loads. The worker can read and execute their
-    /// folders. Missing paths are not an error here, because executing the program reports the error.
+    /// The worker's program, and the files that the program executes or loads. The worker can read and
+    /// execute all files in the folders of these files. Missing paths are not an error here, because
+    /// executing the program reports the error.
     pub(crate) programs: &'a [&'a Path],
-    /// The working directory, which can be read and executed. A missing directory is not an error here,
-    /// because a later step reports it.
+    /// The working directory. The worker can read and execute the files in it. A missing directory is not an
+    /// error here, because a later step reports it.
     pub(crate) directory: Option<&'a Path>,
-    /// Files and folders that the worker can read and execute. Interpreters and virtual environments need the
-    /// right to execute. A process that can read a program could also run it with the dynamic loader.
+    /// Files and folders that the worker can read and execute. The right to execute is included because
+    /// interpreters and virtual environments need it, and because a process that can read a program can run
+    /// it with the dynamic loader anyway.
     pub(crate) read: &'a [&'a Path],
-    /// Files and folders with all rights, except to create device nodes.
+    /// Files and folders for which the worker has all rights, except the right to create device nodes.
     pub(crate) write: &'a [&'a Path],
-    /// A private folder, with the rights of `write` except the right to create sockets.
+    /// The worker's private temporary folder. The worker has all rights that `write` gives, except those for
+    /// sockets and devices.
     pub(crate) temporary: Option<&'a Path>,
-    /// Paths that are not granted, even inside of granted folders.
+    /// Paths that the worker must not access, even inside of granted folders.
     pub(crate) withheld: &'a [&'a Path],
     /// True if the worker has a private root folder, to which these rules do not apply.
     pub(crate) has_own_root: bool,
-    /// True if the worker may use TCP.
+    /// True if the worker is allowed to use TCP.
     pub(crate) network: bool,
 }
 
 /// Failure to create a ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// Description that fits after "failed to".
+    /// Description of the failed action, which fits after "failed to".
     pub(crate) attempted: String,
-    /// Error of the kernel.
+    /// Error number from the kernel.
     pub(crate) errno: Errno,
 }
 
-/// Prepared rules.
+/// Landlock rules that are ready to be enforced.
 #[derive(Debug)]
 pub(crate) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
     forbidden: ForbiddenAction,
-    /// The granted paths that exist.
+    /// Granted paths that existed when the rules were prepared, with the granted rights.
     granted: Vec<program_rules::Grant>,
 }
 
@@ -84,8 +88,8 @@ pub(crate) enum RestrictError {
 }
 
 impl Ruleset {
-    /// Creates the ruleset. Skips missing paths of the system, but fails for missing paths of the
-    /// configuration.
+    /// Creates the ruleset. Skips system paths that do not exist, but fails if a configured path does not
+    /// exist.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = abi_version().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
@@ -105,8 +109,8 @@ impl Ruleset {
         Ok(Self { descriptor, abi, forbidden, granted })
     }
 
-    /// Returns the rules in the form that a worker uses for the programs it runs. Each program gets a separate
-    /// part of the worker's temporary folder in place of the whole folder.
+    /// Returns the rules that the worker applies to the programs it runs. Each program can access only its
+    /// own part of the worker's temporary folder.
     pub(crate) fn program_rules(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
@@ -121,30 +125,31 @@ impl Ruleset {
         }
     }
 
-    /// Returns the descriptor, for a child that closes all others.
+    /// Returns the ruleset's descriptor, which the child must not close when it closes all other descriptors.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
-    /// Returns the kernel's version of Landlock.
+    /// Returns the Landlock version of the kernel.
     pub(crate) fn abi(&self) -> u32 {
         self.abi
     }
 
-    /// Grants access to the folders that are mounted in a private root folder: `/proc`, and `/tmp` if `has_tmp`
-    /// is true. For a forked child: makes only system calls.
+    /// Grants access to the folders that are mounted in a private root folder: `/proc`, and `/tmp` if
+    /// `has_tmp` is true. Safe in a forked child, because it makes only system calls.
     pub(crate) fn add_private_mounts(&self, has_tmp: bool) -> Result<(), Errno> {
         self.add_path(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
         if has_tmp { self.add_path(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Grants access to a private temporary file system. For a forked child: makes only system calls.
+    /// Grants access to a private temporary file system. Safe in a forked child, because it makes only system
+    /// calls.
     pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
-    /// Grants read access to a folder that was mounted in place of a granted folder. For a forked child: makes
-    /// only system calls.
+    /// Grants read access to a folder that was mounted in place of a granted folder. Safe in a forked child,
+    /// because it makes only system calls.
     pub(crate) fn add_readable(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_path(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
@@ -155,8 +160,9 @@ impl Ruleset {
     }
 
     /// Enforces the rules on the calling thread and on all processes that it starts. This cannot be undone.
-    /// Then tests the rules by an action that must fail. The thread must have no capabilities, and must not be
-    /// able to gain privileges (`PR_SET_NO_NEW_PRIVS`). For a forked child: makes only system calls.
+    /// Then tests the rules with an action that must fail. The thread must have no capabilities, and must not
+    /// be able to gain privileges (`PR_SET_NO_NEW_PRIVS`). Safe in a forked child, because it makes only
+    /// system calls.
     pub(crate) fn restrict(&self) -> Result<(), RestrictError> {
         // If the action fails even without the rules, because the user lacks a right, the test proves nothing.
         let is_conclusive = self.forbidden.attempt().is_ok();
@@ -168,7 +174,7 @@ impl Ruleset {
     }
 }
 
-/// Creates a ruleset that denies everything.
+/// Creates a ruleset that denies all access.
 fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
     let ruleset = landlock::Ruleset::default().set_compatibility(CompatLevel::HardRequirement);
     let mut ruleset = ruleset.handle_access(AccessFs::from_all(abi))?;
@@ -182,7 +188,7 @@ fn create(abi: ABI, network: bool) -> Result<RulesetCreated, RulesetError> {
     ruleset.create()
 }
 
-/// A path, and the rights granted for it and for everything below.
+/// A path, and the rights granted for the path and for everything below it.
 struct Grant {
     path: PathBuf,
     access: BitFlags<AccessFs>,
@@ -232,7 +238,7 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     Ok(grants)
 }
 
-/// Returns the rights in a temporary folder.
+/// Returns the rights that a worker has in its temporary folder.
 fn temporary_access(abi: ABI) -> BitFlags<AccessFs> {
     let never = AccessFs::MakeChar
         | AccessFs::MakeBlock
@@ -254,9 +260,9 @@ impl Grant {
 
 /// A rule that was added, because its path exists.
 struct AddedRule {
-    /// Device and inode.
+    /// Device number and inode number of the path.
     identity: (u64, u64),
-    /// Granted rights.
+    /// Granted rights, as bits.
     access: u64,
 }
 
@@ -279,7 +285,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<AddedRule>,
         return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
-    // For a file, the kernel rejects a rule with rights for folders.
+    // The kernel rejects a rule for a file if the rule contains rights for folders.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST_ABI) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| ruleset_failure(&format!("add a Landlock rule for {}", path.display()), error))?;

@@ -4,7 +4,7 @@
 //! - [`cgroup`]: limits for a worker and all its descendants together.
 //! - [`landlock`]: access to files and sockets.
 //! - [`seccomp`]: allowed system calls.
-//! - `elf`: programs and libraries that work without a path.
+//! - `elf`: checks whether programs and libraries work without access by path.
 //! - [`paths`]: paths that every program needs.
 //! - [`reach`]: granted paths that the worker's user cannot reach.
 

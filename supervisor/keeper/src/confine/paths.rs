@@ -1,5 +1,5 @@
-//! Paths that a worker can access by Landlock rules or in a private root folder: the paths of the system that
-//! every program needs, and the folders of the worker's program.
+//! Paths that a worker can access through Landlock rules or in a private root folder: the paths of the system
+//! that every program needs, and the folders of the worker's program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::Metadata;
@@ -12,7 +12,7 @@ use bulkhead_linux::errno;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Programs, libraries and their data. Can be read and executed.
+/// Folders with programs, libraries and their data. Workers can read and execute these files.
 pub(crate) const SYSTEM_FOLDERS: [&str; 9] = [
     "/usr",
     "/bin",
@@ -49,7 +49,7 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
     "group",
     "nsswitch.conf",
     "shells",
-    // Names and numbers of the network
+    // Network hosts, services and protocols
     "hosts",
     "host.conf",
     "hostname",
@@ -93,19 +93,20 @@ pub(crate) const ETC_ENTRIES: [&str; 52] = [
 pub(crate) const ETC_PREFIXES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
-/// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches in each run.
+/// Caches outside of `/usr` and `/etc`. Without access, programs would rebuild these caches on each run.
 const CACHES: [&str; 4] =
     ["/var/cache/fontconfig", "/var/cache/fonts", "/var/lib/ghostscript", "/var/lib/texmf"];
 
-/// Harmless devices. Ioctl requests must fail with the same error as on any other file, because many programs
-/// use a request to detect a terminal.
+/// Harmless devices that workers can read and write. Ioctl requests must fail with the same error as on any
+/// other file, because many programs use an ioctl request to detect a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Devices that can be read only. Writes and ioctl requests would influence the random numbers of all
+/// Devices that workers can only read. Writes and ioctl requests would influence the random numbers of all
 /// processes.
 pub(crate) const RANDOM_DEVICES: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
-/// The whole of `/proc` is granted, because rules cannot name the folder of a process that does not exist yet.
+/// Path of the `/proc` folder. All of `/proc` is granted, because rules cannot name the folder of a process
+/// that does not exist yet.
 ///
 /// The sensitive data of other processes stays protected. `environ`, `mem`, `maps`, `cwd`, `root` and the
 /// targets of `fd` require the right to trace the process. A worker without capabilities does not have this
@@ -118,16 +119,16 @@ pub(crate) const PROC_FOLDER: &str = "/proc";
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
 /// Name of the folder in which version managers (pyenv, rbenv, nodenv, asdf, mise) keep wrapper scripts. The
-/// programs are below the parent folder.
+/// programs themselves are installed below the parent of this folder.
 const SHIMS_FOLDER: &str = "shims";
 
-/// Number of bytes of a script in which the kernel looks for its interpreter.
+/// Number of bytes at the start of a script that the kernel searches for the interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
-/// Maximum number of a folder's entries that are granted one by one.
+/// Maximum number of entries that are granted individually in place of one folder.
 const GRANTED_ENTRIES_MAX: usize = 4096;
 
-/// Maximum number of entries in a folder that is searched for hard links to a withheld file.
+/// Maximum number of directory entries to search for hard links to a withheld file.
 const SEARCHED_ENTRIES_MAX: usize = 100_000;
 
 /// Returns the paths in `/etc` and the caches that are granted if all users can read them.
@@ -148,17 +149,18 @@ const SHARED_FOLDERS: [&str; 16] = [
     "/sys", "/tmp", "/var", "/var/tmp",
 ];
 
-/// Parent of the users' folders.
+/// Folder that contains the users' home folders.
 const HOMES_FOLDER: &str = "/home";
 
-/// Maximum number of symbolic links in a path, as in the kernel.
+/// Maximum number of symbolic links to follow in a path. The kernel has the same limit.
 const LINKS_MAX: usize = 40;
 
 /// Returns the working directory, and the folders of the programs and of their interpreters, both as named and
 /// by their real paths. For a program in a shared folder, returns only the program.
 ///
-/// Ignores all paths that a worker can write to. Otherwise a worker could choose the paths of the next worker,
-/// by a link or by the first line of a script. Writable paths are granted already.
+/// Ignores all paths that a worker can write to. Otherwise a worker could choose which paths the next worker
+/// can access, with a symbolic link or with the first line of a script. Writable paths are granted
+/// separately.
 pub(crate) fn program_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
@@ -199,9 +201,9 @@ fn is_shared(real: &Path) -> bool {
         || real.parent() == Some(Path::new(HOMES_FOLDER))
 }
 
-/// Returns true if a path of the configuration can be granted unchanged. This is not the case for a path that
-/// leads through a folder of `write`, because the worker can change the target. `Ok(false)` means that the
-/// target is inside of the writable folder, and is granted with that folder.
+/// Returns true if a configured path can be granted unchanged. A path that leads through a folder in `write`
+/// cannot, because the worker can change the target. `Ok(false)` means that the target is inside of the
+/// writable folder, and is granted together with that folder.
 pub(crate) fn is_grantable(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve_outside(path, &writable).is_some() {
@@ -230,7 +232,7 @@ fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
         }
         let next = real.join(&part);
         let Ok(to) = std::fs::read_link(&next) else {
-            real = next; // Not a link, or missing: opening it reports the error.
+            real = next; // Not a link. If the file is missing, opening it later reports the error.
             continue;
         };
         links += 1;
@@ -245,7 +247,7 @@ fn resolve_outside(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
     Some(real)
 }
 
-/// Returns the names in a path in reverse order.
+/// Returns the components of a path in reverse order.
 fn reversed_components(path: &Path) -> Vec<OsString> {
     let named = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
     let mut parts: Vec<OsString> = named.map(|part| part.as_os_str().to_owned()).collect();
@@ -253,7 +255,8 @@ fn reversed_components(path: &Path) -> Vec<OsString> {
     parts
 }
 
-/// Returns the folder of a program and, if the folder is a `bin`, the folders installed next to it.
+/// Returns the folder of a program. For a `bin` folder, also returns the folders that are installed next to
+/// it.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
@@ -272,7 +275,7 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
 /// Returns the interpreter in the first line of a script.
 fn interpreter(script: &Path) -> Option<PathBuf> {
     let mut start = Vec::new();
-    // The flags prevent that opening a named pipe blocks.
+    // With these flags, opening a named pipe does not block.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let script = std::fs::File::from(rustix::fs::open(script, flags, Mode::empty()).ok()?);
     if !script.metadata().ok()?.is_file() {
@@ -358,7 +361,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grants_folders_installed_with_a_program() {
+    fn folders_installed_with_program_are_granted() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "own/lib", "tool/bin", "tool/libexec", "tool/other"] {
@@ -381,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn grants_nothing_chosen_by_writable_paths() {
+    fn paths_the_worker_can_redirect_are_not_granted() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         for name in ["own/bin", "other/bin", "secret", "work"] {
@@ -399,7 +402,8 @@ mod tests {
             let given = program_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
             assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
         }
-        // Only the script is writable. The worker cannot choose the folder, but can choose the first line.
+        // Only the script is writable. The worker cannot replace the script's folder, but can change the
+        // script's first line.
         let given = program_folders(&[&program], Some(&path("work")), &[&program]);
         assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
 
@@ -413,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn grants_only_the_program_in_a_shared_folder() {
+    fn shared_folder_grants_only_the_program() {
         let own = std::env::temp_dir();
         let file = tempfile::NamedTempFile::new_in("/tmp").unwrap();
         assert_eq!(program_folders(&[file.path()], Some(&own), &[]), [file.path()]);

@@ -1,7 +1,8 @@
-//! Finds the granted paths that the worker's user cannot reach, by the modes of files and folders.
+//! Finds the granted paths that the worker's user cannot reach according to the permission bits of files and
+//! folders.
 //!
-//! Ignores access control lists. If a list allows more than the mode, a mount shows a path that was reachable
-//! anyway. If a list allows less, a later step fails and reports the path.
+//! Ignores access control lists. If a list allows more than the permission bits, a reachable path gets an
+//! unnecessary mount. If a list allows less, a later step fails and reports the path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,7 +19,7 @@ const SEARCH: u32 = 1;
 /// Paths that are granted to a worker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GrantedPaths<'a> {
-    /// The executed program.
+    /// Path of the executed program.
     pub(crate) program: &'a Path,
     /// The program, and the files that the program executes or loads.
     pub(crate) programs: &'a [&'a Path],
@@ -39,7 +40,7 @@ pub(crate) struct GrantedPaths<'a> {
 pub(crate) enum Purpose {
     /// Working directory.
     WorkingDirectory,
-    /// Reading, and traversing folders.
+    /// Reading files, and traversing folders.
     Read,
     /// Writing.
     Write,
@@ -50,28 +51,29 @@ pub(crate) enum Purpose {
 /// A path in a folder that the user cannot traverse, or the folder itself.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HiddenPath {
-    /// The path as named, or its real path.
+    /// The path as it was granted, or its real path.
     pub(crate) place: PathBuf,
-    /// The real path.
+    /// The real path, without symbolic links.
     pub(crate) real: PathBuf,
     pub(crate) purpose: Purpose,
 }
 
-/// Paths that a user cannot reach, and the folders that prevent it.
+/// Granted paths that a user cannot reach, and the folders that the user cannot traverse.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreachable {
     /// Folders that the user cannot traverse. No folder is inside another, and the paths contain no links.
     pub(crate) folders: Vec<PathBuf>,
-    /// Granted paths inside of these folders.
+    /// Granted paths inside of `folders`.
     pub(crate) hidden: Vec<HiddenPath>,
-    /// Granted folders that the user cannot list or traverse. Their entries are shown instead.
+    /// Granted folders that the user cannot list or traverse. The entries of these folders are shown instead.
     pub(crate) expanded: BTreeSet<PathBuf>,
 }
 
 impl Unreachable {
-    /// True if only the working directory and the programs are hidden, with the paths next to the programs. The
-    /// child can open these before the change of user. This does not work for scripts, which the interpreter
-    /// opens by name, nor for libraries that need other libraries next to them.
+    /// Returns true if the only hidden paths are the working directory, the programs, and the paths next to
+    /// the programs. The child can open these paths before it changes to the worker's user. This does not
+    /// work for scripts, which the interpreter opens by name, nor for libraries that need other libraries
+    /// next to them.
     pub(crate) fn hides_only_programs(&self, granted: &GrantedPaths<'_>) -> bool {
         let others = granted.programs.iter();
         let others = others.filter(|path| **path != granted.program && !elf::is_self_contained(path));
@@ -85,21 +87,22 @@ impl Unreachable {
         self.hidden.iter().all(is_opened_before) && elf::is_elf(granted.program)
     }
 
-    /// Returns the file that the host loads or runs, if it is hidden.
+    /// Returns the file that the worker's host program loads or runs, if the worker's user cannot reach that
+    /// file.
     pub(crate) fn hidden_hosted_file<'g>(&self, granted: &GrantedPaths<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         granted.programs.iter().copied().find(|path| *path != granted.program && is_hidden(path))
     }
 }
 
-/// A granted path that this user cannot use, even if a mount shows the path.
+/// A granted path that the worker's user has no permission to use, even through a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UnusablePath {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
-    /// True if the user is a subordinate id. The supervisor's own user cannot give files to such a user
-    /// directly.
+    /// True if the worker's user is a subordinate user id. The supervisor's user cannot make such an id the
+    /// owner of a file directly.
     pub(crate) is_subordinate: bool,
 }
 
@@ -167,7 +170,7 @@ pub(crate) fn check(granted: &GrantedPaths<'_>, identity: Identity) -> Result<Un
     Ok(unreachable)
 }
 
-/// Returns all granted paths as named.
+/// Returns all granted paths as named, each with the purpose.
 fn all_paths(granted: &GrantedPaths<'_>) -> Vec<(PathBuf, Purpose)> {
     let own = paths::program_folders(granted.programs, Some(granted.directory), granted.write);
     let mut all = vec![(granted.directory.to_owned(), Purpose::WorkingDirectory)];
@@ -201,7 +204,7 @@ fn topmost_closed(
     std::fs::canonicalize(folder).ok()
 }
 
-/// True if the mode gives this user all rights in `wanted`.
+/// Returns true if the file's permission bits give this user all rights in `wanted`.
 fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
     let mode = found.permissions().mode();
     let bits = match () {
@@ -229,7 +232,8 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
-    /// Creates a home, a checkout in it with a program, and another file.
+    /// Creates a home folder with this mode. The folder contains a checkout with a program, and one other
+    /// file.
     fn home(mode: u32) -> tempfile::TempDir {
         let outer = tempfile::tempdir().unwrap();
         folder(outer.path(), 0o755);
@@ -258,13 +262,13 @@ mod tests {
     }
 
     #[test]
-    fn open_folders_are_reachable() {
+    fn open_folders_are_reachable_by_worker() {
         let outer = home(0o755);
         assert_eq!(look_at(outer.path(), &[], &[]), Ok(Unreachable::default()));
     }
 
     #[test]
-    fn reports_closed_folder_and_granted_paths_inside() {
+    fn closed_folder_hides_granted_paths_inside() {
         let outer = home(0o700);
         let home = outer.path().join("home");
         let unreachable = look_at(outer.path(), &[], &[]).unwrap();
@@ -275,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn granted_closed_folder_is_expanded() {
+    fn closed_granted_folder_is_replaced_by_its_entries() {
         let outer = home(0o755);
         let checkout = outer.path().join("home/checkout");
         folder(&checkout, 0o700);

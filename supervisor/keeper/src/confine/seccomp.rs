@@ -1,14 +1,16 @@
-//! The system calls that a worker can make, as a filter that the kernel runs on each call.
+//! Seccomp filters, which the kernel runs on each system call of a worker to decide whether to execute the
+//! call.
 //!
 //! - [`Rules`] decide about calls; `profiles` has predefined rules.
-//! - [`Filter`] is the program made from rules: compiled before the fork, installed by the child.
+//! - [`Filter`] is the BPF program compiled from the rules. It is compiled before the fork and installed by
+//!   the child.
 //! - `flags`: single bits of arguments that no profile allows.
 //! - `assembler`: the required instructions of classic BPF.
 //! - `notification`: reports a fatal call to the keeper.
 //!
-//! A filter sees numbers and registers, but never the data that a pointer refers to. Rules compare the lower
-//! half of an argument, because the kernel uses only that half of a number. For a pointer, rules only check
-//! whether it is null.
+//! A filter sees the number and the arguments of a system call, but never the data that a pointer refers to.
+//! Rules compare only the lower half of an argument, because the kernel ignores the upper half of these
+//! arguments. For a pointer, rules only check whether it is null.
 #![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe wrapper")]
 
 mod assembler;
@@ -38,7 +40,8 @@ pub(crate) use self::profiles::{
 };
 pub use self::seal::{Seal, seal};
 
-/// The kernel's name for this architecture, with 64 bits and little-endian.
+/// `AUDIT_ARCH` value of this architecture: the ELF machine number with the flags for 64-bit and
+/// little-endian.
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 62 | 0xc000_0000;
 #[cfg(target_arch = "aarch64")]
@@ -47,34 +50,35 @@ const ARCHITECTURE: u32 = 183 | 0xc000_0000;
 #[cfg(target_endian = "big")]
 compile_error!("the lower half of an argument would be the second one");
 
-/// First number of the x32 calls. These calls appear under the 64-bit architecture, and would bypass the
-/// rules for the corresponding calls.
+/// First system call number of the x32 ABI. Calls with these numbers appear under the 64-bit architecture,
+/// and would bypass the rules for the corresponding calls.
 const X32_FIRST: u32 = 0x4000_0000;
 
-/// Result of a call.
+/// Result of a system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// The call is made.
+    /// The kernel executes the call.
     Allow,
     /// The call fails with this error, and has no effect.
     Errno(Errno),
     /// The call returns zero, and has no effect.
     Ignore,
-    /// Only hostile programs make the call. The worker ends as [`FatalAction`] says.
+    /// Only hostile programs make the call. [`FatalAction`] determines how the worker is killed.
     Fatal,
 }
 
-/// Way in which a worker ends after a fatal call.
+/// Method of killing a worker after a fatal call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FatalAction {
     /// The kernel kills the worker, and reports only SIGSYS.
     Kill,
-    /// The keeper kills the worker. The call waits until the keeper has received its number. The keeper must
-    /// kill the worker, because the worker survives if the call is only refused.
+    /// The keeper receives a notification of the call and kills the worker. The call blocks until the keeper
+    /// has received the notification. The keeper must kill the worker, because the worker survives if the
+    /// call only fails.
     Notify,
 }
 
-/// Result of a call, depending on its arguments.
+/// Result of a system call, depending on its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     Always(Verdict),
@@ -90,7 +94,8 @@ struct Pointer {
     otherwise: Rule,
 }
 
-/// Compares the lower half of an argument, or the bits of it in `mask`. The first matching case decides.
+/// Compares the bits in `mask` of the lower half of an argument. The first matching case determines the
+/// result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Check {
     argument: u8,
@@ -155,8 +160,9 @@ impl Verdict {
     }
 }
 
-/// Results of all calls. A call that is newer than the table counts as missing. Programs can handle that, as
-/// they must on older kernels, and the effects of the new call have not been reviewed here.
+/// Rules for all system calls. A system call that is newer than the table in `syscalls` fails as if the
+/// kernel did not have it (ENOSYS). Programs can handle this error, because older kernels return it, and the
+/// effects of the new call have not been reviewed.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     calls: BTreeMap<u32, Rule>,
@@ -168,7 +174,7 @@ impl Rules {
         Self { calls: BTreeMap::new(), otherwise: otherwise.into() }
     }
 
-    /// Sets the rule for each of these names, which are separated by spaces. Skips names that this
+    /// Sets the rule for these system calls, whose names are separated by spaces. Skips names that this
     /// architecture lacks.
     fn set(&mut self, names: &str, rule: impl Into<Rule>) {
         let rule = rule.into();
@@ -180,7 +186,7 @@ impl Rules {
         }
     }
 
-    /// Replaces the rule for each of these names by a rule made from the current one.
+    /// Replaces the rule of each of these system calls with the result of `narrower` for the current rule.
     fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
         for name in names.split_ascii_whitespace() {
             debug_assert!(syscalls::is_known(name), "unknown system call {name}");
@@ -191,8 +197,8 @@ impl Rules {
         }
     }
 
-    /// Allows some calls, whatever their arguments, and makes others fatal. Fails with a name that no
-    /// architecture has.
+    /// Allows the calls in `allow` with any arguments, and makes the calls in `deny` fatal. If no
+    /// architecture has a call with one of these names, returns that name as the error.
     pub(crate) fn with_overrides<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
         if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
             return Err(unknown);
@@ -207,7 +213,7 @@ impl Rules {
     }
 
     /// Compiles the rules. The number of comparisons for each call is logarithmic in the number of rules. The
-    /// kernel caches the result for calls that are allowed whatever their arguments.
+    /// kernel caches the result for calls that are allowed with any arguments.
     pub(crate) fn compile(&self, fatal_action: FatalAction) -> Filter {
         let kill = libc::SECCOMP_RET_KILL_PROCESS;
         let mut program = vec![assembler::load_architecture()];
@@ -220,7 +226,8 @@ impl Rules {
         Filter { program, fatal_action }
     }
 
-    /// Returns the first number of each range with the same rule, in order.
+    /// Returns the ranges of system call numbers with the same rule, in order. Each range is represented by
+    /// its first number.
     fn ranges(&self) -> Vec<(u32, &Rule)> {
         const UNKNOWN_CALL: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
         let known = (0..=syscalls::NUMBER_MAX).map(|number| (number, self.rule(number)));
@@ -234,7 +241,7 @@ impl Rules {
     }
 }
 
-/// Finds the range that contains the loaded number.
+/// Returns instructions that find the range of the loaded number and apply the rule of that range.
 fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     if let [(_, rule)] = ranges {
         return rule.assemble(fatal_action);
@@ -244,7 +251,7 @@ fn search(ranges: &[(u32, &Rule)], fatal_action: FatalAction) -> Block {
     assembler::branch(Condition::AtLeast(first), search(high, fatal_action), search(low, fatal_action))
 }
 
-/// A program that the kernel runs on each call.
+/// A BPF program that the kernel runs on each system call.
 #[derive(Clone)]
 pub(crate) struct Filter {
     program: Vec<sock_filter>,
@@ -252,7 +259,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// Returns the instructions as in memory, for a worker that installs the filter itself.
+    /// Returns the instructions in the kernel's binary format, for a worker that installs the filter itself.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let instruction = |&sock_filter { code, jt, jf, k }: &sock_filter| {
             let [low, high] = code.to_ne_bytes();
@@ -263,22 +270,24 @@ impl Filter {
     }
 
     /// Enforces the filter on the calling thread, and on everything that it starts and executes. This cannot
-    /// be undone. For a forked child: makes one raw system call and allocates nothing. `no_new_privs` must be
-    /// set.
+    /// be undone. Safe in a forked child, because it makes only raw system calls and allocates nothing. The
+    /// thread must have set `no_new_privs`.
     ///
-    /// Returns the listener, close-on-exec, if fatal calls are reported. The listener must reach the keeper,
-    /// because otherwise no process answers. A second listener for the same process is refused with EBUSY.
+    /// If fatal calls are reported, returns the listener as a close-on-exec descriptor. The child must send
+    /// the listener to the keeper, because otherwise no process responds to the notifications. Installing a
+    /// second listener in the same process fails with EBUSY.
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.fatal_action {
             FatalAction::Kill => &[0],
-            // With this flag, only fatal signals interrupt a call whose notification was received. Otherwise
-            // a process that gets signals constantly would never be found waiting.
+            // With `WAIT_KILLABLE_RECV`, only fatal signals interrupt a call after its notification was
+            // received. Otherwise the keeper could miss the call of a process that receives signals all the
+            // time.
             FatalAction::Notify => &[
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
                 libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.
             ],
         };
-        // The kernel accepts no program longer than a 16-bit number, and filters are far from that.
+        // The length fits into 16 bits, because filters are far shorter than 65,536 instructions.
         let program =
             libc::sock_fprog { len: self.program.len() as u16, filter: self.program.as_ptr().cast_mut() };
         let mut refused = Errno::INVAL;
@@ -301,16 +310,16 @@ impl Filter {
     }
 }
 
-/// Returns a filter that makes a call fail that otherwise never fails, to test whether filters are in force;
-/// see [`is_test_filter_active`].
+/// Returns a filter for testing whether filters take effect. The filter makes a call fail that otherwise
+/// never fails; see [`is_test_filter_active`].
 pub(crate) fn test_filter(fatal_action: FatalAction) -> Filter {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("getppid", Verdict::Errno(Errno::NOSYS));
     rules.compile(fatal_action)
 }
 
-/// Returns true if the filter of [`test_filter`] is in force.
+/// Returns true if the filter from [`test_filter`] takes effect.
 pub(crate) fn is_test_filter_active() -> bool {
-    // SAFETY: takes no argument.
+    // SAFETY: the call takes no arguments.
     unsafe { libc::syscall(libc::SYS_getppid) == -1 }
 }

@@ -1,5 +1,5 @@
-//! Finds out whether this process may divide its own control group, and which controllers the child groups can
-//! have.
+//! Determines whether this process can create child groups in its own control group, and which controllers
+//! the child groups can use.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,7 +13,7 @@ use super::error_text;
 use crate::confine::cgroup::{self, CONTROLLER_ADVICE, DELEGATE_ADVICE, MOUNT_ADVICE};
 use crate::protocol::LayerSupport;
 
-/// Prefix of the names of groups that a trial creates. A number follows.
+/// Prefix of the names of control groups that a trial creates. The thread id follows the prefix.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -22,7 +22,7 @@ pub(super) fn probe() -> Vec<LayerSupport> {
     let in_leaf = |task: fn(&ProbeLeaf) -> Result<(), String>| {
         leaf.as_ref().map_err(Clone::clone).and_then(task).map(|()| None)
     };
-    // If no leaf could be created, the actions on leaves could not be tried.
+    // If no leaf could be created, the trials that need a leaf could not run.
     let or_delegate = |what_to_do| if leaf.is_ok() { what_to_do } else { DELEGATE_ADVICE };
     let controller = |name| own.clone().and_then(|own| can_enable(&own, name));
     vec![
@@ -45,7 +45,7 @@ fn own_group() -> Result<PathBuf, String> {
         .map_err(|failure| format!("failed to {}: {}", failure.attempted, error_text(failure.errno)))
 }
 
-/// A child group of this process's control group. Removed when dropped.
+/// A child group of this process's control group. Dropping this value removes the group.
 struct ProbeLeaf(PathBuf);
 
 impl ProbeLeaf {
@@ -68,7 +68,7 @@ impl ProbeLeaf {
             .map_err(|error| format!("failed to write cgroup.kill: {error}"))
     }
 
-    /// Starts a process in the group.
+    /// Starts a process directly in the group.
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
         // SAFETY: the child does nothing but exit.
@@ -83,12 +83,12 @@ impl ProbeLeaf {
 
 impl Drop for ProbeLeaf {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0); // Empty, because its processes have been reaped.
+        let _ = fs::remove_dir(&self.0); // The group is empty, because its processes have been reaped.
     }
 }
 
-/// Checks that child groups of this group can have the controller. Enables the controller and disables it
-/// again.
+/// Checks that the controller can be enabled for child groups of this process's group. If the controller is
+/// not enabled yet, enables and disables it.
 fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     let lists = |file: &str| -> Result<bool, String> {
         let text =
@@ -96,7 +96,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
         Ok(text.split_whitespace().any(|word| word == controller))
     };
     if !lists("cgroup.controllers")? {
-        return Err(format!("{} has no such controller", own.display()));
+        return Err(format!("the controller is not available in {}", own.display()));
     }
     let switch = own.join("cgroup.subtree_control");
     if lists("cgroup.subtree_control")? {
@@ -104,7 +104,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     }
     match fs::write(&switch, format!("+{controller}")) {
         Ok(()) => {
-            let _ = fs::write(&switch, format!("-{controller}")); // Fails if it is in use by now.
+            let _ = fs::write(&switch, format!("-{controller}")); // Fails if the controller is already in use.
             Ok(None)
         }
         // A control group has either processes or children with limits, not both.
@@ -115,7 +115,7 @@ fn can_enable(own: &Path, controller: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// Returns the groups of this process's trials that exist.
+/// Returns the names of groups that trials of this thread have left behind.
 #[cfg(test)]
 pub(super) fn leaves() -> Vec<String> {
     let Ok(own) = own_group() else { return Vec::new() };

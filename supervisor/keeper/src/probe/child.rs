@@ -1,4 +1,4 @@
-//! A child process that makes one trial and exits.
+//! Runs a single trial in a child process.
 
 use bulkhead_linux::fork::fork_without_sigchld;
 use bulkhead_linux::wait::wait_for_exit_code;
@@ -6,11 +6,11 @@ use rustix::io::Errno;
 
 use super::error_text;
 
-/// Time limit of a trial in seconds, after which the kernel kills the child. A trial takes milliseconds unless
-/// it blocks.
+/// Time in seconds after which the kernel kills the child process of a trial. A trial takes milliseconds
+/// unless it blocks.
 const TRIAL_SECONDS_MAX: libc::c_uint = 3;
 
-/// Exit code for a layer that the kernel accepted but does not enforce. No error number has this value.
+/// Exit code of a trial whose layer the kernel accepted but does not enforce. No error number has this value.
 const NOT_ENFORCED: i32 = 255;
 
 /// Reason why a trial failed.
@@ -40,8 +40,8 @@ impl TrialError {
     }
 }
 
-/// Runs a trial in a child. `task` must only make system calls, because the child is a copy of one thread of
-/// many.
+/// Runs a trial in a child process. `task` must make only system calls, because the child has a copy of only
+/// the calling thread.
 pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result<(), TrialError> {
     // SAFETY: the child makes only raw system calls until it exits.
     let child = unsafe { fork_without_sigchld() }?;
@@ -62,7 +62,8 @@ pub(super) fn run_trial(task: impl FnOnce() -> Result<(), TrialError>) -> Result
     }
 }
 
-/// Must be the child's first call. The child then ends with its parent, or at its time limit.
+/// Makes the kernel kill the child when its parent exits or the time limit is reached. Must be the child's
+/// first call.
 pub(super) fn limit_run_time() {
     // SAFETY: sets a flag and a timer of this process. The timer's signal ends the process.
     unsafe {

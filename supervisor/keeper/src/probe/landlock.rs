@@ -13,15 +13,15 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// A kind of rule.
+/// A kind of Landlock rule.
 struct Feature {
     layer: &'static str,
     /// Version of Landlock that introduced the feature.
     since: u32,
     what_to_do: &'static str,
     handled: HandledAccess,
-    /// Attempt that the kernel must refuse with `refusal` under the rule. Returns `Ok` in a process without
-    /// rules.
+    /// Action that the kernel must refuse with the error `refusal` under the rule. The action succeeds in a
+    /// process without rules.
     forbidden: fn() -> Result<(), Errno>,
     refusal: Errno,
 }
@@ -123,7 +123,7 @@ fn signal_parent() -> Result<(), Errno> {
     rustix::process::test_kill_process(parent)
 }
 
-/// Takes the place of an attempt that could not be made without doing damage.
+/// Used in place of a forbidden action that cannot be tried without doing damage.
 fn untestable() -> Result<(), Errno> {
     Err(Errno::NOSYS)
 }

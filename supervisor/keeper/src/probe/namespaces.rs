@@ -1,4 +1,5 @@
-//! Tries namespaces in a child process, which enters one new namespace after another and reports each result.
+//! Tries each kind of namespace in a child process, which enters one new namespace after another and reports
+//! each result.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,15 +17,15 @@ use super::child::{self, TrialError};
 use super::error_text;
 use crate::protocol::LayerSupport;
 
-/// Time limit of a step. A step takes milliseconds.
+/// Maximum time to wait for the result of a step, which normally takes milliseconds.
 const STEP_TIMEOUT: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
 
 type Step = fn() -> Result<(), Errno>;
 
 const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with CAP_SYS_ADMIN";
 
-/// The child's steps in order. `/proc` must be mounted while the old one is still visible, because the kernel
-/// requires this. The change of the root comes last.
+/// Steps of the child in order, each with the name of the layer and with advice. The new `/proc` must be
+/// mounted while the old one is still visible, because the kernel requires this. `pivot_root` comes last.
 const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
@@ -50,10 +51,11 @@ const STEPS: [(&str, Step, &str); 9] = [
     ("pivot_root", pivot_root, NEEDS_USER_NAMESPACES),
 ];
 
-/// Index of the step after which the child mounts file systems. No other namespace may see these mounts.
+/// Index of the step that creates the mount namespace. Later steps mount file systems, which must not be
+/// visible in any other mount namespace.
 const MOUNT_NAMESPACE: usize = 5;
 
-/// Size of the child's message in bytes: the error number, or zero.
+/// Size in bytes of the child's message about a step. The message is the error number, or zero for success.
 const MESSAGE_BYTES: usize = 4;
 
 pub(super) fn probe() -> Vec<LayerSupport> {
@@ -69,8 +71,8 @@ fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     // SAFETY: the child is a copy of only this thread. It makes only raw system calls, and exits.
     let pid = match unsafe { fork_without_sigchld() }? {
         0 => {
-            // If the parent is killed before the child requests a signal for this, the child sees the end of
-            // file.
+            // If the parent is killed before the child has requested a parent-death signal, the child sees
+            // the end of file. This requires that the child closes its copy of the parent's end.
             drop(ours);
             child(&theirs)
         }
@@ -78,14 +80,14 @@ fn run_steps() -> Result<Vec<Result<(), String>>, Errno> {
     };
     drop(theirs);
     let mut results: Vec<_> = (0..STEPS.len()).map_while(|step| receive_result(&ours, step, pid)).collect();
-    results.resize(STEPS.len(), Err("the probing process does not answer".to_owned()));
+    results.resize(STEPS.len(), Err("the probing process does not respond".to_owned()));
     // SAFETY: the child has not been waited for, so the pid still belongs to it. Its children die with it.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     wait_for_exit_code(pid)?;
     Ok(results)
 }
 
-/// Receives the result of a step. Returns `None` if the child does not answer.
+/// Receives the result of a step. Returns `None` if the child does not reply.
 fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), String>> {
     let mut message = [0; MESSAGE_BYTES];
     let mut events = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
@@ -98,7 +100,7 @@ fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Res
         errno => Err(error_text(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
-        // Some systems let any user create such a namespace, but not use it.
+        // Some systems let any user create a user namespace, but not map ids in it.
         let mapped = result.and_then(|()| write_id_maps(pid));
         let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If the child is gone, the next step fails.
         return Some(mapped);
@@ -106,7 +108,8 @@ fn receive_result(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Res
     Some(result)
 }
 
-/// Maps this process's user to root in the child's namespace, with the same files as the keeper.
+/// Maps this process's user to root in the child's namespace. Writes the same files as the keeper does for
+/// workers.
 fn write_id_maps(pid: libc::pid_t) -> Result<(), String> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let files = [
@@ -131,7 +134,7 @@ fn child(socket: &OwnedFd) -> ! {
             mounts = result;
         }
         let errno = result.err().map_or(0, Errno::raw_os_error);
-        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // The parent detects silence.
+        let _ = send(socket, &errno.to_ne_bytes(), SendFlags::NOSIGNAL); // If this fails, the parent times out.
         if number == 0 {
             let _ = recv(socket, &mut [0][..], RecvFlags::empty());
         }
@@ -160,7 +163,7 @@ fn mount_namespace() -> Result<(), Errno> {
     check(unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) })
 }
 
-/// Makes the root read-only, and checks the result.
+/// Makes the root file system read-only, and checks that it is read-only.
 fn mount_setattr() -> Result<(), Errno> {
     let attributes =
         libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
@@ -173,7 +176,7 @@ fn mount_setattr() -> Result<(), Errno> {
     if is_read_only { Ok(()) } else { Err(Errno::PERM) }
 }
 
-/// Makes the first process of a pid namespace mount a `/proc` for this namespace.
+/// Mounts a `/proc` for the new pid namespace, in the first process of this namespace.
 fn private_proc() -> Result<(), Errno> {
     let tried = child::run_trial(|| {
         die_with_parent();
@@ -191,8 +194,8 @@ fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
     check(unsafe { libc::mount(kind.as_ptr(), c"/proc".as_ptr(), kind.as_ptr(), flags, null()) })
 }
 
-/// Makes an empty file system the root and detaches the old one. The first mount point is `/proc`, because
-/// every system has this folder.
+/// Makes an empty file system the root and detaches the old root. The empty file system is first mounted at
+/// `/proc`, because every system has this folder.
 fn pivot_root() -> Result<(), Errno> {
     mount_at_proc(c"tmpfs")?;
     let here = c".".as_ptr();

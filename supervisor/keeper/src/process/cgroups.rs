@@ -5,11 +5,11 @@ use crate::confine::cgroup::{DelegatedGroup, Failure, Leaf, Limits};
 use crate::protocol::confinement::CgroupLimits;
 use crate::spawn::SpawnError;
 
-/// The parent of all groups, and the groups that could not be removed yet.
+/// The parent group of all worker groups, and the groups that could not be removed yet.
 #[derive(Default)]
 pub(super) struct WorkerGroups {
     root: Option<DelegatedGroup>,
-    /// True if there may be groups of previous keepers.
+    /// True if groups of previous keepers may be left.
     may_have_stale: bool,
     to_remove: Vec<Leaf>,
 }
@@ -35,7 +35,7 @@ impl WorkerGroups {
         root.create_leaf(worker, &limits).map_err(refused)
     }
 
-    /// Creates a group for a worker that exists already, and moves the worker there.
+    /// Creates a group for a worker that already exists, and moves the worker into the group.
     pub(super) fn create_for(
         &mut self,
         worker: u64,
@@ -58,7 +58,7 @@ impl WorkerGroups {
         }
     }
 
-    /// Tries again to remove groups. Returns true if none is left.
+    /// Retries the removal of groups. Returns true if no group is left.
     pub(super) fn retry_removals(&mut self) -> bool {
         self.to_remove.retain(|leaf| !try_remove(leaf));
         self.remove_stale();
@@ -67,13 +67,14 @@ impl WorkerGroups {
 
     fn remove_stale(&mut self) {
         if let (true, Some(root)) = (self.may_have_stale, &self.root) {
-            // Groups that cannot be removed because of an error do not belong to this keeper.
+            // After an error, the removal is not retried, because the remaining groups do not belong to this
+            // keeper.
             self.may_have_stale = root.remove_stale_leaves().is_ok_and(|stale| stale.left > 0);
         }
     }
 }
 
-/// Removes a group if possible. Returns false only if the group is not empty, because any other error is
+/// Tries to remove a group. Returns false only if the group is not empty yet, because all other errors are
 /// permanent.
 fn try_remove(leaf: &Leaf) -> bool {
     leaf.remove().unwrap_or(true)

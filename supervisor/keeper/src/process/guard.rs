@@ -28,22 +28,25 @@ use crate::protocol::{GuardReady, LayerSupport, VERSION};
 use crate::spawn::duplicate_to;
 use crate::{SubordinateIds, wait};
 
-/// Time that the keeper has to exit after the application's end, in addition to the keeper's own time limit.
+/// Time that the guard gives the keeper to exit after the application has exited, in addition to the keeper's
+/// own time limit.
 const KEEPER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
-/// Becomes the guard and forks the keeper. Returns only in the keeper. Standard input is the socket, and
-/// standard output is the pidfd of the application.
+/// Turns this process into the guard and forks the keeper. Returns only in the keeper, with the guard's pid.
+/// The caller's standard input is the socket, and its standard output is the pidfd of the application.
 pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid> {
     if version != Some(VERSION) {
-        let theirs = version.map_or("of no version".to_owned(), |theirs| format!("of {theirs}"));
+        let theirs =
+            version.map_or("of an unknown version".to_owned(), |theirs| format!("of version {theirs}"));
         return Err(io::Error::other(format!(
-            "the application's library is {theirs}, and this keeper of {VERSION}: use a keeper of that version"
+            "the application's library is {theirs}, but this keeper is of version {VERSION}: use a keeper of \
+             the library's version"
         )));
     }
     rustix::thread::set_name(c"bulkhead-guard")?;
     setup::set_signals()?;
     setup::close_inherited()?;
-    // Fails only for the leader of a process group.
+    // `setsid` fails only for the leader of a process group.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
     let layers = if probe { crate::probe() } else { Vec::new() };
@@ -73,7 +76,7 @@ pub(super) fn become_guard(version: Option<&str>, probe: bool) -> io::Result<Pid
     }
 }
 
-/// Forks. Returns `None` in the child.
+/// Forks this process. Returns the child's pid in the parent, and `None` in the child.
 #[expect(unsafe_code, reason = "a fork has no safe wrapper")]
 fn fork() -> io::Result<Option<Pid>> {
     // SAFETY: this process has one thread, which continues in both processes.
@@ -82,8 +85,8 @@ fn fork() -> io::Result<Option<Pid>> {
     Ok(Pid::from_raw(pid))
 }
 
-/// Sends the message to the application, lets the keeper continue by closing `writer`, and waits for the end
-/// of either. Returns true if the keeper exited without an error.
+/// Sends the ready message to the application, and closes `writer` so that the keeper continues. Then waits
+/// until the keeper or the application exits. Returns true if the keeper exited without an error.
 fn watch_keeper(
     keeper: Pid,
     layers: Vec<LayerSupport>,
@@ -101,7 +104,7 @@ fn watch_keeper(
     let mut polled = [PollFd::new(&process, PollFlags::IN), PollFd::new(&application, PollFlags::IN)];
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, None))?;
     if polled[0].revents().is_empty() {
-        // The keeper notices the application's end itself, unless it is stopped.
+        // The keeper itself detects that the application has exited, unless a signal has stopped the keeper.
         let _ = pidfd_send_signal(&process, Signal::CONT);
         if !wait_until_readable(&process, KILL_ALL_TIMEOUT + KEEPER_EXIT_GRACE)? {
             let _ = pidfd_send_signal(&process, Signal::KILL);

@@ -1,5 +1,5 @@
 //! The user and group id maps of a child's user namespace. Each map has a single id, which is the same inside
-//! and outside.
+//! and outside of the namespace.
 
 use std::fs;
 use std::io;
@@ -8,11 +8,11 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::protocol::confinement::Identity;
 
-/// Writes the maps for a waiting child.
+/// Writes the id maps of a child's user namespace. The child waits for them.
 ///
-/// A keeper that may not change users must first deny `setgroups` to the child. Only then does the kernel
-/// permit the map of the keeper's group, because a file can use a group to deny access to its members. With the
-/// privilege, the child itself gives up its groups and then the right to set any.
+/// A keeper without CAP_SETGID must first deny `setgroups` to the child. Only then does the kernel accept the
+/// map of the keeper's group, because the permissions of a file can deny access to the members of a group. If
+/// the keeper has CAP_SETGID, the child itself drops its groups, and then the right to set groups.
 pub(super) fn write(pid: u32, identity: Option<Identity>) -> io::Result<()> {
     let own =
         || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };

@@ -1,5 +1,5 @@
-//! The state of a process according to the kernel. The keeper reads `/proc` when a worker is confined, and
-//! again when the worker's program runs. It does not trust what the child reports.
+//! Reads the state of a process from the kernel. The keeper reads `/proc` when a worker is confined, and
+//! again when the worker's program runs, because the keeper does not trust the child's own reports.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,7 @@ use bulkhead_linux::rlimits::Resource;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::{Namespaces, Observed};
 
-/// Namespaces that can be private to a worker, by their names in `/proc`.
+/// Names in `/proc` of the namespaces that can be private to a worker.
 const NAMESPACE_NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 fn parse_filter_count(status: &str) -> u32 {
@@ -19,7 +19,7 @@ fn parse_filter_count(status: &str) -> u32 {
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// The keeper's own values, for comparison.
+/// Namespaces and filters of the keeper itself, for comparison with a worker.
 pub(super) struct KeeperStatus {
     namespaces: [Option<std::path::PathBuf>; NAMESPACE_NAMES.len()],
     /// Number of seccomp filters that apply to the keeper itself.
@@ -39,7 +39,7 @@ impl KeeperStatus {
     pub(super) fn differing_namespaces(&self, pid: u32) -> io::Result<Namespaces> {
         let mut differs = [false; NAMESPACE_NAMES.len()];
         for ((name, own), differs) in NAMESPACE_NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
-            // The kernel does not support this kind of namespace.
+            // `None` means that the kernel does not support this kind of namespace.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
         }
@@ -53,7 +53,8 @@ pub(super) fn open_descriptors(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/fd");
     match fs::read_dir(&path) {
         Ok(entries) => Ok(entries.count() as u32),
-        // The process has another user. Since Linux 6.2 the kernel reports at least the number.
+        // The process runs as another user. Since Linux 6.2, the size of the folder is the number of open
+        // descriptors.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             Ok(fs::metadata(&path)?.len() as u32)
         }
@@ -73,7 +74,7 @@ fn parse_status(text: &str, observed: &mut Observed) {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
-    // A missing value counts as no confinement.
+    // A missing value counts as the full set of capabilities.
     let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
     let single_id = |name| {
         let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
@@ -82,7 +83,7 @@ fn parse_status(text: &str, observed: &mut Observed) {
     };
     observed.no_new_privs = number("NoNewPrivs") == Some(1);
     observed.seccomp = number("Seccomp").unwrap_or(0);
-    // A kernel before 4.3 has no ambient set.
+    // Kernels before 4.3 have no ambient set.
     let ambient = if field("CapAmb").is_some() { set("CapAmb") } else { 0 };
     observed.capabilities = set("CapEff") | set("CapPrm") | set("CapInh") | ambient;
     observed.bounding = set("CapBnd");
@@ -90,8 +91,8 @@ fn parse_status(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// Returns the first of these limits that a process does not have, by its name in `/proc/PID/limits`. Skips
-/// the limit `deferred`, which is set later.
+/// Returns the name, as in `/proc/PID/limits`, of the first limit in `ordered` that the process does not
+/// have. Skips the resource `deferred`, whose limit is set later.
 pub(super) fn limit_mismatch(
     pid: u32,
     ordered: &[Rlimit],
@@ -104,7 +105,7 @@ pub(super) fn limit_mismatch(
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
-/// Returns the first of these limits that a process exceeds.
+/// Returns the name of the first limit in `ordered` that is lower than the process's actual limit.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
     let text = read_proc_file(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
@@ -128,14 +129,15 @@ fn limit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::label)
 }
 
-/// True if a process is in the control group of this folder.
+/// Returns true if a process is in the control group with the path `leaf`.
 pub(super) fn is_in_cgroup(pid: u32, leaf: &Path) -> bool {
     let Ok(text) = read_proc_file(&format!("/proc/{pid}/cgroup")) else { return false };
     let own = text.lines().find_map(|line| line.strip_prefix("0::"));
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
-/// Returns the process to which a thread belongs: the pid here, and the pid in the process's own namespace.
+/// Returns the pid of the process to which a thread belongs, both in this pid namespace and in the process's
+/// own pid namespace.
 pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     let text = read_proc_file(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
@@ -145,7 +147,7 @@ pub(super) fn process_of_thread(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
-/// Parent of a process, and pid of the process in its own namespace.
+/// Pid of a process's parent, and pid of the process in its own pid namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NamespacePids {
     pub(super) parent: u32,
@@ -164,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parses_status_file() {
+    fn proc_status_file_is_parsed() {
         let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nGroups:\t4 24 \nCapInh:\t0000000000000000\n\
             CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
             CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_limits_by_resource_number() {
+    fn rlimits_are_found_by_resource_number() {
         let [cpu, nofile, nice, address_space] =
             ["cpu", "nofile", "nice", "as"].map(|name| Resource::from_name(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
@@ -212,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn own_process_has_no_differences() {
+    fn own_process_has_no_differing_namespaces() {
         let own = KeeperStatus::read();
         assert_eq!(own.differing_namespaces(std::process::id()).unwrap(), Namespaces::default());
         assert_eq!(process_of_thread(std::process::id()).unwrap().0, std::process::id());

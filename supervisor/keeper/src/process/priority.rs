@@ -1,5 +1,5 @@
-//! Scheduling priority of the keeper: the highest while it kills processes that resist, and the normal one
-//! otherwise.
+//! Scheduling priority of the keeper. The priority is highest while the keeper kills processes that resist,
+//! and normal otherwise.
 //!
 //! A keeper that kills a fork bomb must not compete with a thousand processes for the processor. A keeper that
 //! starts one worker after another for a crashing bulkhead must not delay other processes. Without the
@@ -14,7 +14,7 @@ const HIGHEST: i32 = -20;
 /// share of the processor.
 const AUTOGROUP: &str = "/proc/self/autogroup";
 
-/// Priority of the keeper's thread.
+/// Scheduling priority of the keeper's thread.
 #[derive(Debug)]
 pub(super) struct PriorityBoost {
     normal: i32,
@@ -24,14 +24,14 @@ pub(super) struct PriorityBoost {
 }
 
 impl PriorityBoost {
-    /// `normal` is the current nice value of the thread.
+    /// Creates a boost that is not raised yet. `normal` is the current nice value of the thread.
     pub(super) fn new(normal: i32) -> Self {
         let text = fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let normal_group = text.split_whitespace().last().and_then(|nice| nice.parse().ok());
         Self { normal, normal_group, is_raised: false, can_be_raised: true }
     }
 
-    /// Sets the highest priority, if this is permitted.
+    /// Raises the keeper to the highest priority. Does nothing without the necessary privileges.
     pub(super) fn raise(&mut self) {
         if self.can_be_raised && !self.is_raised {
             self.can_be_raised = rustix::process::setpriority_process(None, HIGHEST).is_ok();
@@ -61,8 +61,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn raised_priority_is_restored() {
-        // Affects only this thread. Without the privilege nothing changes.
+    fn raised_keeper_priority_is_restored() {
+        // The priority changes only for this thread, and only if the test has the necessary privilege.
         let nice = || rustix::process::getpriority_process(None).unwrap();
         let group = || fs::read_to_string(AUTOGROUP).unwrap_or_default();
         let (before, group_before) = (nice(), group());

@@ -1,5 +1,5 @@
-//! Handles ended processes: reaps dead workers, reports their exits, and kills the processes that they left
-//! behind. The killing is done in small steps between other work.
+//! Handles exited processes: reaps dead workers, reports their exits, and kills the processes that they left
+//! behind. These processes are killed in small steps between other work.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,20 +13,21 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{self, SpawnError};
 use crate::wait::{self, Waited};
 
-/// Time after which processes that survive SIGKILL are left to the kernel, and their worker is reported as
+/// Time after which the keeper gives up on processes that survive SIGKILL, and reports their worker as
 /// reaped.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Pause between two runs of the killer while descendants of dead workers are left.
+/// Minimum and maximum pause between two runs of the killer while descendants of dead workers are left.
 const RUN_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const RUN_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time from a death to an additional scan of all processes, and minimum interval between these audits. An
-/// audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of descendants.
+/// Time from a worker's death to an additional scan of all processes, and minimum interval between two such
+/// audits. An audit is needed because a worker that forks with CLONE_PARENT creates siblings instead of
+/// descendants.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of processes that one iteration of the loop reaps, and maximum number that it scans. Each
-/// takes some hundred microseconds in total.
+/// Maximum number of processes that one iteration of the loop reaps, and maximum number of processes that it
+/// scans. Reaping or scanning this many takes some hundred microseconds.
 const REAPS_PER_ITERATION: usize = 64;
 const SCANNED_PER_ITERATION: usize = 64;
 
@@ -34,22 +35,23 @@ const SCANNED_PER_ITERATION: usize = 64;
 /// faster than the keeper reads.
 const MESSAGE_BYTES_PER_ITERATION: u64 = 4096;
 
-/// A worker that is dead and reaped, while the processes it left behind are being killed.
+/// A dead worker that has been reaped, while the processes that it left behind are being killed.
 struct DeadWorker {
     worker: u64,
-    /// True if the worker must be reported as reaped. A worker reported as failed must not.
+    /// True if the keeper must report the worker as reaped. False for a worker whose start was reported as
+    /// failed.
     is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
-    /// Number of scans begun before the worker's death.
+    /// Number of scans that had begun before the worker's death.
     scan_number: u64,
 }
 
 /// Dead workers, and the killer for the processes that they left behind.
 pub(super) struct DescendantReaper {
-    /// True if the kernel does not distinguish orphans from workers. Then only a scan of all processes shows
-    /// whether something is left.
+    /// True if the kernel does not distinguish orphans from workers. In that case, only a scan of all
+    /// processes shows whether descendants are left.
     scans_always: bool,
     dead_workers: Vec<DeadWorker>,
     killer: DescendantKiller,
@@ -58,12 +60,12 @@ pub(super) struct DescendantReaper {
     run_interval: Duration,
     /// Number of processes that the last run killed.
     last_killed: usize,
-    /// Number of processes that could not be killed. Later runs are expected to find the same number.
+    /// Number of processes that could not be killed. Later runs are expected to find the same processes.
     unkillable: usize,
     next_audit: Option<Instant>,
-    /// True if processes may have ended that have not been reaped.
+    /// True if some exited processes may not have been reaped yet.
     may_have_unreaped: bool,
-    /// True if the next run waits for forks in progress.
+    /// True if the killer's next run waits for forks in progress.
     waits_for_forks: bool,
 }
 
@@ -83,12 +85,12 @@ impl DescendantReaper {
         }
     }
 
-    /// True if no fork may be started, because a run is in progress or about to begin.
+    /// Returns true if no fork can start now, because a run of the killer is in progress or about to begin.
     pub(super) fn blocks_forks(&self) -> bool {
         self.waits_for_forks || self.killer.is_active()
     }
 
-    /// Returns the time at which there is work to do, which is `now` if there is some already.
+    /// Returns the time at which the reaper next has work to do. Returns `now` if it already has work.
     pub(super) fn next_due(&self, now: Instant) -> Option<Instant> {
         if self.may_have_unreaped || self.killer.is_active() {
             return Some(now);
@@ -102,7 +104,7 @@ impl DescendantReaper {
 }
 
 impl EventLoop {
-    /// Handles the end of a worker's process, or of the first process of its namespace.
+    /// Handles the exit of a worker's process, or of the first process of the worker's namespace.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // Messages that the worker sent before it ended must be handled first.
@@ -114,8 +116,8 @@ impl EventLoop {
         }
     }
 
-    /// Reaps ended processes, workers and orphans. The end of a worker also has its own event, so it does not
-    /// wait behind a thousand orphans.
+    /// Reaps exited workers and orphans. The exit of a worker also has a separate event, so that it is
+    /// handled before a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.reaper.may_have_unreaped = false;
         let mut message_bytes = 0;
@@ -136,7 +138,7 @@ impl EventLoop {
         self.reaper.may_have_unreaped = true;
     }
 
-    /// Returns true if there was a process to reap or a change of state.
+    /// Reaps one process. Returns true if there was a process to reap or a change of state.
     fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
         match wait::try_reap(pid) {
             Waited::NoChild | Waited::NoChange => return false,
@@ -149,12 +151,13 @@ impl EventLoop {
         true
     }
 
-    /// Handles the report of a pid namespace's first process on how the worker ended. The first process
-    /// itself can end only after all other processes in the namespace.
+    /// Handles the report of a pid namespace's first process that the worker has exited. The first process
+    /// itself can exit only after all other processes in the namespace.
     pub(super) fn handle_init_status(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(status) = child.status.take() else { return };
-        // There is only one message, so nothing follows even if this one was invalid.
+        // The first process sends only one message, so the pipe is not needed any more, even if the message
+        // is invalid.
         deregister(&self.poll, &status);
         let Some(status) = spawn::read_status(&status) else { return };
         self.advance_start(pid);
@@ -166,7 +169,7 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped child. Reports the exit at once, and begins to clean up.
+    /// Handles a reaped child. Reports the exit immediately, and begins to clean up.
     fn clean_up_after(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.deregister_all(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
@@ -177,7 +180,7 @@ impl EventLoop {
         let namespace = child.namespace.take();
         match child.stage {
             Stage::Running => {
-                // The first process of a pid namespace has reported the worker's end, unless the first
+                // The first process of a pid namespace has reported the worker's exit, unless the first
                 // process was killed before.
                 let status = child.status.as_ref().and_then(spawn::read_status);
                 let (exit, usage) = status.unwrap_or((exit, usage));
@@ -190,11 +193,12 @@ impl EventLoop {
                 self.report_failure(child.worker, &SpawnError::new("start", Errno::CHILD));
                 return self.clean_up_failed(child);
             }
-            // The program can have run and left processes behind.
+            // The worker's program can have run and left processes behind.
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.clean_up_failed(child),
         }
-        // Comes after the report, so that the supervisor orders no worker from a template that has ended.
+        // Must come after the exit report, so that the supervisor orders no worker from a template that has
+        // exited.
         namespace.into_iter().for_each(|namespace| self.namespace_ended(pid, namespace));
         let Child { worker, folder, leaf, .. } = child;
         let scan_number = self.reaper.killer.scan_number();
@@ -209,16 +213,16 @@ impl EventLoop {
         self.reaper.next_audit.get_or_insert(now + AUDIT_INTERVAL);
     }
 
-    /// Cleans up after a worker that never ran.
+    /// Cleans up after a worker whose program never ran.
     fn clean_up_failed(&mut self, child: Child) {
         self.priority.restore();
         self.remove_resources(child.folder, child.leaf);
     }
 
-    /// Performs a step of killing the processes that dead workers left behind, and reports workers of which
-    /// nothing is left.
+    /// Performs one step of killing the processes that dead workers left behind. Reports the workers whose
+    /// processes are all gone.
     pub(super) fn reap_descendants(&mut self, now: Instant) {
-        // Any process left behind would be a child of this thread.
+        // Any process left behind by a worker would be a child of this thread.
         let is_waited_for = !self.reaper.dead_workers.is_empty() && !self.reaper.scans_always;
         if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
             self.reaper.unkillable = 0;
@@ -234,7 +238,7 @@ impl EventLoop {
         }
     }
 
-    /// Continues the killer's current run, or begins the next if it is due.
+    /// Continues the killer's current run, or begins the next run if it is due.
     fn step_killer(&mut self, now: Instant) {
         if !self.reaper.killer.is_active() {
             let is_audit = self.reaper.dead_workers.is_empty();
@@ -242,7 +246,8 @@ impl EventLoop {
             if due.is_none_or(|due| now < due) {
                 return;
             }
-            // A process that is being forked could not be distinguished from those to be killed.
+            // The killer could not distinguish a process that is being forked from the processes to be
+            // killed.
             self.reaper.waits_for_forks = self.is_forking();
             if self.reaper.waits_for_forks {
                 return;
@@ -262,7 +267,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles the end of a run. `found` is `None` if the run failed.
+    /// Handles the end of a run of the killer. `found` is the number of processes found, or `None` if the run
+    /// failed.
     fn killer_finished(&mut self, now: Instant, found: Option<usize>) {
         self.reaper.next_run = Some(now + self.reaper.run_interval);
         self.reaper.run_interval = (self.reaper.run_interval * 2).min(RUN_INTERVAL_MAX);
@@ -291,7 +297,7 @@ impl EventLoop {
         }
     }
 
-    /// Reports workers of which nothing is left.
+    /// Reports the dead workers for which `is_reaped` returns true.
     fn report_reaped(&mut self, is_reaped: impl Fn(&DescendantReaper, &DeadWorker) -> bool) {
         let all = std::mem::take(&mut self.reaper.dead_workers);
         let (reaped, left) = all.into_iter().partition(|dead| is_reaped(&self.reaper, dead));
@@ -308,20 +314,20 @@ impl EventLoop {
         }
     }
 
-    /// Removes the folder and the control group of a worker of which nothing is left.
+    /// Removes the folder and the control group of a worker whose processes are all gone.
     pub(super) fn remove_resources(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
         folder.into_iter().for_each(|folder| self.folders.remove(folder));
         leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
     }
 
-    /// Kills a worker, and as many of its descendants as a single call reaches.
+    /// Kills a worker, together with the descendants in its control group or process group.
     pub(super) fn kill(&mut self, pid: u32) {
         let Some(child) = self.children.get(&pid) else { return };
         // A running template's control group also contains the first process of the namespace, and killing that
         // process would kill the workers.
         let is_alone = child.namespace.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
         if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
-            // The following calls kill what this misses.
+            // The calls below kill the processes that this call misses.
             let _ = leaf.kill();
         }
         match child.member {

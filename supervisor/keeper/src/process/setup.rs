@@ -1,4 +1,4 @@
-//! Turns this process into the keeper, before there is a second thread.
+//! Turns this process into the keeper. Runs before the process has a second thread.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,24 +11,26 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::spawn::{LINK_FD, OomSettings, OriginalSettings, duplicate_to};
 
-/// Highest `oom_score_adj`. Each point counts like a thousandth of the machine's memory.
+/// Maximum value of `oom_score_adj`. The kernel counts each point as a thousandth of the machine's memory.
 const OOM_SCORE_MAX: i32 = 1000;
 
-/// Difference between the keeper's score and the supervisor's lower one. This is more memory than the
+/// Amount by which the keeper's score exceeds the supervisor's score. It corresponds to more memory than the
 /// supervisor usually uses.
 const OOM_KEEPER_STEP: i32 = 100;
 
-/// Difference between the workers' score and the keeper's lower one.
+/// Amount by which the workers' score exceeds the keeper's score.
 const OOM_WORKER_STEP: i32 = 500;
 
-/// Processes that the keeper watches in addition to its orders. The keeper exits when either ends.
+/// Processes that the keeper watches in addition to the order socket. The keeper exits when one of these
+/// processes exits.
 pub(super) struct WatchedProcesses {
     application: OwnedFd,
     guard: OwnedFd,
 }
 
 impl WatchedProcesses {
-    /// Opens both processes. Called in the keeper, while `application` is still standard output.
+    /// Opens a pidfd of the guard, and duplicates the pidfd `application`, which is still the keeper's
+    /// standard output.
     pub(super) fn open(guard: Pid, application: impl AsFd) -> io::Result<Self> {
         let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
         if rustix::process::getppid() != Some(guard) {
@@ -51,7 +53,7 @@ pub(super) fn set_up(
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
-    // The socket is standard input, and must get this number; see `LINK_FD`.
+    // The order socket is standard input. Its duplicate must get the number `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "all descriptors above standard error were just closed");
     let watched = guard.map(|guard| WatchedProcesses::open(guard, std::io::stdout())).transpose()?;
@@ -59,11 +61,11 @@ pub(super) fn set_up(
     duplicate_to(&null, libc::STDIN_FILENO)?;
     duplicate_to(&null, libc::STDOUT_FILENO)?;
     rustix::process::chdir("/")?;
-    // Fails only for the leader of a process group. A spawned process is a leader only on request.
+    // `setsid` fails only for the leader of a process group. A spawned process is a leader only on request.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    // Continues this process if it is stopped when the supervisor is killed. It would not see the end of file
-    // otherwise.
+    // If this process is stopped when the supervisor is killed, SIGCONT lets it continue. Otherwise it would
+    // not see the end of file.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let original = OriginalSettings {
         nice: rustix::process::getpriority_process(None)?,
@@ -74,30 +76,31 @@ pub(super) fn set_up(
 }
 
 /// Makes the kernel kill the workers first when memory runs out, then this process, and the supervisor last.
-/// Every process may raise its own score, so the processes to be killed earlier get higher scores.
+/// Every process can raise its own score, so processes that must be killed earlier get higher scores.
 fn raise_oom_score() -> OomSettings {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
     let supervisor: i32 = supervisor.unwrap_or(0);
     let own = (supervisor + OOM_KEEPER_STEP).min(OOM_SCORE_MAX);
-    let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all scores are equal.
+    let _ = std::fs::write(FILE, own.to_string()); // If /proc is not writable, all scores stay equal.
     OomSettings {
         is_protected: supervisor < 0,
         worker_score: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX),
     }
 }
 
-/// Raises the limit of open files to the maximum. Returns the previous limits.
+/// Raises the soft limit of open files to the hard limit. Returns the previous soft and hard limits.
 fn raise_open_files_limit() -> (u64, u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let own = getrlimit(Resource::Nofile);
     let all = Rlimit { current: own.maximum, maximum: own.maximum };
-    let _ = setrlimit(Resource::Nofile, all); // If this fails, the current limit has to be enough.
+    let _ = setrlimit(Resource::Nofile, all); // If this fails, the keeper continues with the current limit.
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
-/// Makes end of file the only event that ends the keeper. Signals for the supervisor's process group, or from
-/// a user who saw the process in a list, must not kill the workers. SIGCHLD is read from a descriptor.
+/// Makes the keeper ignore signals, so that only the end of file on its socket makes it exit. Signals that
+/// are sent to the supervisor's process group, or by a user who saw the process in a list, must not kill the
+/// workers. SIGCHLD is blocked, and the keeper reads it from a descriptor.
 #[expect(unsafe_code, reason = "setting the disposition of a signal")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -113,7 +116,7 @@ pub(super) fn set_signals() -> io::Result<()> {
         Signal::SIGTSTP,
         Signal::SIGTTIN,
         Signal::SIGTTOU,
-        // A write beyond the file size limit then fails with an error instead.
+        // With SIGXFSZ ignored, a write beyond the file size limit fails with an error.
         Signal::SIGXFSZ,
     ];
     for number in IGNORED {

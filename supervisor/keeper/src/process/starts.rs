@@ -1,5 +1,5 @@
 //! Starts workers, from the order to the running program: the fork, the exchange of messages with the child,
-//! and the read-back of its confinement.
+//! and the check of the child's confinement.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,15 +18,16 @@ use crate::protocol::{ReportMessage, SpawnOrder};
 use crate::spawn::{self, ChildConnections, Job, Prepared, PreparedConfinement, Progress, SpawnError};
 use crate::wait;
 
-/// A forked child: pid, pidfd, connections, and the confinement that needs no read-back.
+/// A forked child: its pid, its pidfd, its connections, and the part of its confinement that is known without
+/// reading `/proc`.
 type Forked = (u32, OwnedFd, ChildConnections, Observed);
 
-/// Creates the socket between keeper and template. The keeper's end comes first. It never blocks, receives
-/// the sender's credentials, and accepts no descriptors.
+/// Creates the socket between the keeper and a template. The first descriptor is the keeper's end, which
+/// receives the credentials of each sender and accepts no descriptors.
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::protocol::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-    // Fails on older kernels.
+    // Not supported by older kernels.
     let _ = bulkhead_linux::scm_rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
@@ -80,7 +81,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Forks a child in a new control group, if the order has limits for one.
+    /// Forks a child. If the order has limits for a control group, the child starts in a new control group.
     fn fork_in_group(
         &mut self,
         order: &SpawnOrder<'_>,
@@ -141,8 +142,8 @@ impl EventLoop {
         Ok(pidfd)
     }
 
-    /// Reads messages of a starting child, does what the child waits for, and reports the result of the
-    /// start.
+    /// Reads messages from a starting child, performs the action that the child waits for, and reports the
+    /// result of the start.
     pub(super) fn advance_start(&mut self, pid: u32) {
         while let Some(Child { stage: Stage::Starting(connections), layers, .. }) = self.children.get(&pid) {
             let failure = match spawn::read_progress(&connections.progress) {
@@ -167,8 +168,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a child's report that it is confined. If the confinement is as ordered, the child may execute
-    /// its program.
+    /// Handles a child's report that it is confined. If the confinement matches the order, lets the child
+    /// execute its program.
     pub(super) fn check_confinement(
         &mut self,
         pid: u32,
@@ -182,8 +183,8 @@ impl EventLoop {
             namespace.template = Some(observe::namespace_pids(process).map_err(failed)?.inner);
         }
         child.observed.namespaces = self.own_status.differing_namespaces(process).map_err(failed)?;
-        // Open in addition to the worker's own descriptors: the child's end of the progress socket, the
-        // listener, and the files counted in `extra_descriptors`.
+        // These descriptors are open in addition to the worker's own descriptors: the child's end of the
+        // progress socket, the listener, and the files counted in `extra_descriptors`.
         let executable = match &child.stage {
             Stage::Starting(connections) => connections.extra_descriptors,
             Stage::Running | Stage::Failed | Stage::Ended => 0,
@@ -195,12 +196,12 @@ impl EventLoop {
             child.leaf.as_ref().is_some_and(|leaf| observe::is_in_cgroup(process, leaf.path()));
         let filters = observe::read_status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
-        // Filters of the supervisor itself do not count.
+        // Filters that the keeper inherited from the supervisor do not count.
         let lacks_filter =
             child.layers.seccomp != Seccomp::Off && filters != 0 && filters <= self.own_status.filter_count;
         let filter = lacks_filter.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.layers).or(limit).or(filter) {
-            let step = format!("read-back from /proc: {what} is not as ordered");
+            let step = format!("read-back from /proc: {what} differs from the requested value");
             return Err(SpawnError::new(&step, Errno::PERM));
         }
         if let Some(listener) = listener {
@@ -214,7 +215,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Handles a child that has executed its program or has failed.
+    /// Handles the end of a start. The child has either executed its program or failed.
     pub(super) fn finish_start(&mut self, pid: u32, failure: Option<SpawnError>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let stage = if failure.is_some() { Stage::Failed } else { Stage::Running };
@@ -233,7 +234,9 @@ impl EventLoop {
         } else if let Some(what) = child.recheck_confinement() {
             child.stage = Stage::Failed;
             self.kill(pid);
-            let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
+            let step = format!(
+                "read-back from /proc: {what} differs from the requested value once the program runs"
+            );
             return self.report_failure(worker, &SpawnError::new(&step, Errno::PERM));
         }
         let Some(child) = self.children.get_mut(&pid) else { return };

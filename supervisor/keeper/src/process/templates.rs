@@ -2,9 +2,9 @@
 //! process in their namespace.
 //!
 //! A template is ordered, confined and watched like any worker. A forked process counts as a worker only when
-//! the process itself has said so; the kernel identifies the sender. Until then the process cannot be
-//! distinguished from a sibling that a worker has forked. So the keeper starts no fork while it kills leftover
-//! processes, and does not begin to kill during a fork.
+//! the process itself has sent a message, whose sender the kernel identifies. Before that, the keeper cannot
+//! distinguish the process from a sibling that a worker has forked. So the keeper starts no fork while it
+//! kills leftover processes, and does not begin to kill during a fork.
 
 mod attributes;
 pub(super) mod namespaces;
@@ -33,32 +33,32 @@ use crate::protocol::{ReportMessage, TemplateReport};
 use crate::spawn::SpawnError;
 use crate::wait;
 
-/// Time limit for a fork. A template that takes longer is killed.
+/// Maximum time for a template to fork a worker. After this time, the keeper kills the template.
 const FORK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Step name for workers whose template exceeded [`FORK_TIMEOUT`].
+/// Step name in reports about workers whose template exceeded [`FORK_TIMEOUT`].
 const HUNG_STEP: &str = "fork: the template did not fork within ten seconds and was killed; check whether the template was \
                     stopped, or waits in `before_fork`";
 
-/// Step name for workers that ended before they had identified themselves.
+/// Step name in reports about workers that exited before they had identified themselves.
 const EXITED_STEP: &str = "fork: the forked process exited at once";
 
-/// Maximum time that the killer waits for forks in progress. A process that is forked later, while the killer
-/// runs, counts as left behind, and its start fails.
+/// Maximum time that the killer of leftover processes waits for forks in progress. A process that is forked
+/// later, while the killer runs, counts as a leftover, and its start fails.
 const FORK_WAIT_MAX: Duration = Duration::from_millis(500);
 
-/// Maximum number of status messages forwarded from a template in each interval.
+/// Maximum number of status messages that the keeper forwards from one template in each [`STATUS_INTERVAL`].
 const STATUS_MESSAGES_MAX: u32 = 64;
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Maximum number of a template's messages read at a time.
+/// Maximum number of messages read from a template in one iteration.
 const MESSAGES_MAX: usize = 64;
 
 /// The keeper's additional state for a template.
 pub(super) struct Template {
     socket: OwnedFd,
     outbox: Outbox,
-    /// Forks in progress.
+    /// Forks in progress, oldest first.
     forks: VecDeque<Fork>,
     /// True if the template was killed because a fork took too long.
     is_hung: bool,
@@ -80,7 +80,7 @@ struct Fork {
     is_cancelled: bool,
 }
 
-/// A fork order that waits until the killer has finished.
+/// A fork order that is deferred until the killer has finished its run.
 pub(super) struct DeferredFork {
     pub(super) worker: u64,
     pub(super) template: u64,
@@ -108,12 +108,12 @@ impl Template {
         !self.forks.is_empty()
     }
 
-    /// Start of the oldest fork in progress.
+    /// Returns the start time of the oldest fork in progress.
     pub(super) fn forks_since(&self) -> Option<Instant> {
         self.forks.front().map(|fork| fork.since)
     }
 
-    /// Returns true if the template has not exceeded its rate of status messages.
+    /// Counts a status message. Returns false if the template has exceeded the limit of status messages.
     fn accepts_status(&mut self, now: Instant) -> bool {
         let (since, count) = self.status_rate.get_or_insert((now, 0));
         if now.saturating_duration_since(*since) >= STATUS_INTERVAL {
@@ -151,7 +151,8 @@ impl EventLoop {
         };
         let attributes = child.template.as_ref().and_then(|template| template.attributes.as_ref());
         if let Some(Err(name)) = attributes.map(|it| it.restore(child.process, is_template)) {
-            // The template's workers would inherit the changed attribute. The next template does not have it.
+            // Kills the template, because its workers would inherit the changed attribute. The next template
+            // does not have it.
             self.kill(pid);
             return Err(SpawnError::new(&format!("fork: restore the template's {name}"), Errno::PERM));
         }
@@ -172,7 +173,7 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Orders a template to remove the temporary folder of a worker of which nothing is left. Used if the
+    /// Orders a template to remove the temporary folder of a worker whose processes are all gone. Used if the
     /// keeper cannot access the folder.
     pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
         if let Some(template) = self.template_mut(pid) {
@@ -184,12 +185,13 @@ impl EventLoop {
     fn send_template_orders(&mut self, pid: u32) {
         let Some(template) = self.template_mut(pid) else { return };
         let (is_sent, socket) = (template.outbox.flush(&template.socket), template.socket.as_raw_fd());
-        // If sending failed, the template is about to end, and its forks then fail.
+        // If sending fails, the template is about to exit, and its forks fail as well.
         let Ok(is_sent) = is_sent else { return self.kill(pid) };
         let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, !is_sent);
     }
 
-    /// Marks a worker to be killed as soon as it is forked.
+    /// Cancels the fork of a worker. If the fork is already in progress, the worker is killed as soon as it
+    /// exists.
     pub(super) fn cancel_fork(&mut self, worker: u64) {
         if let Some(at) = self.deferred_forks.iter().position(|deferred| deferred.worker == worker) {
             self.deferred_forks.remove(at);
@@ -215,7 +217,7 @@ impl EventLoop {
         self.templates.iter().filter_map(of)
     }
 
-    /// Returns templates with forks in progress whose workers become children of the keeper.
+    /// Returns the pids of templates with forks in progress whose workers become children of the keeper.
     fn templates_forking_own_children(&self) -> Vec<u32> {
         self.forking_templates()
             .filter(|(_, child, _)| child.namespace.is_none())
@@ -223,14 +225,14 @@ impl EventLoop {
             .collect()
     }
 
-    /// True if the killer has to wait for a fork in progress. Forks in namespaces do not count, because the
-    /// killer leaves processes in namespaces alone.
+    /// Returns true if the killer has to wait for a fork in progress. Forks in pid namespaces do not count,
+    /// because the killer does not kill processes in pid namespaces.
     pub(super) fn is_forking(&self) -> bool {
         self.forking_templates()
             .any(|(_, child, since)| child.namespace.is_none() && since.elapsed() < FORK_WAIT_MAX)
     }
 
-    /// Executes fork orders that waited for the killer.
+    /// Executes the fork orders that were deferred because of the killer.
     pub(super) fn run_deferred_forks(&mut self) {
         while !self.reaper.blocks_forks()
             && let Some(deferred) = self.deferred_forks.pop_front()
@@ -262,15 +264,15 @@ impl EventLoop {
         }
     }
 
-    /// Reads the messages of all templates with forks in progress, because a worker can have identified itself
-    /// before it ended. Returns the number of bytes read.
+    /// Reads the messages of all templates with forks in progress, because a worker can have identified
+    /// itself before it exited. Returns the number of bytes read.
     pub(super) fn read_fork_messages(&mut self) -> u64 {
         self.templates_forking_own_children().into_iter().map(|pid| self.read_pending_messages(pid)).sum()
     }
 
-    /// Reads the messages of a template and its workers that are waiting now. Messages that arrive meanwhile
-    /// are left for the next iteration, because senders can be faster than the keeper. Returns the number of
-    /// bytes that were waiting.
+    /// Reads the messages of a template and its workers that are already in the socket. Messages that arrive
+    /// in the meantime are left for the next iteration, because senders can be faster than the keeper.
+    /// Returns the total size in bytes of the messages that were already in the socket.
     pub(super) fn read_pending_messages(&mut self, pid: u32) -> u64 {
         let Some(template) = self.template_mut(pid) else { return 0 };
         let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
@@ -288,7 +290,7 @@ impl EventLoop {
         if (0..MESSAGES_MAX).all(|_| self.read_message(pid).is_some())
             && let Some(template) = self.template_mut(pid)
         {
-            // There is no new event for messages that are already waiting.
+            // Polling reports no new event for messages that are already waiting.
             let socket = template.socket.as_raw_fd();
             let _ = register_again(&self.poll, &socket, pid as usize | TEMPLATE, false);
         }
@@ -298,7 +300,7 @@ impl EventLoop {
     }
 
     /// Reads a message and returns its size in bytes. Returns `None` if there is no message, or if the
-    /// template was killed for the message.
+    /// template was killed because the message was invalid.
     fn read_message(&mut self, pid: u32) -> Option<usize> {
         let template = self.template_mut(pid)?;
         let mut bytes = [0; MESSAGE_BYTES_MAX];
@@ -315,8 +317,8 @@ impl EventLoop {
         Some(length)
     }
 
-    /// Kills a template because of a protocol error. All processes in the template's namespace die too, because
-    /// any process there can have caused the error.
+    /// Kills a template because of a protocol error. All processes in the template's namespace are killed as
+    /// well, because any of them can have caused the error.
     pub(super) fn kill_for_protocol_error(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
@@ -328,7 +330,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a message. Returns false if the message violates the protocol.
+    /// Handles a message from a template or a forked process. Returns false if the message violates the
+    /// protocol.
     fn handle_message(&mut self, pid: u32, word: TemplateMessage<'_>, sender: u32) -> bool {
         let Some(child) = self.children.get_mut(&pid) else { return true };
         let (worker, process) = (child.worker, child.process);
@@ -342,7 +345,8 @@ impl EventLoop {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let failure = SpawnError::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &failure);
-                    // Processes left behind in the namespace can have waited for this fork.
+                    // The keeper may have been waiting for this fork before it kills leftover processes in
+                    // the namespace.
                     self.clean_namespace(pid, Instant::now());
                 }
                 return true;
@@ -358,7 +362,7 @@ impl EventLoop {
                 template.has_refused = true;
                 TemplateReport::Refused(text.to_owned())
             }
-            // A template may send any number of these. Excess messages are not forwarded.
+            // A template can send any number of status messages. Messages over the limit are not forwarded.
             TemplateMessage::Status(_) | TemplateMessage::Extend(_)
                 if !template.accepts_status(Instant::now()) || self.outbox.len() >= PENDING_REPORTS_MAX =>
             {
@@ -375,7 +379,7 @@ impl EventLoop {
         true
     }
 
-    /// Records the pid of a forked process, which can have ended already.
+    /// Records the pid of a forked process, which can have exited already.
     fn record_fork(&mut self, template: u32, worker: u64, pid: u32) {
         let Some(child) = self.children.get_mut(&template) else { return };
         // If the worker has already identified itself, the fork is no longer in the list.
@@ -392,8 +396,8 @@ impl EventLoop {
         }
     }
 
-    /// Handles a reaped process that is not a worker. If the template had forked it to become a worker, this
-    /// start has failed.
+    /// Handles a reaped process that is not a worker. If the template had forked the process to become a
+    /// worker, the start of this worker has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
         let Some(found) = self.template_mut(template) else { return };
         let Some(at) = found.forks.iter().position(|fork| fork.pid == Some(pid)) else { return };
@@ -402,8 +406,8 @@ impl EventLoop {
         }
     }
 
-    /// Reports that a fork did not become a worker. The process can have created its temporary folder
-    /// already.
+    /// Reports that a forked process did not become a worker. Also removes the temporary folder, which the
+    /// process can already have created.
     fn fork_failed(&mut self, template: u32, fork: &Fork, failure: &SpawnError) {
         let Fork { worker, secret, .. } = *fork;
         if let Some(child) = self.children.get(&template) {
@@ -425,8 +429,8 @@ impl EventLoop {
         self.templates_forking_own_children().into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
-    /// Handles a message of a process that says it is a worker forked by the template. Returns false if the
-    /// message violates the protocol.
+    /// Handles the message in which a process identifies itself as a worker forked by the template. Returns
+    /// false if the message violates the protocol.
     fn register_worker(&mut self, template: u32, worker: u64, pid: u32) -> bool {
         if self.children.contains_key(&pid) {
             return false;
@@ -439,7 +443,7 @@ impl EventLoop {
         match self.adopt_worker(template, &fork, pid) {
             Ok(is_valid) => is_valid,
             Err(failure) => {
-                // In a namespace, the process is unknown and is killed as such.
+                // A process in a namespace remains unidentified, and is killed as a leftover process.
                 if self.children.get(&template).is_some_and(|child| child.namespace.is_none()) {
                     wait::kill_group(pid);
                 }
@@ -450,14 +454,14 @@ impl EventLoop {
         }
     }
 
-    /// Adopts the process as the worker. Returns false if this violates the protocol. On an error, the
-    /// process does not become a worker.
+    /// Adopts the process as the worker. Returns false if this violates the protocol. If this function fails,
+    /// the process does not become a worker.
     fn adopt_worker(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, SpawnError> {
         let Fork { worker, secret, is_cancelled, .. } = *fork;
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (layers, rlimits) = (parent.layers, parent.rlimits.clone());
-        // Opened first. If the process ends later, its pid can be reused, but the pidfd still refers to this
-        // process.
+        // Opens the pidfd first. If the process exits later, its pid can be reused, but the pidfd still
+        // refers to this process.
         let pidfd = open_pidfd(pid)?;
         let copy = pidfd.try_clone().map_err(|error| SpawnError::from_io("descriptors", &error))?;
         let is_inside =
@@ -466,7 +470,7 @@ impl EventLoop {
         if let Some(namespace) = &parent.namespace {
             let pids = namespace_pids_of_live(pid)?;
             if pids.parent != template || namespace.contains(pids.inner) {
-                let step = "fork: another process than the template forked the worker";
+                let step = "fork: a process other than the template forked the worker";
                 self.report_failure(worker, &SpawnError::new(step, Errno::PERM));
                 return Ok(false);
             }
@@ -476,7 +480,8 @@ impl EventLoop {
         let folder = parent.folder.as_ref().filter(|_| layers.temporary == TemporaryFiles::Folder);
         let folder = folder.map(|folder| folder.join(folder_name(worker, secret)));
         let observed = Observed { is_inherited: true, cgroup: layers.cgroup.is_some(), ..parent.observed };
-        // Registered before there is anything to clean up. Closing the pidfd removes the registration.
+        // Registers the pidfd before there is anything else to clean up. Closing the pidfd removes the
+        // registration.
         if member.is_none() {
             register(&self.poll, &pidfd, pid as usize | EXIT)
                 .map_err(|error| SpawnError::from_io("descriptors", &error))?;
@@ -503,7 +508,7 @@ impl EventLoop {
         Ok(true)
     }
 
-    /// Handles the end of a template, whose forks in progress have failed.
+    /// Handles the exit of a template, whose forks in progress have failed.
     pub(super) fn template_ended(&mut self, template: Template) {
         deregister(&self.poll, &template.socket);
         let failure = match template.is_hung {
@@ -524,8 +529,8 @@ fn open_pidfd(pid: u32) -> Result<OwnedFd, SpawnError> {
     })
 }
 
-/// Returns the pids of a process in its own namespace. If the process is reaped while they are read, some can
-/// be missing, and the result is an error.
+/// Returns the namespace pids of a process that still exists. Fails if the process is reaped while the pids
+/// are read, because some pids can be missing.
 fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError> {
     let pids = observe::namespace_pids(pid);
     let number = Pid::from_raw(pid as i32);
@@ -534,7 +539,7 @@ fn namespace_pids_of_live(pid: u32) -> Result<observe::NamespacePids, SpawnError
 }
 
 /// Receives a message. Returns the length before truncation, and the pid of the sender. An empty message has
-/// a sender too, but end of file does not.
+/// a sender, unlike the end of file.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

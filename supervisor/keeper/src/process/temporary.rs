@@ -20,23 +20,23 @@ use rustix::io::Errno;
 
 use crate::protocol::confinement::Identity;
 
-/// Prefix of the base folder's name, followed by the user id.
+/// Prefix of the base folder's name. The user id follows the prefix.
 const PREFIX: &str = "bulkhead-";
 
 /// Mode of the base folder. Other users can traverse the folder but not list it.
 const BASE_MODE: u32 = 0o711;
 
-/// Maximum number of attempts to find a free name.
+/// Maximum number of attempts to find an unused name for the base folder.
 const NAME_ATTEMPTS_MAX: u32 = 100;
 
-/// Maximum number of folders that wait for removal, and maximum number of folders that are partly removed.
+/// Maximum number of folders that wait for removal, and maximum number of partly removed folders.
 const PENDING_REMOVALS_MAX: usize = 16 * 1024;
 
 /// Maximum number of base folders of killed keepers that one keeper removes. Each holds a descriptor.
 const STALE_FOLDERS_MAX: usize = 64;
 
-/// Number of entries removed from one folder before the next folder's turn. A template can fill the folder of
-/// a worker while the folder is being emptied.
+/// Maximum number of entries removed from one folder before the remover continues with the next folder. The
+/// limit is needed because a template can fill the folder of a worker while the folder is being emptied.
 const ENTRIES_PER_STEP: usize = 16 * 1024;
 
 /// The base folder, created when the first worker needs a folder.
@@ -49,7 +49,7 @@ struct Base {
     path: PathBuf,
     /// Lock on the base folder, held while the keeper lives.
     lock: OwnedFd,
-    /// Sends folders to the removing thread, which ends when this is dropped.
+    /// Sends folders to the removing thread, which exits when this sender is dropped.
     removals: SyncSender<PathBuf>,
 }
 
@@ -59,7 +59,7 @@ impl TemporaryFolders {
             self.base = Some(Base::create(&std::env::temp_dir())?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
-        // Workers that run as this user can change the mode of the base folder.
+        // Workers that run as the keeper's user can change the mode of the base folder.
         rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
         let path = base.path.join(worker.to_string());
         std::fs::DirBuilder::new().mode(0o700).create(&path)?;
@@ -69,25 +69,26 @@ impl TemporaryFolders {
         Ok(path)
     }
 
-    /// Removes the folder of a worker of which nothing is left. The removal happens soon, or else when the
+    /// Schedules the removal of a worker's folder. The folder is removed soon, or at the latest when the
     /// keeper exits.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            // The thread ends with this process. A folder that it could not remove in time is removed with the
-            // base folder.
+            // If the queue is full, or if the thread does not reach the folder before this process exits, the
+            // folder is removed together with the base folder.
             let _ = base.removals.try_send(folder);
         }
     }
 }
 
-/// Returns the folders of a keeper that runs as this user, each with its worker's spawn number.
+/// Returns the temporary folders of a keeper that runs as this user, each with the worker's spawn number.
+/// `keeper` is the keeper's pid.
 pub fn temporary_folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
     let paths = (0..NAME_ATTEMPTS_MAX)
         .map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-    // Workers that run as this user can have changed the mode.
+    // Workers that run as the keeper's user can have changed the mode.
     let open_up = |path: &PathBuf| {
         let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
     };
@@ -115,7 +116,7 @@ impl Base {
     }
 }
 
-/// Creates a folder that others can traverse but not list, and locks it.
+/// Creates a base folder that other users can traverse but not list, and locks it.
 fn create_base(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     let prefix = prefix();
     for number in 0..NAME_ATTEMPTS_MAX {
@@ -155,7 +156,8 @@ fn prefix() -> String {
 /// A folder that is being removed.
 struct Removal {
     folder: PathBuf,
-    /// Lock on the base folder of a killed keeper. Only the holder of the lock may remove the folder's name.
+    /// Lock on the base folder of a killed keeper. Only the holder of the lock is allowed to remove the base
+    /// folder.
     _lock: Option<OwnedFd>,
 }
 
@@ -168,14 +170,15 @@ fn stale_folders(parent: &Path) -> VecDeque<Removal> {
         let is_named = entry.file_name().to_str()?.starts_with(&prefix);
         let is_ours = || entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
         let folder = (is_named && is_ours()).then(|| entry.path())?;
-        // Fails for the folder of a running keeper.
+        // Locking fails for the folder of a running keeper.
         let lock = lock(&folder).ok()?;
         Some(Removal { folder, _lock: Some(lock) })
     });
     stale.take(STALE_FOLDERS_MAX).collect()
 }
 
-/// Removes the folders in `left`, and then folders in the order of arrival. Large folders take turns.
+/// Removes the folders in `left`, and then the folders that arrive, in order. Alternates between large
+/// folders.
 fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
     let removal = |folder| Removal { folder, _lock: None };
     loop {
@@ -205,7 +208,8 @@ fn run_remover(mut left: VecDeque<Removal>, folders: &Receiver<PathBuf>) {
 /// `entries_max` entries.
 fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
-        // An operator can see the rest, and the next keeper tries to remove it.
+        // Ignores errors. An operator can see the entries that are left, and the next keeper tries to remove
+        // them.
         if folder::empty(&folder, entries_max) == Ok(false) {
             return false;
         }
@@ -224,7 +228,7 @@ mod tests {
 
     /// The removal of many files must not delay the start of the first worker.
     #[test]
-    fn removes_folders_of_killed_keepers_on_another_thread() {
+    fn another_thread_removes_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
         let (stale, lock) = create_base(parent.path()).unwrap();
         std::fs::write(stale.join("file"), "x").unwrap();
@@ -259,22 +263,22 @@ mod tests {
                 }
             };
             (0..2).for_each(|number| drop(scope.spawn(move || fill(number))));
-            wait(&|| filled.join("9").exists(), "there is something in it");
+            wait(&|| filled.join("9").exists(), "the folder contains files");
             folders.remove(filled.clone());
             folders.remove(other.clone());
-            wait(&|| !other.exists(), "the other one is gone");
+            wait(&|| !other.exists(), "the other folder is removed");
             is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         });
         folders.remove(filled.clone());
-        wait(&|| !filled.exists(), "and then this one");
+        wait(&|| !filled.exists(), "the filled folder is removed");
     }
 
     #[test]
-    fn removes_deep_and_locked_trees() {
+    fn deep_and_locked_folder_trees_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         std::fs::create_dir(&top).unwrap();
-        // Deeper than the maximum length of a path.
+        // The folders are nested more deeply than the maximum length of a path allows.
         let mut here = rustix::fs::open(&top, FOLDER_FLAGS, Mode::empty()).unwrap();
         for _ in 0..3000 {
             rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
@@ -291,10 +295,11 @@ mod tests {
         assert!(Path::new("/etc").exists());
     }
 
-    /// Root can do everything. Other users cannot move a folder without access to it.
+    /// The removal runs as another user, because root can access every folder. A user without privileges
+    /// cannot move a folder to which the user has no access.
     #[test]
     #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
-    fn removes_nested_locked_folders_without_privileges() {
+    fn unprivileged_keeper_removes_nested_locked_folders() {
         use std::os::unix::fs::PermissionsExt;
         const NOBODY: libc::uid_t = 65534;
         let remove_all = || {
@@ -327,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_of_base_folder_is_restored() {
+    fn mode_of_temporary_base_folder_is_restored() {
         use std::os::unix::fs::PermissionsExt;
         let parent = tempfile::tempdir().unwrap();
         let base = Base::create(parent.path()).unwrap();
@@ -342,18 +347,18 @@ mod tests {
     }
 
     #[test]
-    fn occupied_names_do_not_prevent_removal() {
+    fn occupied_temporary_names_do_not_prevent_removal() {
         let parent = tempfile::tempdir().unwrap();
         let (top, at_once) = (parent.path().join("top"), 256);
         for number in 0..=at_once {
             std::fs::create_dir_all(top.join(format!(".bulkhead-{number}/in/it"))).unwrap();
         }
-        assert!((0..20).any(|_| remove(&top, at_once)), "it takes a few goes");
+        assert!((0..20).any(|_| remove(&top, at_once)), "a few attempts are sufficient");
         assert!(!top.exists());
     }
 
     #[test]
-    fn concurrent_removals_succeed() {
+    fn concurrent_removals_of_same_folder_succeed() {
         let parent = tempfile::tempdir().unwrap();
         let top = parent.path().join("top");
         for folder in 0..20 {
@@ -375,7 +380,7 @@ mod tests {
 
     /// Another keeper cleans up in the same parent folder while folders are created.
     #[test]
-    fn concurrent_cleanup_does_not_remove_new_folders() {
+    fn concurrent_cleanup_keeps_new_folders() {
         let parent = tempfile::tempdir().unwrap();
         let is_over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -398,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn removes_only_folders_of_killed_keepers() {
+    fn cleanup_removes_only_folders_of_killed_keepers() {
         let parent = tempfile::tempdir().unwrap();
         let (left, lock) = create_base(parent.path()).unwrap();
         std::fs::write(left.join("file"), "x").unwrap();

@@ -9,7 +9,7 @@ use crate::confine::seccomp::{self, ListenerState};
 use crate::protocol::ReportMessage;
 
 impl EventLoop {
-    /// Handles a notification of a forbidden call.
+    /// Handles a notification of a forbidden system call.
     pub(super) fn handle_violation(&mut self, pid: u32) {
         let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
         let received = match seccomp::poll_listener(listener) {
@@ -19,15 +19,16 @@ impl EventLoop {
             Err(errno) => Err(errno.into()),
         };
         let Ok(received) = received else { return self.drop_listener(pid) };
-        // Other threads can be blocked in forbidden calls. There is no new event for calls made in the
-        // meantime.
+        // Other threads can also be blocked in forbidden calls. Polling reports no new event for calls that
+        // were made in the meantime.
         let _ = register_again(&self.poll, listener, pid as usize | LISTENER, false);
         if let Some(notification) = received {
             self.kill_violator(pid, &notification);
         }
     }
 
-    /// Kills the process that made a forbidden call. The violation is reported before the death can be.
+    /// Kills the process that made a forbidden call. Reports the violation first, so that the supervisor
+    /// receives it before the report of the exit.
     pub(super) fn kill_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
         let call = notification.number;
         let Some(child) = self.children.get(&pid) else { return };
@@ -63,8 +64,8 @@ impl EventLoop {
         }
     }
 
-    /// Returns the worker to which a process belongs. The filter of a template also applies to all workers
-    /// that the template has forked.
+    /// Returns the pid of the worker to which a process belongs. The filter of a template also applies to all
+    /// workers that the template has forked.
     fn worker_of(&self, pid: u32, process: u32) -> u32 {
         let is_namespace = self.children.get(&pid).is_some_and(|child| child.namespace.is_some());
         if !is_namespace {
@@ -78,7 +79,7 @@ impl EventLoop {
         line.into_iter().find(is_worker).unwrap_or(pid)
     }
 
-    /// Reports a violation, unless too many reports are waiting. A worker can create any number of processes
+    /// Reports a violation, unless too many reports are pending. A worker can create any number of processes
     /// that violate its filter. If the supervisor cannot keep up, only the worker's exit is reported.
     pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
         if self.outbox.len() < PENDING_REPORTS_MAX {

@@ -1,7 +1,7 @@
 //! The confinement of a worker as ordered, and as read back from the kernel.
 //!
-//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all that is
-//! ordered, or does not start the worker.
+//! The supervisor decides which layers a worker gets and which may be missing. The keeper applies all ordered
+//! layers, or does not start the worker.
 
 use bincode::{BorrowDecode, Encode};
 
@@ -11,68 +11,68 @@ const WORKER_DESCRIPTORS: u32 = 4;
 /// The ordered confinement of a worker. The default is no confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Confinement<'a> {
-    /// Layers and limits.
+    /// Ordered layers, and their parameters.
     pub layers: Layers,
-    /// Programs that the worker executes, and the files that these execute or load. The worker can read the
-    /// folders of these files.
+    /// Programs that the worker executes, and the files that these programs execute or load. The worker can
+    /// read the folders of these files.
     pub programs: Vec<&'a str>,
-    /// Additional readable paths.
+    /// Additional paths that the worker can read.
     pub read: Vec<&'a str>,
-    /// Writable paths.
+    /// Paths that the worker can write to.
     pub write: Vec<&'a str>,
     /// Paths that no worker can access, even inside a granted folder: the supervisor's own files.
     pub withheld: Vec<&'a str>,
-    /// System calls allowed in addition to the profile.
+    /// System calls to allow in addition to the calls that the profile allows.
     pub allow: Vec<&'a str>,
-    /// System calls denied in addition to the profile.
+    /// System calls to deny in addition to the calls that the profile denies.
     pub deny: Vec<&'a str>,
 }
 
 /// Layers of confinement, and their numeric parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Layers {
-    /// Executed programs cannot gain privileges.
+    /// True if programs that the worker executes cannot gain privileges.
     pub no_new_privs: bool,
-    /// The worker has no capabilities, whatever its user is.
+    /// True if the worker has no capabilities, regardless of its user.
     pub no_capabilities: bool,
-    /// Landlock restricts access to files, and to sockets and processes outside the sandbox.
+    /// True if Landlock restricts access to files, and to sockets and processes outside the sandbox.
     pub landlock: bool,
-    /// Filter of system calls.
+    /// Seccomp filter for the worker's system calls.
     pub seccomp: Seccomp,
     /// True if forbidden calls are reported by name. Otherwise the kernel kills the process that makes the
     /// call.
     pub seccomp_names: bool,
-    /// New namespaces.
+    /// Namespaces that are created for the worker.
     pub namespaces: Namespaces,
-    /// User and group of the worker. `None` means the keeper's.
+    /// User and group of the worker. `None` means the keeper's user and group.
     pub identity: Option<Identity>,
     /// True if `identity` belongs to the keeper's user namespace of subordinate ids, which the worker enters.
-    /// Other namespaces are created inside, without another user namespace.
+    /// The worker's other namespaces are created inside this user namespace.
     pub subordinate_ids: bool,
     /// True if the worker can use the network.
     pub network: bool,
-    /// Place for temporary files.
+    /// Location of the worker's temporary files.
     pub temporary: TemporaryFiles,
-    /// True if the worker receives its own rules. The worker can then confine each program that it runs
-    /// separately from the others.
+    /// True if the worker receives its own Landlock rules, so that it can confine each program that it runs
+    /// separately.
     pub program_rules: bool,
-    /// Limits for the worker and its descendants together, in a separate control group. `None` means no
-    /// group.
+    /// Limits for the worker and its descendants together, set on a separate control group. `None` means that
+    /// no control group is created.
     pub cgroup: Option<CgroupLimits>,
 }
 
 /// Limits of a control group. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct CgroupLimits {
-    /// Memory in bytes.
+    /// Maximum memory, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Number of processes and threads.
+    /// Maximum number of processes and threads.
     pub pids: Option<u64>,
-    /// Thousandths of a processor core.
+    /// Maximum processor time, in thousandths of a processor core.
     pub cpu_millicores: Option<u64>,
 }
 
-/// A filter of system calls.
+/// Kind of seccomp filter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, BorrowDecode)]
 pub enum Seccomp {
     /// No filter.
@@ -87,7 +87,7 @@ pub enum Seccomp {
 /// New namespaces of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Namespaces {
-    /// User namespace, which allows an unprivileged keeper to create the others.
+    /// User namespace, which allows an unprivileged keeper to create the other namespaces.
     pub user: bool,
     /// Pid namespace, together with an IPC (System V objects) and a UTS (host name) namespace.
     pub pid: bool,
@@ -100,7 +100,7 @@ pub struct Namespaces {
 }
 
 impl Namespaces {
-    /// Returns true if there is any new namespace.
+    /// Returns true if at least one namespace is created.
     pub fn any(self) -> bool {
         self != Self::default()
     }
@@ -115,10 +115,10 @@ pub struct Identity {
     pub gid: u32,
 }
 
-/// Place for a worker's temporary files.
+/// Location of a worker's temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemporaryFiles {
-    /// No private place. The worker can use any folder that its user can write.
+    /// No private location. The worker can use any folder that its user can write to.
     #[default]
     None,
     /// A private folder on disk, named by `TMPDIR`.
@@ -126,31 +126,31 @@ pub enum TemporaryFiles {
     /// A private `/tmp` in memory, with this size in bytes. Needs a mount namespace.
     PrivateTmp(u64),
     /// A file system in memory, with this size in bytes, mounted over a private folder that `TMPDIR` names.
-    /// The root folder is the system's.
+    /// The worker uses the system's root folder.
     MountedTmpfs(u64),
 }
 
 /// The confinement of a worker as read back from the kernel once the program runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Observed {
-    /// `NoNewPrivs`.
+    /// True if `NoNewPrivs` is set in `/proc/PID/status`.
     pub no_new_privs: bool,
-    /// `Seccomp`: 0 without a filter, 2 with a filter.
+    /// Value of `Seccomp` in `/proc/PID/status`: 0 without a filter, 2 with a filter.
     pub seccomp: u32,
-    /// Union of `CapEff`, `CapPrm`, `CapInh` and `CapAmb`.
+    /// Union of the capability sets `CapEff`, `CapPrm`, `CapInh` and `CapAmb`.
     pub capabilities: u64,
-    /// `CapBnd`.
+    /// Capability bounding set (`CapBnd`).
     pub bounding: u64,
-    /// The value of `Uid`, if all four ids are equal.
+    /// User id. `None` if the four ids in `Uid` are not equal.
     pub uid: Option<u32>,
-    /// The value of `Gid`, if all four ids are equal.
+    /// Group id. `None` if the four ids in `Gid` are not equal.
     pub gid: Option<u32>,
-    /// Number of entries in `Groups`.
+    /// Number of supplementary groups (`Groups`).
     pub groups: u32,
     /// Namespaces that differ from the keeper's.
     pub namespaces: Namespaces,
-    /// Version of the enforced Landlock rules. This is the version that was applied, because the kernel does
-    /// not report it.
+    /// Landlock version of the rules that were applied. The kernel does not report the version of enforced
+    /// rules.
     pub landlock: Option<u32>,
     /// True if the worker is in the control group created for it.
     pub cgroup: bool,
@@ -161,8 +161,8 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// Returns the first value that differs from the order, by its name in `/proc/PID/status` if there is
-    /// one.
+    /// Returns the name of the first value that does not match the order. Uses the name in `/proc/PID/status`
+    /// if that file contains the value.
     pub fn mismatch(&self, layers: &Layers) -> Option<&'static str> {
         let wanted = layers.namespaces;
         let found = self.namespaces;
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mismatch_names_the_missing_value() {
+    fn confinement_mismatch_names_wrong_value() {
         let identity = Identity { uid: 7, gid: 8 };
         let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
         let layers = Layers {

@@ -11,16 +11,16 @@ pub struct LayerSupport {
     /// True if the layer is available.
     #[serde(rename = "available")]
     pub is_available: bool,
-    /// Details such as a version or a path, if there are any.
+    /// Details of an available layer, such as a version or a path.
     pub found: Option<String>,
-    /// Error of the kernel, if the layer is not available.
+    /// Reason why the layer is not available, such as an error of the kernel.
     pub why_not: Option<String>,
-    /// Advice for an administrator, if the layer is not available.
+    /// Advice for an administrator on making the layer available.
     pub what_to_do: Option<String>,
 }
 
 impl LayerSupport {
-    /// Converts the result of a trial.
+    /// Creates the entry for `layer` from the result of a trial.
     pub fn of(layer: &str, tried: Result<Option<String>, String>, what_to_do: &str) -> Self {
         let is_available = tried.is_ok();
         let what_to_do = (!is_available).then(|| what_to_do.into());

@@ -6,10 +6,12 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Confinement;
 
-/// The undocumented first argument with which a program must call [`crate::run_as_keeper`].
+/// Undocumented command-line argument. If the first argument of a program is this one, the program must call
+/// [`crate::run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// Environment variables of the service manager for the supervisor, which other processes must not inherit.
+/// Environment variables that the service manager sets for the supervisor, and that other processes must not
+/// inherit.
 pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -17,7 +19,7 @@ pub(crate) const SERVICE_MANAGER_VARIABLES: [&str; 6] =
 /// limits and the paths of a sandbox use the rest.
 pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 
-/// Number of descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
+/// Number of descriptors that are sent with [`Order::Spawn`]: link, stdout, stderr.
 pub(crate) const SPAWN_DESCRIPTORS: usize = 3;
 
 /// An order to start a worker.
@@ -29,16 +31,16 @@ pub struct SpawnOrder<'a> {
     pub program: &'a str,
     /// All arguments, including the zeroth (the program's name).
     pub arguments: Vec<&'a str>,
-    /// The whole environment as `NAME=value`. Nothing is inherited.
+    /// The worker's whole environment as `NAME=value`. The worker inherits no other variables.
     pub environment: Vec<&'a str>,
     /// Working directory.
     pub directory: &'a str,
-    /// Resource limits, set in this order.
+    /// Resource limits, which are set in the order of this list.
     pub rlimits: Vec<Rlimit>,
     /// Confinement of the worker.
     pub confinement: Confinement<'a>,
-    /// True if the worker is a template, which forks other workers (see [`Keeper::fork`](crate::Keeper::fork)). A template has a
-    /// socket to the keeper in place of a link.
+    /// True if the worker is a template, which forks other workers (see
+    /// [`Keeper::fork`](crate::Keeper::fork)). A template has a socket to the keeper in place of a link.
     pub is_template: bool,
 }
 
@@ -47,25 +49,27 @@ pub struct SpawnOrder<'a> {
 pub struct Rlimit {
     /// Number of the resource, such as `libc::RLIMIT_AS`.
     pub resource: u32,
-    /// Limit in force.
+    /// Soft limit, which the kernel enforces.
     pub soft: u64,
-    /// Maximum to which the process can raise the soft limit.
+    /// Hard limit, up to which the process can raise the soft limit.
     pub hard: u64,
 }
 
 /// An order of the supervisor. End of file is the order to exit.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub(crate) enum Order<'a> {
-    /// Starts a worker, with link, standard output and standard error.
+    /// Starts a worker. The link, standard output and standard error are sent as descriptors.
     Spawn(Box<SpawnOrder<'a>>),
-    /// Makes a template fork a worker, with the same descriptors as `Spawn`.
+    /// Makes a template fork a worker. The descriptors are those of `Spawn`.
     Fork { worker: u64, template: u64 },
-    /// Sends the user namespace that workers with [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids) enter, as a descriptor.
+    /// Provides the user namespace for workers with
+    /// [`Layers::subordinate_ids`](super::confinement::Layers::subordinate_ids). The namespace is sent as a
+    /// descriptor.
     Namespace,
-    /// Kills the worker at once. An unknown worker is not an error, because the end has been reported or will
-    /// be.
+    /// Kills the worker immediately. An unknown worker is not an error, because its exit has already been
+    /// reported or is about to be reported.
     Kill { worker: u64 },
-    /// Requests a `Pong`.
+    /// Requests a `Pong` report.
     Ping,
 }
 
@@ -90,8 +94,8 @@ impl SpawnOrder<'_> {
     }
 }
 
-/// Encoding of orders. The limit bounds the memory allocated for the worst order: [`ORDER_BYTES_MAX`] bytes,
-/// each of which is a separate text.
+/// Returns the encoding of orders. The limit bounds the memory that decoding can allocate. The worst order
+/// has [`ORDER_BYTES_MAX`] bytes, each of which is decoded as a separate string.
 fn coding() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<{ size_of::<&str>() * ORDER_BYTES_MAX }>()
 }
@@ -101,7 +105,7 @@ impl Order<'_> {
         bincode::encode_to_vec(self, coding()).map_err(io::Error::other)
     }
 
-    /// Returns `None` if the bytes are not an order.
+    /// Decodes an order. Returns `None` if the bytes are not an order.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Order<'_>> {
         let (order, used) = bincode::borrow_decode_from_slice(bytes, coding()).ok()?;
         (used == bytes.len()).then_some(order)
@@ -117,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_encoded_orders_and_rejects_garbage() {
+    fn spawn_order_survives_encoding() {
         let order = SpawnOrder {
             worker: 7,
             program: "/bin/sh",

@@ -8,14 +8,14 @@ use bincode::{BorrowDecode, Encode};
 
 use super::confinement::Observed;
 
-/// Maximum size of a report in bytes. The longest report has the name of a step, possibly with a path, and
-/// some numbers.
+/// Maximum size of a report in bytes. The longest report contains the name of a step, possibly with a path,
+/// and some numbers.
 pub(crate) const REPORT_BYTES_MAX: usize = 1024;
 
 /// Maximum size of a step's name in a report, in bytes.
 pub(crate) const STEP_BYTES_MAX: usize = 768;
 
-/// Cause of a worker's end.
+/// Cause of a worker's exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum Exit {
     /// The worker exited with this code.
@@ -50,8 +50,8 @@ pub struct Usage {
 
 /// A report of the keeper.
 ///
-/// The answer to each [`Keeper::spawn`](crate::Keeper::spawn) is either `Spawned`, `Exited` and `Reaped`, in this order, or
-/// `SpawnFailed`.
+/// For each successful call of [`Keeper::spawn`](crate::Keeper::spawn), the keeper sends either
+/// `SpawnFailed`, or `Spawned`, `Exited` and `Reaped` in this order.
 #[derive(Debug)]
 pub enum Report {
     /// The keeper is running. This is the first report.
@@ -66,8 +66,7 @@ pub enum Report {
         worker: u64,
         /// Process id of the worker.
         pid: u32,
-        /// Identifies the process even when the pid is reused, and becomes readable when the process has
-        /// ended.
+        /// Identifies the process even when the pid is reused. Becomes readable when the process has exited.
         pidfd: OwnedFd,
         /// The worker's confinement as read back from the kernel.
         observed: Observed,
@@ -76,30 +75,30 @@ pub enum Report {
     Violation {
         /// Spawn number of the worker.
         worker: u64,
-        /// Process id as the worker sees it.
+        /// Process id as seen inside of the worker's pid namespace.
         process: u32,
         /// Number of the call; see [`syscall_name`](crate::syscall_name).
         call: u32,
     },
-    /// The worker's program never ran.
+    /// The start of the worker failed.
     SpawnFailed {
         /// Spawn number of the worker.
         worker: u64,
         /// The step that failed, such as `exec` or `rlimit as`.
         step: String,
-        /// The error of the step.
+        /// Error with which the step failed.
         error: io::Error,
     },
     /// The worker is dead. The keeper is killing the processes that the worker left behind.
     Exited {
         /// Spawn number of the worker.
         worker: u64,
-        /// Cause of the end.
+        /// Cause of the exit.
         exit: Exit,
-        /// Resource usage.
+        /// Resource usage of the worker.
         usage: Usage,
     },
-    /// Everything that a dead worker left behind is gone.
+    /// All processes that a dead worker left behind are gone.
     Reaped {
         /// Spawn number of the worker.
         worker: u64,
@@ -108,15 +107,15 @@ pub enum Report {
     Template {
         /// Spawn number of the template.
         worker: u64,
-        /// The message.
+        /// Content of the message.
         message: TemplateReport,
     },
-    /// The answer to [`Keeper::ping`](crate::Keeper::ping).
+    /// Reply to [`Keeper::ping`](crate::Keeper::ping).
     Pong,
-    /// Some processes have survived SIGKILL for two seconds. The workers reported next have left these
-    /// processes behind.
+    /// Some processes have survived SIGKILL for two seconds. The workers in the `Reaped` reports that follow
+    /// have left these processes behind.
     Unkillable {
-        /// Number of these processes.
+        /// Number of processes that survived.
         count: u64,
     },
 }
@@ -124,13 +123,13 @@ pub enum Report {
 /// A message that a template sends before it forks; see [`Keeper::fork`](crate::Keeper::fork).
 #[derive(Clone, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum TemplateReport {
-    /// The template can fork.
+    /// The template is ready to fork workers.
     Ready,
     /// Current status of the initialisation.
     Status(String),
     /// Reason why the template exits.
     Refused(String),
-    /// Extends the start deadline to this time from now.
+    /// Moves the start deadline to this duration from now.
     Extend(Duration),
 }
 

@@ -1,7 +1,8 @@
-//! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, for both ends.
+//! Sends and receives whole messages with descriptors over a `SOCK_SEQPACKET` socket. Both ends use this
+//! module.
 //!
-//! Nothing here blocks. Messages that the socket does not accept yet wait in an [`Outbox`]. The owner of the
-//! outbox limits their number.
+//! No function blocks. Messages that the socket does not accept yet wait in an [`Outbox`]. The owner of the
+//! outbox limits the number of messages.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -16,10 +17,11 @@ use rustix::net::{
 
 use super::{ORDER_BYTES_MAX, SPAWN_DESCRIPTORS};
 
-/// Size requested for the socket's buffer, in bytes: the largest order, and the kernel's own share.
+/// Requested size of the socket's send buffer, in bytes. The buffer fits the largest order and the kernel's
+/// overhead.
 const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
 
-/// Creates two connected ends, both close-on-exec.
+/// Creates a pair of connected sockets, both close-on-exec.
 pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -49,11 +51,11 @@ impl Outbox {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                // A user without privileges can have only a limited number of descriptors in flight. The
-                // descriptors sent before have to arrive first.
+                // A user without privileges can have only a limited number of descriptors in flight. The peer
+                // must first receive the descriptors that were sent before.
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
-                // The peer has closed the socket with unread messages.
+                // The peer has closed its end while messages were still unread.
                 Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),
                 Err(error) => return Err(error.into()),
             }
@@ -75,10 +77,10 @@ fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::i
 
 /// Result of [`receive`].
 pub(crate) enum Received {
-    /// A message of this many bytes, with its descriptors. If this process has reached its limit of
-    /// descriptors, some are missing.
+    /// A message of this many bytes, with its descriptors. Some descriptors are missing if this process has
+    /// reached its descriptor limit.
     Message(usize, Vec<OwnedFd>),
-    /// There is no message now.
+    /// No message has arrived yet.
     Nothing,
     /// The peer is gone.
     Closed,
@@ -94,7 +96,7 @@ pub(crate) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Receiv
             Ok(received) => break received,
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(Received::Nothing),
-            // The peer has closed the socket with unread messages.
+            // The peer has closed its end while messages were still unread.
             Err(Errno::CONNRESET) => return Ok(Received::Closed),
             Err(error) => return Err(error.into()),
         }

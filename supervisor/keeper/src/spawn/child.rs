@@ -14,8 +14,8 @@ use crate::protocol::confinement::Namespaces;
 
 impl Plan<'_> {
     pub(super) fn run(&self) -> ! {
-        // Otherwise this process would wait forever for a keeper that died before the parent-death signal was
-        // set.
+        // Closes the keeper's end of the socket. Otherwise this process would wait forever for a keeper that
+        // died before the parent-death signal was set.
         // SAFETY: the keeper's copy stays open, and nothing in this process uses this one.
         unsafe { libc::close(self.prepared.keeper_end) };
         let namespaces = self.layers().namespaces;

@@ -1,4 +1,4 @@
-//! The bare system call that forks.
+//! The bare system call that forks a child.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use crate::confine::cgroup;
 use crate::protocol::confinement::Namespaces;
 
-/// Forks, and returns 0 in the child, which is in new namespaces and in the given control group.
+/// Forks a child that starts in new namespaces and in the given control group. Returns 0 in the child.
 ///
 /// This is the bare system call, without the C library's preparations for a child that continues to run. The
 /// child is a copy of only this thread, and makes only system calls until it executes a program or exits.
@@ -16,7 +16,7 @@ pub(super) fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<
     clone_as(namespaces, cgroup, 0)
 }
 
-/// Forks like `clone`, with an additional flag.
+/// Forks a child like `clone`, with the additional flag `flag`.
 pub(super) fn clone_as(
     namespaces: Namespaces,
     cgroup: Option<&OwnedFd>,

@@ -22,8 +22,8 @@ use crate::protocol::confinement::{Confinement, Identity, Layers, Seccomp, Tempo
 
 pub(super) const SUBORDINATE_STEP: &str = "user namespace of subordinate ids";
 
-/// Maximum number of filters kept for later workers with the same rules. There is one filter for each sandbox
-/// that differs from others in its system calls.
+/// Maximum number of compiled filters to cache. There is one filter for each sandbox whose system call rules
+/// differ from the others.
 const FILTERS_MAX: usize = 1024;
 
 /// Confinement that the child applies step by step.
@@ -33,19 +33,20 @@ pub(crate) struct PreparedConfinement {
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<PrivateRoot>>,
-    /// The worker's own rules, which become its standard input.
+    /// File with the worker's own Landlock rules, which becomes the worker's standard input.
     pub(super) program_rules: Option<OwnedFd>,
-    /// Mounts for paths that the worker's user cannot reach in the system's root folder. `None` with a
-    /// private root folder.
+    /// Mounts for paths that the worker's user cannot reach in the system's root folder. Always `None` if the
+    /// worker has a private root folder.
     pub(super) covers: Option<Arc<Covers>>,
-    /// The program, if it is executed by a descriptor. In this case, the keeper's user enters the working
-    /// directory.
+    /// Descriptor of the program, if the program is executed by descriptor instead of by path. In this case,
+    /// the child enters the working directory before it changes to the worker's user.
     pub(super) executable: Option<OwnedFd>,
-    /// File that the host loads or runs, if only a descriptor gives access to it. Stays open in the host.
+    /// Descriptor of the file that the host loads or runs, if the host cannot open the file by path. The
+    /// descriptor stays open in the host.
     pub(super) hosted_file: Option<OwnedFd>,
     /// Mount point and mount options of a temporary file system.
     pub(super) private_temporary: Option<(CString, CString)>,
-    /// Folder to show at `/dev/shm`, in a private mount namespace with the system's root folder.
+    /// Folder to mount at `/dev/shm`. Used only in a private mount namespace with the system's root folder.
     pub(super) shared_memory: Option<CString>,
     /// Existing user namespace that the worker enters first.
     pub(super) user_namespace: Option<Arc<OwnedFd>>,
@@ -53,8 +54,8 @@ pub(crate) struct PreparedConfinement {
     may_mount: bool,
 }
 
-/// Compiled filters, by the settings that determine them. Compiling a filter takes longer than all other
-/// preparations.
+/// Cache of compiled filters. The key contains all settings that affect the filter. Compiling a filter takes
+/// longer than all other preparations.
 #[derive(Default)]
 pub(crate) struct FilterCache(HashMap<FilterKey, Arc<Filter>>);
 
@@ -112,7 +113,7 @@ impl PreparedConfinement {
         } else {
             None
         };
-        // A template confines the processes that it forks, as a host confines its programs.
+        // A template confines the processes that it forks, just as a host confines its programs.
         let gets_rules = layers.program_rules || order.is_template && layers != Layers::default();
         let program_rules =
             gets_rules.then(|| program_rules::create_file(&layers, ruleset.as_ref(), temporary));
@@ -132,17 +133,17 @@ impl PreparedConfinement {
         })
     }
 
-    /// Returns the version of the Landlock rules, if there are any.
+    /// Returns the Landlock version of the rules, or `None` if there are no Landlock rules.
     pub(crate) fn landlock(&self) -> Option<u32> {
         self.ruleset.as_ref().map(Ruleset::abi)
     }
 
-    /// True if the child reports when it is confined, and waits for permission to continue.
+    /// Returns true if the child must report that it is confined, and wait for permission to continue.
     pub(super) fn is_any(&self) -> bool {
         self.layers != Layers::default()
     }
 
-    /// True if the child makes its root folder before it enters a user namespace.
+    /// Returns true if the child makes its root folder before it enters a user namespace.
     pub(super) fn makes_root_first(&self) -> bool {
         self.root.is_some() && self.may_mount
     }
@@ -155,7 +156,7 @@ impl PreparedConfinement {
         self.covers.clone()
     }
 
-    /// True if the worker has a private `/tmp`.
+    /// Returns true if the worker has a private `/tmp`.
     pub(super) fn has_tmp(&self) -> bool {
         matches!(self.layers.temporary, TemporaryFiles::PrivateTmp(_))
     }
@@ -192,8 +193,8 @@ fn create_root<'p>(
         .map_err(|path| SpawnError::new(&format!("{}: show {}", ROOT_STEP, path.display()), Errno::NOENT))
 }
 
-/// Returns the folder to show at `/dev/shm`: the temporary folder on disk. A file system in memory is shown
-/// there by the step that mounts it.
+/// Returns the folder to mount at `/dev/shm` if temporary files are on disk. If they are in memory, the step
+/// that mounts their file system also mounts it at `/dev/shm`.
 fn shared_memory(layers: &Layers, temporary: Option<&Path>) -> Option<CString> {
     let folder = temporary.filter(|_| layers.namespaces.proc && layers.temporary == TemporaryFiles::Folder);
     folder.and_then(root::c_string)
@@ -208,7 +209,8 @@ fn find_unreachable(granted: &GrantedPaths<'_>, layers: &Layers) -> Result<Unrea
     })
 }
 
-/// Returns mount point and mount options of a temporary file system in the system's root folder.
+/// Returns the mount point and the mount options of a temporary file system that is mounted in the system's
+/// root folder.
 fn private_temporary(layers: &Layers, folder: Option<&Path>) -> Option<(CString, CString)> {
     let TemporaryFiles::MountedTmpfs(bytes) = layers.temporary else { return None };
     root::c_string(folder?).zip(root::tmp_options(bytes, layers.identity))
@@ -269,9 +271,9 @@ impl FilterCache {
     }
 }
 
-/// True if a worker with the network can reach only the Unix sockets in its own folders. Newer versions of
-/// Landlock ensure this. With older versions, a private root folder ensures this if Landlock denies abstract
-/// sockets.
+/// Returns true if a worker with network access can reach only the Unix sockets in its own folders. Newer
+/// versions of Landlock ensure this. With older versions, a private root folder ensures this if Landlock
+/// denies abstract sockets.
 fn hides_unix_sockets(layers: &Layers) -> bool {
     const SCOPES_SINCE: u32 = 6;
     const PATHS_SINCE: u32 = 9;
@@ -279,7 +281,7 @@ fn hides_unix_sockets(layers: &Layers) -> bool {
     version >= PATHS_SINCE || version >= SCOPES_SINCE && layers.namespaces.mount
 }
 
-/// True if Landlock can deny truncating a file that may be read.
+/// Returns true if the kernel's version of Landlock can deny truncating a file that the worker can read.
 fn landlock_controls_truncation() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::abi_version().is_ok_and(|version| version >= TRUNCATE_SINCE)

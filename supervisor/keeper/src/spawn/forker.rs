@@ -13,7 +13,7 @@ use super::{exit, user_namespace};
 use crate::protocol::confinement::{Identity, Namespaces};
 use crate::wait::{self, Waited};
 
-/// The kind of child that the thread forks.
+/// Kind of child to fork.
 pub(crate) enum Job {
     Worker(Box<Prepared>),
     /// Exits immediately.
@@ -30,8 +30,8 @@ pub(crate) struct Forker {
 }
 
 impl Forker {
-    /// Starts the thread. `original` has the settings that the keeper was started with. Workers get these
-    /// instead of the keeper's raised settings.
+    /// Starts the thread. `original` contains the settings that the keeper was started with. Workers get
+    /// these settings instead of the keeper's raised settings.
     pub(crate) fn start(original: OriginalSettings) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
@@ -82,7 +82,7 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
             Some(plan) => plan.run(),
             None => {
                 if matches!(job, Job::Grandchild) {
-                    // Both processes only exit.
+                    // The child and the grandchild only exit.
                     let _ = clone(Namespaces::default(), None);
                 }
                 exit(0)
@@ -92,20 +92,21 @@ fn fork(job: &Job, original: OriginalSettings) -> io::Result<u32> {
     }
 }
 
-/// Returns the name of the step for a failed fork.
+/// Returns the step name to report if the fork fails.
 pub(crate) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
-/// Tests whether this kernel distinguishes workers from processes that workers leave behind. The keeper
-/// relies on this. Called on the first thread, before there is any worker.
+/// Tests whether a wait on this kernel distinguishes children of the forking thread from orphans. The keeper
+/// relies on this to distinguish workers from the processes that they leave behind. Must be called on the
+/// first thread, before any worker exists.
 pub(crate) fn distinguishes_orphans(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
     let sees_workers = thread_has_children();
     wait::wait(child as i32, 0);
     let child = forker.fork(Job::Grandchild)?;
     wait::wait(child as i32, 0);
-    // Now the grandchild is an orphan, and dead or about to be.
+    // The grandchild is an orphan now, and has exited or is about to exit.
     let sees_orphans = matches!(wait::wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
     while !matches!(wait::wait(-1, 0), Waited::NoChild) {}
     Ok(!sees_workers && sees_orphans)

@@ -11,20 +11,21 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// Size of a report in bytes: the status of `wait(2)`, and three numbers of the usage.
+/// Size of an exit status report in bytes. The report contains the status of `wait(2)` and three numbers of
+/// the resource usage.
 const STATUS_BYTES: usize = 4 + 3 * 8;
 
-/// Gives up all capabilities except these, or all if these cannot be kept, and closes all descriptors except
-/// `kept`.
+/// Drops all capabilities except `capabilities`, or all capabilities if these cannot be kept. Closes all
+/// descriptors except `kept`.
 fn become_init(capabilities: CapabilitySet, kept: &mut [RawFd]) {
     let none = CapabilitySet::empty();
     let set = |all| {
         let sets = CapabilitySets { effective: all, permitted: all, inheritable: none };
         rustix::thread::set_capabilities(None, sets)
     };
-    // Fails only if there is nothing to give up.
+    // Fails only if the process has no capabilities to drop.
     let _ = set(capabilities).or_else(|_| set(none));
-    // Name in process lists. Cannot fail with a name this short.
+    // Sets the name shown in process lists. Cannot fail, because the name is short enough.
     let _ = rustix::thread::set_name(c"bulkhead-init");
     // SAFETY: sets a flag of this process, so that no process in the namespace can inspect it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
@@ -43,7 +44,7 @@ fn encode(status: i32, usage: &Usage) -> [u8; STATUS_BYTES] {
     bytes
 }
 
-/// Returns `None` if the bytes are not the status of an ended process.
+/// Decodes an exit status report. Returns `None` if the bytes are not the status of an exited process.
 fn decode(bytes: &[u8; STATUS_BYTES]) -> Option<(Exit, Usage)> {
     let (status, numbers) = bytes.split_first_chunk()?;
     let (&[user, system, resident], []) = numbers.as_chunks::<8>() else { return None };

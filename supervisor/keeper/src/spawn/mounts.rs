@@ -1,4 +1,4 @@
-//! Mounts made by the child.
+//! Mounts that the forked child makes.
 
 pub(super) mod covers;
 pub(super) mod proc_entries;
@@ -45,7 +45,7 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
         let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
         libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
     } as i32)?;
-    // The seccomp filter of an outer sandbox can make the call succeed without executing it.
+    // The seccomp filter of an outer sandbox can make the call succeed without any effect.
     let found = rustix::fs::statvfs(at)?.f_flag;
     let rows = [
         (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),

@@ -7,7 +7,7 @@ use rustix::process::Pid;
 use super::prepared::Prepared;
 use crate::protocol::confinement::{Identity, Layers, Namespaces};
 
-/// Input of the steps. Borrows from the data prepared before the fork, which outlives it.
+/// Input of the child's steps. Borrows the data that was prepared before the fork.
 pub(super) struct Plan<'p> {
     pub(super) prepared: &'p Prepared,
     pub(super) arguments: Vec<*const c_char>,
@@ -33,15 +33,15 @@ impl Plan<'_> {
 /// Scheduling and memory settings that the keeper was started with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OriginalSettings {
-    /// Nice value, which workers get too.
+    /// Nice value of the keeper and of workers.
     pub(crate) nice: i32,
-    /// How likely the kernel is to kill a process when memory runs out.
+    /// Out-of-memory settings for workers.
     pub(crate) oom: OomSettings,
-    /// Soft and hard limit of open files.
+    /// Soft limit and hard limit of open files.
     pub(crate) open_files: (u64, u64),
 }
 
-/// Preference of the kernel when memory runs out.
+/// Settings that determine which processes the kernel kills when memory runs out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OomSettings {
     /// True if the supervisor is protected by a negative score, which workers must not inherit.

@@ -18,10 +18,11 @@ use crate::protocol::confinement::TemporaryFiles;
 use crate::protocol::socket;
 use crate::protocol::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
-/// Variable that names the folder for temporary files.
+/// Environment variable that names the folder for temporary files.
 const TMPDIR_VARIABLE: &str = "TMPDIR=";
 
-/// Variable that names the user's home folder. A worker's only home is the folder for temporary files.
+/// Environment variable that names the user's home folder. A worker's home folder is its folder for temporary
+/// files.
 const HOME_VARIABLE: &str = "HOME=";
 
 /// Folder for temporary files in a private root folder.
@@ -58,20 +59,22 @@ fn c_strings(texts: &[&str]) -> Result<Vec<CString>, SpawnError> {
 
 /// The keeper's ends of the connections to a child.
 pub(crate) struct ChildConnections {
-    /// Socket for messages of the starting child: see `progress`.
+    /// Socket for messages from the starting child; see `progress`.
     pub(crate) progress: OwnedFd,
     /// Status pipe of the first process of a pid namespace.
     pub(crate) status: Option<OwnedFd>,
     /// Socket of the first process of a pid namespace with a template.
     pub(crate) init_socket: Option<OwnedFd>,
-    /// Names the paths of a failed mount.
+    /// The private root folder, for naming the path of a failed mount.
     pub(super) root: Option<Arc<PrivateRoot>>,
     pub(super) covers: Option<Arc<Covers>>,
-    /// Number of the child's descriptors in addition to those of every worker and the progress socket.
+    /// Number of descriptors that the child has in addition to the progress socket and the descriptors of
+    /// every worker.
     pub(crate) extra_descriptors: u32,
 }
 
-/// Converts the environment of an order. Sets `TMPDIR` and `HOME` to the temporary folder, if there is one.
+/// Converts the environment of an order. If the worker has a temporary folder, sets `TMPDIR` and `HOME`,
+/// unless the order contains them.
 fn environment(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Vec<CString>, SpawnError> {
     let mut environment = c_strings(&order.environment)?;
     let has_private_tmp = matches!(order.confinement.layers.temporary, TemporaryFiles::PrivateTmp(_));
@@ -94,7 +97,7 @@ fn standard_descriptors(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; SPAWN_DES
 }
 
 impl Prepared {
-    /// Combines everything that the child needs. `temporary` is the worker's temporary folder.
+    /// Prepares everything that the child needs. `temporary` is the worker's temporary folder.
     pub(crate) fn new(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,

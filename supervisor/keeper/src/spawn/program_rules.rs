@@ -17,7 +17,7 @@ const STEP: &str = "rules for programs";
 /// Mount point of [`TemporaryFiles::PrivateTmp`].
 const PRIVATE_TMP: &str = "/tmp";
 
-/// Returns a file with the rules, positioned at its start.
+/// Returns a memory file with the rules. The file offset is at the start of the file.
 pub(super) fn create_file(
     layers: &Layers,
     ruleset: Option<&Ruleset>,

@@ -14,16 +14,16 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// The child waits for its user and group maps.
+/// Message of a child that waits for its user and group id maps.
 const WAITS_FOR_ID_MAPS: u8 = b'U';
 
-/// The child is confined, and waits for permission to execute its program.
+/// Message of a child that is confined and waits for permission to execute its program.
 const CONFINED: u8 = b'R';
 
-/// The keeper's permission to continue.
+/// Message with which the keeper permits a child to continue.
 const CONTINUE: u8 = b'G';
 
-/// Creates both ends: the keeper's, which never blocks, and the child's.
+/// Creates the socket pair. Returns the keeper's end, which is non-blocking, and the child's end.
 pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC;
     let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -83,18 +83,18 @@ pub(crate) enum Progress {
     WaitsForIdMaps,
     /// The child is confined, and waits for [`let_continue`] to execute its program.
     Confined {
-        /// Pid of the confined process. It can differ from the forked process.
+        /// Pid of the confined process, which can differ from the process that the keeper forked.
         pid: u32,
-        /// Receives notifications of forbidden system calls.
+        /// Descriptor that receives notifications of forbidden system calls.
         listener: Option<OwnedFd>,
     },
-    /// The child has executed the worker's program (or was killed before).
+    /// The child has executed the worker's program, or was killed before it could do so.
     Executed,
     /// A step failed.
     Failed(StepFailure),
 }
 
-/// Reads a message of a child.
+/// Reads the next message of a child.
 pub(crate) fn read(socket: &OwnedFd) -> Progress {
     let mut bytes = [0; StepFailure::BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
@@ -120,25 +120,26 @@ pub(crate) fn read(socket: &OwnedFd) -> Progress {
     }
 }
 
-/// Lets a waiting child continue. Ignores a child that has ended.
+/// Lets a waiting child continue. Ignores a child that has exited.
 pub(crate) fn let_continue(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[CONTINUE], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 // The child's side, which makes only system calls.
 
-/// Reports a failed step. If the report fails, the supervisor sees a worker that exits at once.
+/// Reports a failed step. If sending the report fails, the supervisor sees a worker that exits immediately.
 pub(super) fn report_failure(socket: BorrowedFd<'_>, failure: &StepFailure) {
     let _ = rustix::net::send(socket, &failure.encode(), SendFlags::NOSIGNAL);
 }
 
-/// Requests user and group maps, and waits for them.
+/// Requests user and group id maps from the keeper, and waits until the keeper has written them.
 pub(super) fn request_id_maps(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::net::send(socket, &[WAITS_FOR_ID_MAPS], SendFlags::NOSIGNAL)?;
     wait_for_keeper(socket)
 }
 
-/// Maximum number of further attempts to send the listener: two seconds in all, well within `start.handshake`.
+/// Maximum number of further attempts to send the listener. All attempts together take two seconds, well
+/// within `start.handshake`.
 const LISTENER_RETRIES_MAX: u32 = 200;
 
 /// Interval between attempts to send the listener.
@@ -164,7 +165,7 @@ pub(super) fn report_confined(socket: BorrowedFd<'_>, listener: Option<RawFd>) -
     wait_for_keeper(socket)
 }
 
-/// Sends the message that the child is confined, with the listener if there is one.
+/// Sends the message that the child is confined. If there is a listener, the message carries it.
 fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -175,7 +176,7 @@ fn send_listener(socket: BorrowedFd<'_>, listener: Option<BorrowedFd<'_>>) -> Re
     Ok(())
 }
 
-/// Waits for the keeper. Fails if the keeper is gone.
+/// Waits until the keeper permits this process to continue. Fails if the keeper is gone.
 fn wait_for_keeper(socket: BorrowedFd<'_>) -> Result<(), Errno> {
     let mut word = [0];
     let (length, _) = rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut word, RecvFlags::empty()))?;
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn child_messages_arrive() {
+    fn child_progress_messages_reach_the_keeper() {
         let (ours, theirs) = pair().unwrap();
         assert!(matches!(read(&ours), Progress::Pending));
         let_continue(&ours);

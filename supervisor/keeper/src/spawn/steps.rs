@@ -1,4 +1,4 @@
-//! The steps of a child, in two tables.
+//! The steps of a forked child, in two tables.
 //!
 //! The first table is for the first process of new namespaces, the second for the process that executes the
 //! worker's program. Each step makes system calls on prepared data. A step that fails is reported by name.
@@ -24,13 +24,13 @@ use crate::confine::landlock::RestrictError;
 use crate::protocol::Rlimit;
 use crate::protocol::confinement::Identity;
 
-/// Files that a worker creates are accessible only to its user.
+/// Umask of workers. Only the worker's user can access the files that a worker creates.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
 
 /// Highest signal number.
 const SIGNAL_MAX: i32 = 64;
 
-/// Highest possible number of a capability.
+/// Highest possible capability number.
 const CAPABILITY_MAX: libc::c_ulong = 63;
 
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), StepError>;
@@ -60,10 +60,11 @@ pub(super) const NAMESPACE_STEPS: [(&str, Step); 14] = [
 /// Steps of the process that executes the worker's program. The wrappers of `rustix` used here are bare
 /// system calls.
 ///
-/// Limits come before the identity and the capabilities, because raising a limit needs a capability. Actions
-/// that a limit or a filter could prevent come before that limit or filter. The limit of open files also
-/// bounds the descriptors that a process can pass over sockets. The kernel counts descriptors in flight from
-/// all processes of the user. So this limit comes last, when nothing more has to be passed.
+/// Limits are set before the user changes and the capabilities are dropped, because raising a limit requires
+/// a capability. Actions that a limit or a filter could prevent come before that limit or filter. The limit
+/// of open files also bounds the descriptors that a process can pass over sockets, and the kernel counts
+/// descriptors in flight from all processes of the user. So this limit is set last, when no more descriptors
+/// have to be passed.
 pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
@@ -89,20 +90,20 @@ pub(super) const WORKER_STEPS: [(&str, Step); 22] = [
     ("exec", exec),
 ];
 
-const COVERS_STEP: &str = "what its user cannot reach";
+const COVERS_STEP: &str = "paths that the worker's user cannot reach";
 const RLIMIT_STEP: &str = "rlimit";
 
-/// Detail of the Landlock step if the kernel accepted the rules but does not enforce them.
+/// `detail` of a failed Landlock step if the kernel accepted the rules but does not enforce them.
 const LANDLOCK_NOT_ENFORCED: u32 = 1;
 
-/// Step number of the fork between the tables.
+/// Step number of the fork between the two tables.
 pub(super) const WORKER_FORK_STEP: u32 = u32::MAX;
 
-/// Step number for the requirements of the first process in a template's namespace.
+/// Step number for preparing the first process in a template's namespace.
 pub(super) const TEMPLATE_INIT_STEP: u32 = u32::MAX - 1;
 
 impl ChildConnections {
-    /// Describes the failure of a child.
+    /// Describes the failed step of a child.
     pub(crate) fn describe(&self, failure: &StepFailure) -> SpawnError {
         let step = describe(failure, self.root.as_deref(), self.covers.as_deref());
         SpawnError { step, errno: Errno::from_raw_os_error(failure.errno) }
@@ -141,7 +142,7 @@ fn rlimit_name(resource: u32) -> &'static str {
     Resource::from_number(resource).map_or("unknown", Resource::name)
 }
 
-/// Waits for the user and group maps. The fork has already created the user namespace.
+/// Waits for the user and group id maps of the user namespace that the fork has created.
 fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -149,7 +150,7 @@ fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(progress::request_id_maps(plan.prepared.progress.as_fd())?)
 }
 
-/// Creates a user namespace after the root folder, and waits for the user and group maps.
+/// Creates a user namespace after the root folder has been made, and waits for the user and group id maps.
 fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user || !plan.prepared.confinement.makes_root_first() {
         return Ok(());
@@ -167,20 +168,20 @@ fn identity_after_root(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.prepared.confinement.makes_root_first() { identity_in_namespace(plan) } else { Ok(()) }
 }
 
-/// Becomes the worker's user in the new user namespace. A process there has all rights, but cannot create
-/// files as a user that is not mapped. The change takes no rights from the process.
+/// Changes to the worker's user in the new user namespace. A process in this namespace has all capabilities,
+/// but cannot create files as a user that is not mapped. The process keeps its capabilities.
 fn identity_in_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.user {
         return Ok(());
     }
-    // Fails if the keeper has no privileges. Then the keeper has no supplementary groups that would give
-    // access.
+    // Fails if the keeper is unprivileged. In that case, the keeper has no supplementary groups that would
+    // give access.
     let _ = rustix::thread::set_thread_groups(&[]);
     set_identity(plan.layers().identity.unwrap_or(plan.keeper_identity))
 }
 
-/// Becomes the worker's user outside of a new user namespace. Inside of a new user namespace, this has been
-/// done already.
+/// Changes to the worker's user, unless the process is in a new user namespace. In a new user namespace, an
+/// earlier step has already changed the user.
 fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     match plan.layers().identity {
         Some(identity) if !plan.layers().namespaces.user => {
@@ -195,10 +196,12 @@ fn identity(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes this process readable in `/proc` again. After a change of user, reading needs rights over all
-/// processes. The keeper owns the user namespace, but has no such rights.
+/// Lets the keeper read this process in `/proc` again. After a change of user, the kernel requires
+/// capabilities over all processes for this. The keeper has capabilities only in the user namespace that it
+/// owns.
 fn restore_dumpable() {
-    // SAFETY: sets a flag of this process. If this fails, the keeper's read-back fails and is reported.
+    // SAFETY: sets a flag of this process. If this fails, the keeper cannot read the process's state, and
+    // reports that.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
 }
 
@@ -211,7 +214,7 @@ fn set_identity(Identity { uid, gid }: Identity) -> Result<(), StepError> {
 fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(root) = &confinement.root else { return Ok(()) };
-    // The worker can have another user, and must be able to traverse these folders.
+    // The worker can run as another user, and must be able to traverse these folders.
     rustix::process::umask(Mode::empty());
     root.enter()?;
     // The rules contain the files of the system, but not the new mounts.
@@ -220,7 +223,8 @@ fn private_root(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_private_mounts(confinement.has_tmp())?)
 }
 
-/// Mounts a private `/proc` on the system's root folder. A private root folder has one already.
+/// Mounts a private `/proc` on the system's root folder. A private root folder already contains a private
+/// `/proc`.
 fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.proc {
         return Ok(());
@@ -230,8 +234,8 @@ fn private_proc(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(ruleset.add_private_mounts(false)?)
 }
 
-/// Shows the worker's temporary folder at `/dev/shm`, as with a private root folder. So named shared memory
-/// and semaphores belong only to this worker, and count as temporary files.
+/// Mounts the worker's temporary folder at `/dev/shm`, where a private root folder has it as well. With this
+/// mount, named shared memory and semaphores are private to the worker, and count as temporary files.
 fn private_shared_memory(plan: &Plan<'_>) -> Result<(), StepError> {
     plan.prepared.confinement.shared_memory.as_deref().map_or(Ok(()), bind_shared_memory)
 }
@@ -244,7 +248,7 @@ fn bind_shared_memory(folder: &CStr) -> Result<(), StepError> {
 }
 
 /// Makes the worker's control group the root of the visible hierarchy, if the worker has a private root
-/// folder. The group's location on this machine then stays hidden.
+/// folder. This hides the group's location on the machine.
 fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().namespaces.mount {
         return Ok(());
@@ -256,7 +260,8 @@ fn cgroup_namespace(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Makes mounts for paths that the worker's user cannot reach. Only without a private root folder.
+/// Makes mounts for granted paths that the worker's user cannot reach. Does nothing if the worker has a
+/// private root folder.
 fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some(covers) = &confinement.covers else { return Ok(()) };
@@ -266,7 +271,8 @@ fn covers(plan: &Plan<'_>) -> Result<(), StepError> {
     entered
 }
 
-/// Mounts a temporary file system over the worker's folder, on the system's root folder.
+/// Mounts a temporary file system over the worker's temporary folder, if the worker uses the system's root
+/// folder.
 fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let Some((folder, options)) = &confinement.private_temporary else { return Ok(()) };
@@ -278,14 +284,14 @@ fn private_temporary(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Drops the bounding set, so that no executed program can give capabilities to the worker. Must come before
-/// the identity, which removes the capability that this step needs.
+/// the change of user, which removes the capability that this step needs.
 fn bounding_set(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. The call fails without the necessary capability. That is
-        // harmless, because with no_new_privs an executed program gives no capabilities.
+        // SAFETY: changes a set of this process. The call fails without the necessary capability. This
+        // failure is harmless, because with no_new_privs an executed program gives no capabilities.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
     Ok(())
@@ -295,7 +301,7 @@ fn capabilities(plan: &Plan<'_>) -> Result<(), StepError> {
     if !plan.layers().no_capabilities {
         return Ok(());
     }
-    // SAFETY: changes a set of this process. Fails only on a kernel without this set.
+    // SAFETY: clears the ambient set of this process. Fails only on a kernel without ambient capabilities.
     unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) };
     let none = CapabilitySet::empty();
     let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
@@ -317,7 +323,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Installs the filter, which is the last layer, and waits for the keeper's read-back of all layers.
+/// Installs the seccomp filter, which is the last layer, and waits until the keeper has checked all layers.
 fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     let confinement = &plan.prepared.confinement;
     let listener = confinement.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
@@ -327,11 +333,11 @@ fn seccomp(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD. Both
-/// would survive `execve`.
+/// Restores default signal handling. The keeper ignores signals that end a process, and blocks SIGCHLD.
+/// Without this step, `execve` would preserve both settings.
 fn signals(_: &Plan<'_>) -> Result<(), StepError> {
     // Uses the kernel's own structures, because the C library's functions refuse the two signals that the
-    // library uses itself.
+    // library reserves for itself.
     const DEFAULT: [u64; 4] = [0; 4];
     const NONE: u64 = 0;
     let nowhere = std::ptr::null_mut::<u64>();
@@ -349,19 +355,19 @@ fn signals(_: &Plan<'_>) -> Result<(), StepError> {
 
 fn session(_: &Plan<'_>) -> Result<(), StepError> {
     match rustix::process::setsid() {
-        // Both tables start a session, but only a pid namespace causes a fork between them. Otherwise the
-        // process already leads a session.
+        // Both tables start a session, but only a pid namespace causes a fork between them. Without this
+        // fork, the process already leads a session here.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
     Ok(())
 }
 
-/// Makes the kernel prefer to kill the worker when memory runs out. Must come this early, because the file
-/// belongs to the user that this process still has.
+/// Makes the kernel prefer to kill the worker when memory runs out. Must come before the change of user,
+/// because the file belongs to the current user.
 fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     let OomSettings { is_protected, worker_score } = plan.original.oom;
-    // Formats without an allocation. A leading zero would make the number octal.
+    // Formats the number without an allocation. A leading zero would make the number octal.
     let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (worker_score / unit % 10) as u8);
     let first = digits.iter().position(|&digit| digit != b'0').unwrap_or(digits.len() - 1);
     let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
@@ -374,7 +380,8 @@ fn oom_score(plan: &Plan<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Sets the score if there are no new namespaces. Otherwise the first process has set it for all.
+/// Sets the out-of-memory score if there are no new namespaces. With new namespaces, the first process has
+/// set the score, and this process has inherited it.
 fn oom_score_without_namespaces(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { oom_score(plan) }
 }
@@ -387,15 +394,16 @@ fn umask(_: &Plan<'_>) -> Result<(), StepError> {
 /// Sets the nice value that the keeper was started with. The child has a separate session, so it is outside
 /// of the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), StepError> {
-    // The supervisor's unit can have a real-time policy, which a worker must not inherit. If the call fails,
-    // there is nothing to give up.
+    // The supervisor's unit can have a real-time policy, which a worker must not inherit. An error means that
+    // there is no such policy.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a local. The call affects this thread.
     unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
     Ok(rustix::process::setpriority_process(None, plan.original.nice)?)
 }
 
-/// Standard input is the keeper's `/dev/null`, or the rules for a host of programs.
+/// Sets up the standard streams. Standard input is the keeper's `/dev/null`, or the rules for a host of
+/// programs.
 fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(rules) = &plan.prepared.confinement.program_rules {
         duplicate_to(rules, libc::STDIN_FILENO)?;
@@ -408,7 +416,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(duplicate_to(&plan.prepared.link, LINK_FD)?)
 }
 
-/// Makes a descriptor available under this number, and closes the previous descriptor with the number.
+/// Duplicates a descriptor to this number, and closes the descriptor that had the number before.
 pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: the previous descriptor is standard input, output or error, or in the child the keeper's
     // socket. Nothing that this process owns and continues to use has this number.
@@ -416,7 +424,7 @@ pub(crate) fn duplicate_to(descriptor: &OwnedFd, number: RawFd) -> rustix::io::R
 }
 
 fn child_subreaper(_: &Plan<'_>) -> Result<(), StepError> {
-    // The kernel takes any number except zero as true.
+    // The kernel treats any number except zero as true.
     Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
 }
 
@@ -429,10 +437,10 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), StepError> {
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
 
-/// Sets the limit of open files: as ordered, or as the keeper was started with, before it raised its own
-/// limit. A confined worker gets at most three quarters of the keeper's hard limit. Descriptors that the
-/// worker sends to itself and does not receive count for all processes of the same user. A worker must not
-/// prevent the keeper from starting other workers in this way.
+/// Sets the limit of open files to the ordered limit, or by default to the keeper's limit before the keeper
+/// raised it. The default of a confined worker is at most three quarters of the keeper's hard limit.
+/// Descriptors that a worker sends to itself and does not receive count for all processes of the same user,
+/// so a worker with a higher limit could prevent the keeper from starting other workers.
 fn open_files(plan: &Plan<'_>) -> Result<(), StepError> {
     if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
         return set_limit(ordered);
@@ -449,11 +457,11 @@ fn set_limit(limit: &Rlimit) -> Result<(), StepError> {
     result.map_err(|errno| StepError { errno, detail: limit.resource })
 }
 
-/// Kills the child when the keeper dies, in addition to other measures. A change of identity clears the signal.
+/// Makes the kernel kill the child when the keeper dies. A change of user clears this setting.
 fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent outside of the namespace has no pid here. In this case, the keeper must have been alive to let
-    // this process continue.
+    // A parent outside of this pid namespace has no pid in the namespace. In this case, the keeper must have
+    // been alive to let this process continue.
     let is_numbered = !plan.layers().namespaces.pid;
     if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
         Ok(())
@@ -463,7 +471,7 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), StepError> {
 }
 
 /// Closes all descriptors except standard input, output and error, the link, the file that a host loads or
-/// runs, and descriptors that later steps need. The latter are close-on-exec.
+/// runs, and descriptors that later steps need. The descriptors for later steps are close-on-exec.
 fn descriptors(plan: &Plan<'_>) -> Result<(), StepError> {
     let prepared = plan.prepared;
     let ruleset = prepared.confinement.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
@@ -483,8 +491,8 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), StepError> {
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
-/// Enters the working directory before the change of identity, if the worker's user cannot and no mount can
-/// help.
+/// Enters the working directory before the change of user, if the worker's user cannot enter it and no mount
+/// makes it accessible.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), StepError> {
     if plan.layers().namespaces.any() { Ok(()) } else { enter_directory_early(plan) }
 }
@@ -516,7 +524,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documentation_lists_all_steps_in_order() {
+    fn documentation_lists_all_start_steps_in_order() {
         let page = include_str!("../../../../docs/keeper.md");
         let section = page.split("## The steps of a worker").nth(1).unwrap().split("## ").next().unwrap();
         let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());

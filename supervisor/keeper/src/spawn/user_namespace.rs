@@ -15,10 +15,10 @@ use super::clone::{self, clone_as};
 use super::exit;
 use crate::protocol::confinement::Namespaces;
 
-/// Size of the report in bytes: the child's pid, or a negative error number.
+/// Size in bytes of the intermediate process's report, which is the child's pid or a negative error number.
 const REPORT_BYTES: usize = 4;
 
-/// Forks like [`clone::clone`], with the child in this user namespace.
+/// Forks a child like [`clone::clone`], but in this user namespace.
 pub(super) fn clone(
     user_namespace: &OwnedFd,
     namespaces: Namespaces,
@@ -27,7 +27,8 @@ pub(super) fn clone(
     let (reader, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let intermediate = match clone::clone(Namespaces::default(), None)? {
         0 => match enter(user_namespace).and_then(|()| clone_as(namespaces, cgroup, libc::CLONE_PARENT)) {
-            // In the child. Its copy of the pipe would hide the end of the intermediate process.
+            // This is the child. If it kept its copy of the pipe, the parent would not see that the
+            // intermediate process has exited.
             Ok(0) => {
                 drop(writer);
                 return Ok(0);

@@ -2,7 +2,7 @@
 
 use rustix::process;
 
-/// Takes a row for each resource: the variant (spelled as in rustix), the name, and the kernel's label.
+/// Defines the resources. Each row has the variant (spelled as in rustix), the name, and the kernel's label.
 macro_rules! resources {
     ($($resource:ident $name:literal $label:literal;)+) => {
         /// A resource of setrlimit(2).
@@ -12,24 +12,24 @@ macro_rules! resources {
         }
 
         impl Resource {
-            /// Every resource.
+            /// All resources.
             pub const ALL: [Self; 16] = [$(Self::$resource),+];
 
-            /// Returns the name as in setrlimit(2), in lower case and without `RLIMIT_`.
+            /// Returns the resource's name in setrlimit(2), in lower case and without `RLIMIT_`.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$resource => $name,)+
                 }
             }
 
-            /// Returns the label in `/proc/PID/limits`.
+            /// Returns the label of the resource in `/proc/PID/limits`.
             pub const fn label(self) -> &'static str {
                 match self {
                     $(Self::$resource => $label,)+
                 }
             }
 
-            /// Returns the value for getrlimit(2) and setrlimit(2).
+            /// Returns the resource as the type that rustix uses for getrlimit(2) and setrlimit(2).
             pub const fn to_rustix(self) -> process::Resource {
                 match self {
                     $(Self::$resource => process::Resource::$resource,)+
@@ -59,7 +59,7 @@ resources! {
 }
 
 impl Resource {
-    /// Returns the kernel's number.
+    /// Returns the kernel's number of the resource.
     pub const fn number(self) -> u32 {
         self.to_rustix() as u32
     }
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_labels_match_the_kernel() {
+    fn rlimit_labels_match_the_kernel() {
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
         for resource in Resource::ALL {
             assert_eq!(Resource::from_name(resource.name()), Some(resource));

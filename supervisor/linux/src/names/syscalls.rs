@@ -97,7 +97,8 @@ const TABLE: &[Row] = rows! {
         SYS_umount2 SYS_uname SYS_unlinkat SYS_unshare SYS_userfaultfd SYS_utimensat SYS_vhangup
         SYS_vmsplice SYS_wait4 SYS_waitid SYS_write SYS_writev
     }
-    // Only on x86_64: calls that newer calls had replaced before other architectures were added.
+    // Calls that exist only on x86_64, because newer calls had replaced them before other architectures were
+    // added.
     x86_64 {
         SYS_access SYS_alarm SYS_arch_prctl SYS_chmod SYS_chown SYS_creat SYS_dup2 SYS_epoll_create
         SYS_epoll_wait SYS_eventfd SYS_fork SYS_futimesat SYS_get_thread_area SYS_getdents
@@ -106,7 +107,7 @@ const TABLE: &[Row] = rows! {
         SYS_rmdir SYS_select SYS_set_thread_area SYS_signalfd SYS_stat SYS_symlink SYS_sysfs
         SYS_time SYS_unlink SYS_uselib SYS_ustat SYS_utime SYS_utimes SYS_vfork
     }
-    // Calls that not every C library lists. From 424 on, numbers are the same on all architectures.
+    // Calls that are missing from some C libraries. Numbers from 424 are the same on all architectures.
     numbered {
         "io_pgetevents": 333, 292;
         "kexec_file_load": 320, 294;
@@ -132,7 +133,7 @@ const TABLE: &[Row] = rows! {
     }
 };
 
-/// Highest number in the table.
+/// Highest system call number in the table.
 pub const NUMBER_MAX: u32 = number_max();
 
 const fn number_max() -> u32 {
@@ -148,17 +149,17 @@ const fn number_max() -> u32 {
     last
 }
 
-/// True if a system call has this name on any of the architectures in the table.
+/// Returns true if a system call has this name on any of the architectures in the table.
 pub fn is_known(name: &str) -> bool {
     TABLE.iter().any(|(known, _)| *known == name)
 }
 
-/// Returns the call's number on this architecture.
+/// Returns the number of a system call, or `None` if this architecture does not have the call.
 pub fn number(name: &str) -> Option<u32> {
     TABLE.iter().find(|(known, _)| *known == name)?.1
 }
 
-/// Returns the name of the call with this number on this architecture.
+/// Returns the name of the system call with this number on this architecture.
 pub fn name(number: u32) -> Option<&'static str> {
     TABLE.iter().find(|(_, known)| *known == Some(number)).map(|(name, _)| *name)
 }
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_numbers_map_one_to_one() {
+    fn syscall_names_and_numbers_map_one_to_one() {
         let names: HashSet<_> = TABLE.iter().map(|(name, _)| name).collect();
         let numbers: Vec<_> = TABLE.iter().filter_map(|(_, number)| *number).collect();
         assert_eq!(names.len(), TABLE.len());
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_the_other_architecture_are_known() {
+    fn syscall_names_of_other_architecture_are_known() {
         assert_eq!(number("read"), Some(libc::SYS_read as u32));
         assert!(is_known("open") && is_known("clone3") && !is_known("opne"));
         assert_eq!(number("open").is_some(), cfg!(target_arch = "x86_64"));

@@ -1,4 +1,4 @@
-//! A fork whose child sends no SIGCHLD, so that other code in the process does not notice it.
+//! A fork whose child sends no SIGCHLD, so that other code in the process does not notice the child.
 #![expect(unsafe_code, reason = "a fork without an exit signal has no safe wrapper")]
 
 use rustix::io::Errno;
@@ -9,17 +9,18 @@ use crate::errno;
 ///
 /// The child's exit raises no SIGCHLD, and a `waitpid(-1)` in another thread does not find the child. Even if
 /// SIGCHLD is ignored, the caller can wait for the child with `__WALL`. This matters in an application that
-/// embeds a supervisor, because nothing is known about its signal handling.
+/// embeds a supervisor, because the supervisor cannot know how the application handles signals.
 ///
 /// # Errors
-/// Those of `clone(2)`.
+/// Fails if `clone(2)` fails.
 ///
 /// # Safety
 /// The child has only a copy of the calling thread, and the C library does not know of the fork. Until
 /// `execve` or `_exit`, the child must make only raw system calls.
 pub unsafe fn fork_without_sigchld() -> Result<libc::pid_t, Errno> {
     const NONE: libc::c_long = 0;
-    // SAFETY: without a stack and without shared memory this is a fork. The caller guarantees the rest.
+    // SAFETY: without a stack and without shared memory this is a fork. The caller upholds the other
+    // requirements.
     match unsafe { libc::syscall(libc::SYS_clone, NONE, NONE, NONE, NONE, NONE) } {
         -1 => Err(errno::last()),
         pid => Ok(pid as libc::pid_t),
@@ -31,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_wall_waits_for_the_child() {
+    fn child_without_sigchld_is_reaped_only_with_wall() {
         // SAFETY: the child only exits.
         let pid = unsafe { fork_without_sigchld() }.unwrap();
         if pid == 0 {

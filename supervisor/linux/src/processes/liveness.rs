@@ -1,5 +1,5 @@
-//! A descriptor that reports the end of another program: its peer is closed with the program, or the
-//! descriptor is a pidfd.
+//! A descriptor that reports the exit of another program. Either the other end of the descriptor is closed
+//! when the program exits, or the descriptor is the program's pidfd.
 
 use std::io::{self, IsTerminal};
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -9,8 +9,9 @@ use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::net::SocketType;
 
-/// An inherited pipe, socket or terminal, which ends when the other side closes, or a pidfd, which ends with
-/// its process. Programs started later do not inherit the descriptor.
+/// An inherited pipe, socket, terminal or pidfd. A pipe, socket or terminal ends when its other end is
+/// closed. A pidfd ends when its process exits. Programs that are started later do not inherit the
+/// descriptor.
 #[derive(Debug)]
 pub struct LivenessDescriptor {
     descriptor: OwnedFd,
@@ -23,7 +24,8 @@ impl LivenessDescriptor {
     ///
     /// # Errors
     ///
-    /// If the descriptor is not open, or is of a kind that never ends. The message says how to fix it.
+    /// Fails if the descriptor is not open, or is of a kind that never ends. The message says how to fix the
+    /// problem.
     #[expect(unsafe_code, reason = "the descriptor is a number from the command line")]
     pub fn inherit(number: RawFd) -> io::Result<Self> {
         if number < 0 {
@@ -43,7 +45,8 @@ impl LivenessDescriptor {
         };
         if !ends {
             return Err(io::Error::other(format!(
-                "descriptor {number} never reports an end: pass a pipe, a socket, a terminal or a pidfd"
+                "descriptor {number} cannot report that its other end was closed: pass a pipe, a socket, a \
+                 terminal or a pidfd"
             )));
         }
         fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
@@ -52,7 +55,7 @@ impl LivenessDescriptor {
         Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
     }
 
-    /// Waits until the peer closes its end. Discards data that arrives before.
+    /// Waits until the descriptor ends. Discards data that arrives in the meantime.
     pub fn wait(&self) {
         let mut discarded = [0; 4096];
         loop {
@@ -74,7 +77,7 @@ impl LivenessDescriptor {
     }
 }
 
-/// True if the socket has a peer and reports when the peer closes.
+/// Returns true if the socket has a peer and reports when the peer closes its end.
 fn is_connected(socket: BorrowedFd<'_>) -> bool {
     let kind = rustix::net::sockopt::socket_type(socket);
     matches!(kind, Ok(SocketType::STREAM | SocketType::SEQPACKET)) && rustix::net::getpeername(socket).is_ok()
@@ -95,7 +98,7 @@ fn is_pidfd(number: RawFd) -> bool {
 ///
 /// # Errors
 ///
-/// If the thread cannot be started.
+/// Fails if the thread cannot be started.
 pub fn spawn_watcher(
     descriptor: LivenessDescriptor,
     on_end: impl FnOnce() + Send + 'static,

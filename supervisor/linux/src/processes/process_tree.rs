@@ -16,24 +16,26 @@ mod killer;
 
 pub use killer::{DescendantKiller, Progress};
 
-/// Maximum number of ancestors that are looked up for one process. The deepest ordinary sessions have about
-/// twenty.
+/// Maximum number of ancestors that are looked up for one process. In ordinary sessions, a process has at
+/// most about twenty ancestors.
 const ANCESTORS_MAX: usize = 64;
 
 /// Maximum number of attempts to read the ancestors of a process while some of them die.
 const READ_ATTEMPTS_MAX: usize = 8;
 
-/// Usual maximum size of a process's file in `/proc`, in bytes. A file up to this size is read with one call.
+/// Initial capacity of the buffer for a process's file in `/proc`, in bytes. A file up to this size is read
+/// with one call.
 const INITIAL_BYTES: usize = 4 * 1024;
 
-/// Maximum number of bytes read from such a file.
+/// Maximum number of bytes read from a process's file in `/proc`.
 const FILE_BYTES_MAX: u64 = 16 * 1024;
 
 #[derive(Clone, Copy)]
 struct Process {
     parent: u32,
     session: u32,
-    /// Start time. Together with the pid, it identifies a process uniquely, although pids are reused.
+    /// Start time of the process. The pid and the start time together identify a process uniquely, even if
+    /// the pid is reused.
     started: u64,
     is_zombie: bool,
 }
@@ -45,11 +47,11 @@ impl Process {
 }
 
 /// Kills every descendant of this process, except children for which `is_spared` returns true and their
-/// descendants. Returns the number of processes killed. Call this until it returns 0, because the children of
-/// a killed process move up to a surviving ancestor.
+/// descendants. Returns the number of processes killed. Call this function until it returns 0, because the
+/// children of a killed process are reparented to a surviving ancestor.
 ///
-/// Reads every process of the machine, at some microseconds each. [`DescendantKiller`] does the same work in small steps.
-/// Errors: `/proc` cannot be read.
+/// Reads every process on the machine, which takes some microseconds per process. [`DescendantKiller`] does
+/// the same work in small steps. Fails if `/proc` cannot be read.
 pub fn kill_descendants(mut is_spared: impl FnMut(u32) -> bool) -> io::Result<usize> {
     let mut killer = DescendantKiller::default();
     killer.begin()?;
@@ -73,12 +75,12 @@ pub struct ProcessIdentity {
     pub pid: u32,
     /// Session id.
     pub session: u32,
-    /// Start time of the process, in the kernel's ticks, because pids are reused.
+    /// Start time of the process, in clock ticks since boot.
     pub started: u64,
 }
 
-/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each comes with the
-/// child of this process at the top of its branch. Errors: `/proc` cannot be read.
+/// Lists the descendants of this process, including zombies, up to 64 generations deep. Each descendant comes
+/// with the pid of the child of this process from which it descends. Fails if `/proc` cannot be read.
 pub fn list_descendants() -> io::Result<Vec<(ProcessIdentity, u32)>> {
     let (table, own) = (read_all_processes()?, std::process::id());
     let child_above = |pid: u32| {
@@ -95,14 +97,15 @@ pub fn identity_of(pid: u32) -> Option<ProcessIdentity> {
     read_process(pid).map(|process| process.identity(pid))
 }
 
-/// Returns the start time of a process, in the kernel's ticks. The pid and the start time together identify a
-/// process uniquely. Returns `None` if there is no such process or this user cannot see the process.
+/// Returns the start time of a process, in clock ticks since boot. The pid and the start time together
+/// identify a process uniquely. Returns `None` if there is no such process or this user cannot see the
+/// process.
 pub fn start_time(pid: u32) -> Option<u64> {
     read_process(pid).map(|process| process.started)
 }
 
-/// True if the process with this pid and this start time ([`start_time`]) is still running. A zombie is not
-/// running. A process that this user cannot see counts as running.
+/// Returns true if the process with this pid and this start time ([`start_time`]) is still running. A zombie
+/// is not running. A process that this user cannot see counts as running.
 pub fn is_alive(pid: u32, started: u64) -> bool {
     match read_process(pid) {
         Some(process) => process.started == started && !process.is_zombie,
@@ -113,12 +116,12 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
     }
 }
 
-/// Returns a process and its ancestors, nearest first, up to `root`, or up to the outermost visible ancestor
-/// if `root` is not among them. All of these relations held at one moment, provided that the process itself
-/// was alive during the call. The caller has to ensure that.
+/// Returns the pids of a process and its ancestors, nearest first. The list ends with `root`, or with the
+/// outermost visible ancestor if `root` is not an ancestor. The caller must ensure that the process stays
+/// alive during the call. In that case, all parent relations in the list held at one moment.
 ///
-/// Takes some microseconds per process. Errors: a process of the chain cannot be read in `/proc`, there are
-/// more than 64 ancestors, or the ancestors kept changing.
+/// Takes some microseconds per process. Fails if a process in the list cannot be read in `/proc`, if there
+/// are more than 64 ancestors, or if the ancestors keep changing.
 pub fn ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     let mut last_error = None;
     for _ in 0..READ_ATTEMPTS_MAX {
@@ -148,7 +151,8 @@ fn read_ancestors(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     Ok(chain)
 }
 
-/// True if each process is still the child of the next, checked from the outermost ancestor to the process.
+/// Returns true if each process in `chain` is still a child of the next one. Checks the outermost ancestor
+/// first.
 ///
 /// If a process has the same parent in both reads, the parent was alive between the two reads. So the
 /// parent's pid still belonged to the parent when the parent's own parent was read. The same pid cannot
@@ -158,8 +162,8 @@ fn is_unchanged(chain: &[u32]) -> bool {
     chain.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
 
-/// Returns the parent's pid. Reads the file of the first thread because its cost does not depend on the
-/// number of threads.
+/// Returns the pid of a process's parent. Reads the file of the first thread, because the cost of reading it
+/// does not depend on the number of threads.
 fn parent_of(pid: u32) -> io::Result<u32> {
     let path = format!("/proc/{pid}/task/{pid}/stat");
     let stat = read_proc_file(&path)
@@ -207,13 +211,13 @@ fn read_all_processes() -> io::Result<HashMap<u32, Process>> {
     Ok(table)
 }
 
-/// Reads `/proc/PID/stat`. Returns `None` if there is no such process (any more).
+/// Reads `/proc/PID/stat`. Returns `None` if the process does not exist.
 fn read_process(pid: u32) -> Option<Process> {
     parse_stat(&read_proc_file(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Reads a small file of `/proc`, at most the first 16 KiB, in half as many system calls as
-/// [`std::fs::read_to_string`]. Bytes that are not UTF-8, as in the name of a program, are replaced.
+/// Reads at most the first 16 KiB of a file in `/proc`, with half as many system calls as
+/// [`std::fs::read_to_string`]. Replaces bytes that are not UTF-8, which program names can contain.
 ///
 /// ```
 /// let stat = bulkhead_linux::process_tree::read_proc_file("/proc/self/stat")?;
@@ -254,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_descendants_and_no_other_process() {
+    fn process_tree_lists_only_descendants() {
         let mut child = Command::new("sh").args(["-c", "sleep 100 & sleep 100 & wait"]).spawn().unwrap();
         let found = loop {
             let found = descendants_of(child.id()).unwrap();
@@ -267,13 +271,13 @@ mod tests {
         for pid in found {
             assert_eq!(table[&pid].parent, child.id());
             signal(pid, table[&pid].started + 1, Signal::KILL);
-            assert!(read_process(pid).is_some(), "a process of another time was killed");
+            assert!(read_process(pid).is_some(), "a process with another start time was killed");
             signal(pid, table[&pid].started, Signal::KILL);
         }
         child.wait().unwrap();
     }
     #[test]
-    fn ancestors_end_at_root_or_outermost_process() {
+    fn ancestor_chain_ends_at_given_or_outermost_process() {
         let own = std::process::id();
         let mut child = Command::new("sh").args(["-c", "(sleep 100 & wait) & wait"]).spawn().unwrap();
         let deepest = loop {
@@ -296,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_ancestors_are_an_error() {
+    fn more_than_64_ancestors_are_an_error() {
         let script = "[ $0 = 0 ] && exec sleep 100; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
         let mut child = Command::new("sh").args(["-c", script, "70", script]).spawn().unwrap();
         let deepest = loop {

@@ -1,4 +1,4 @@
-//! The scheduler's time slice of a thread.
+//! Sets the scheduler's time slice of a thread.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use crate::errno;
 
 /// Requests a shorter time slice for the calling thread and for threads that it starts.
 ///
-/// At the end of a slice, other threads waiting for the processor can run. A thread with a shorter slice also
-/// waits less for threads with a longer one. The thread's share of the processor does not change. A thread
-/// with a scheduling policy other than `SCHED_OTHER` or `SCHED_BATCH` is left alone. Errors are those of
-/// `sched_setattr(2)`. Linux before 6.12 accepts the slice without effect.
+/// At the end of a slice, other threads that wait for the processor can run. A thread with a shorter slice
+/// also waits less for threads with longer slices. The thread's share of the processor does not change. Does
+/// nothing for a thread whose scheduling policy is neither `SCHED_OTHER` nor `SCHED_BATCH`. Fails if
+/// `sched_setattr(2)` fails. Linux before 6.12 accepts the slice but ignores it.
 #[expect(unsafe_code, reason = "sched_setattr has no safe wrapper")]
 pub fn set_time_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_slice_is_set_and_inherited() {
+    fn threads_inherit_the_time_slice() {
         let query = || {
             let size = size_of::<libc::sched_attr>();
             // SAFETY: as in `set_time_slice`.

@@ -1,9 +1,9 @@
-//! Starts a process that shares this process's memory until it executes another program. No page table is
-//! copied, which is most of the cost of a fork.
+//! Starts a process that shares this process's memory until it executes another program. The page tables are
+//! not copied, which is most of the cost of a fork.
 //!
-//! The method is that of the C library's `posix_spawn`. The calling thread is suspended in the meantime
-//! (`CLONE_VFORK`). The child has a separate stack, and runs no signal handlers, because they would run in
-//! the parent's memory.
+//! The method is that of the C library's `posix_spawn`. The calling thread is suspended until the child has
+//! executed a program (`CLONE_VFORK`). The child has a separate stack, and runs no signal handlers, because
+//! they would run in the parent's memory.
 #![expect(unsafe_code, reason = "clone has no safe wrapper")]
 
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -23,7 +23,7 @@ const STACK_BYTES: usize = 64 * 1024;
 /// stored in memory.
 const NOT_EXECUTED: c_int = 127;
 
-/// A child that has executed another program. The caller has to wait for it.
+/// A child that has executed another program. The caller must reap the child.
 #[derive(Debug)]
 pub struct Child {
     /// Process id.
@@ -32,15 +32,15 @@ pub struct Child {
     pub pidfd: OwnedFd,
 }
 
-/// Starts a process that runs `execute`, which executes another program or returns the error.
+/// Starts a child that calls `execute`. `execute` must execute another program, and returns the error if this
+/// fails.
 ///
-/// The signals are those of a new program: none is blocked, and caught signals and SIGPIPE have the default
-/// action.
+/// In the new program, no signal is blocked, and caught signals and SIGPIPE have the default action.
 ///
 /// # Safety
-/// `execute` runs in this process's memory while other threads run. It may make system calls and use data
-/// that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs to be
-/// dropped.
+/// `execute` runs in this process's memory while other threads run. It is allowed to make system calls and to
+/// use data that was prepared before. It must not allocate, take a lock, panic, or leave anything that needs
+/// to be dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let mut call = Call { execute, caught: caught_signals(), error: None };
     let mut stack = child_stack();
@@ -69,15 +69,15 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     }
 }
 
-/// Starts a process like [`spawn`], but not as a child of this one. An intermediate child starts the process
-/// and exits at once, so the process becomes an orphan.
+/// Starts a process like [`spawn`], but not as a child of this process. An intermediate child starts the
+/// process and exits immediately, so the process becomes an orphan.
 ///
-/// A `waitpid(-1)` in this process sees neither of the two, and neither raises SIGCHLD at its end. The
-/// exception is a process that adopts orphans. (An exit signal of 0 alone would not be enough, because
-/// `execve` changes it to SIGCHLD.)
+/// A `waitpid(-1)` in this process sees neither the intermediate child nor the orphan, and neither raises
+/// SIGCHLD when it exits. A process that adopts orphans is an exception, because the orphan becomes its
+/// child. (An exit signal of 0 alone would not be enough, because `execve` changes it to SIGCHLD.)
 ///
 /// # Safety
-/// As for [`spawn`].
+/// The requirements of [`spawn`] apply.
 pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let caught = query_caught_signals();
     let (mut inner, mut outer) = (child_stack(), child_stack());
@@ -99,7 +99,7 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     let failed = errno::check(pid);
     drop(blocked);
     failed?;
-    // The child has ended, or is about to.
+    // The intermediate child has exited, or is about to exit.
     let _ = wait::wait_for_exit_code(pid);
     // SAFETY: a number that is not negative is a new descriptor that the call has stored.
     let pidfd = (intermediate.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(intermediate.pidfd) });
@@ -109,8 +109,8 @@ pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Err
     }
 }
 
-/// Returns a list in the form that `execve` takes: pointers to the texts, and a null pointer. The texts must
-/// outlive the list.
+/// Returns a list in the form that `execve` takes: pointers to the texts, followed by a null pointer. The
+/// texts must outlive the list.
 pub fn null_terminated(texts: &[CString]) -> Vec<*const c_char> {
     texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
 }
@@ -133,10 +133,10 @@ fn child_stack() -> Vec<MaybeUninit<u128>> {
     Vec::with_capacity(STACK_BYTES / size_of::<u128>())
 }
 
-/// Runs in the intermediate child, which leaves the orphan.
+/// Runs in the intermediate child. Starts the orphan and exits.
 extern "C" fn leave_orphan<F: FnMut() -> Errno>(intermediate: *mut c_void) -> c_int {
-    // SAFETY: `intermediate` belongs to the caller, which is suspended. This child is suspended too while the
-    // orphan executes the program. The child exits without unwinding.
+    // SAFETY: `intermediate` belongs to the caller, which is suspended. This child is also suspended while
+    // the orphan executes the program. The child exits without unwinding.
     unsafe {
         let intermediate = &mut *intermediate.cast::<Intermediate<'_, F>>();
         let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
@@ -150,7 +150,7 @@ extern "C" fn leave_orphan<F: FnMut() -> Errno>(intermediate: *mut c_void) -> c_
     }
 }
 
-/// Runs in the child.
+/// Runs in the child. Restores the signals and calls `execute`.
 extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: `call` belongs to the caller, which is suspended. The child exits without unwinding.
     unsafe {
@@ -168,8 +168,8 @@ extern "C" fn run_child<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     }
 }
 
-/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. They are looked up
-/// only once, because all handlers are installed before the first child is started.
+/// Returns the signals that this process catches, and SIGPIPE, which Rust programs ignore. The signals are
+/// looked up only once, because all handlers are installed before the first child is started.
 fn caught_signals() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
     CAUGHT.get_or_init(query_caught_signals)
@@ -188,7 +188,7 @@ fn query_caught_signals() -> Vec<c_int> {
     (1..=libc::SIGRTMAX()).filter(is_caught).collect()
 }
 
-/// Blocks all signals of the calling thread until dropped.
+/// Blocks all signals of the calling thread until this value is dropped.
 struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
@@ -235,18 +235,19 @@ mod tests {
     }
 
     #[test]
-    fn executes_program_or_returns_error() {
+    fn vfork_executes_program_or_returns_error() {
         let child = execute(c"/bin/sh", c"exit 7").unwrap();
         assert_eq!(status(&child), 7 << 8);
         assert_eq!(execute(c"/no/such/program", c"").err(), Some(Errno::NOENT));
-        // The failed child has been waited for, and this thread works as before.
+        // The failed child has been reaped, and this thread still works.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
     }
 
-    /// The end of the orphan is visible only by its pidfd. No child is left to wait for.
+    /// The exit of the orphan is visible only through its pidfd, because the orphan is not a child of this
+    /// process.
     #[test]
-    fn orphan_is_not_a_child() {
+    fn spawned_orphan_is_not_a_child() {
         use rustix::event::{PollFd, PollFlags, poll};
         let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
         let environment = [ptr::null()];
@@ -266,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_spawns_do_not_interfere() {
+    fn concurrent_vfork_spawns_do_not_interfere() {
         std::thread::scope(|scope| {
             for code in 1..5 {
                 scope.spawn(move || {
@@ -282,7 +283,7 @@ mod tests {
 
     /// SIGPIPE is ignored in this process, and a thread can have blocked any signal.
     #[test]
-    fn child_has_default_signals() {
+    fn spawned_child_has_default_signals() {
         let _blocked = BlockedSignals::all();
         for (name, signal) in [("PIPE", libc::SIGPIPE), ("USR1", libc::SIGUSR1), ("TERM", libc::SIGTERM)] {
             let script = std::ffi::CString::new(format!("kill -{name} $$; exit 1")).unwrap();

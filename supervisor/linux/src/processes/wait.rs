@@ -1,5 +1,5 @@
-//! Waits for children and descriptors. No safe wrapper of the waits for children returns the resource usage
-//! or limits the wait to the calling thread's children.
+//! Waits for children and descriptors. Waits for children are raw system calls, because no safe wrapper
+//! returns the resource usage or limits the wait to the calling thread's children.
 #![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
 use std::io;
@@ -11,8 +11,8 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::errno;
 
-/// Calls `waitid` without reaping the child. Returns the pid of a child that has ended, or 0 if none has.
-/// Fails if there is no such child.
+/// Calls `waitid` without reaping the child. Returns the pid of a child that has exited, or 0 if no child has
+/// exited. Fails if there is no matching child.
 fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> {
     let flags = flags | libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     // SAFETY: all zeros is a valid `siginfo_t`, which the call at most fills. If the call succeeds, the pid
@@ -24,29 +24,29 @@ fn peek_child(kind: libc::idtype_t, pid: u32, flags: i32) -> Result<u32, Errno> 
     }
 }
 
-/// Returns the pid of a child that has ended, without reaping the child. So the pid stays valid and cannot be
-/// reused.
+/// Returns the pid of a child that has exited, without reaping the child. Until the child is reaped, its pid
+/// cannot be reused.
 pub fn peek_ended() -> Option<u32> {
     peek_child(libc::P_ALL, 0, 0).ok().filter(|&pid| pid != 0)
 }
 
-/// True if this child has ended and has not been waited for.
+/// Returns true if the child with this pid has exited and has not been reaped.
 pub fn has_ended(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
-/// True if this process has such a child, dead or alive, that has not been waited for.
+/// Returns true if this process has a child with this pid, alive or dead, that has not been reaped.
 pub fn is_child(pid: u32) -> bool {
     peek_child(libc::P_PID, pid, 0).is_ok()
 }
 
-/// True if the calling thread itself has children, dead or alive.
+/// Returns true if the calling thread itself has children, alive or dead.
 pub fn thread_has_children() -> bool {
     peek_child(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()
 }
 
-/// Calls `wait4` for children of every kind. Returns the child's pid (0 if no child has changed its state
-/// yet), the status and the resource usage.
+/// Calls `wait4` for all kinds of children, including children that send no SIGCHLD. Returns the child's pid
+/// (0 if no child has changed its state yet), the status and the resource usage.
 pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     let mut status = 0;
     // SAFETY: all zeros is a valid `rusage`.
@@ -57,13 +57,14 @@ pub fn wait4(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
     Ok((pid as u32, status, rusage))
 }
 
-/// Waits for a child to end. Returns its exit code, or `None` if a signal ended the child.
+/// Waits until a child exits, and reaps it. Returns the exit code, or `None` if a signal killed the child.
 pub fn wait_for_exit_code(pid: i32) -> Result<Option<i32>, Errno> {
     let (_, status, _) = retry_on_intr(|| wait4(pid, 0))?;
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
 }
 
-/// Waits for up to `timeout` until the descriptor is readable. A pidfd is readable once its process has ended.
+/// Waits at most `timeout` until the descriptor is readable. Returns false if the time has passed. A pidfd
+/// becomes readable when its process has exited.
 pub fn wait_until_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
     let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
     let mut events = [PollFd::new(&descriptor, PollFlags::IN)];

@@ -13,13 +13,14 @@ const TCP_FLAGS_OFFSET: u32 = 13;
 const SYN: u32 = 0x02;
 const ACK: u32 = 0x10;
 
-/// Makes a listener drop packets that open a connection. Connections that have begun still arrive.
+/// Makes a listener drop packets that open a new connection. Connections whose handshake has begun are still
+/// established.
 ///
-/// A client that connects now retries after a second. It then reaches the next program that listens, or is
-/// refused. Proxies use the packet filter of the whole machine for this when they restart. This function
-/// attaches a filter to the socket instead.
+/// A client that connects after this call retries after a second. The retry reaches the next program that
+/// listens on the address, or is refused. Proxies use the packet filter of the whole machine for this when
+/// they restart. This function attaches a filter to the socket instead.
 ///
-/// Errors are those of `setsockopt(2)` with `SO_ATTACH_FILTER`.
+/// Fails if `setsockopt(2)` with `SO_ATTACH_FILTER` fails.
 pub fn stop_new_connections(listener: &impl AsFd) -> io::Result<()> {
     let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
     let filter = [
@@ -60,9 +61,9 @@ mod tests {
         }
     }
 
-    /// Clients connect one after the other while the listener stops. All established connections are answered.
+    /// Clients connect repeatedly while the listener stops. Each established connection must get a reply.
     #[test]
-    fn stopped_listener_loses_no_connection() {
+    fn stopped_listener_serves_all_established_connections() {
         for round in 0..30 {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap();

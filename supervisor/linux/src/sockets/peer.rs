@@ -1,8 +1,8 @@
 //! The process at the other end of a socket: its credentials at the time of `connect(2)`, and whether it
 //! descends from this process.
 //!
-//! This module reports facts and decides nothing. Nothing in it blocks. Determining the ancestors of a process
-//! takes a few reads of small files in `/proc`.
+//! This module makes no decisions, and no function blocks. Determining the ancestors of a process takes a few
+//! reads of small files in `/proc`.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,16 +18,16 @@ use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Initial space for supplementary groups. Most processes have fewer.
+/// Initial capacity for supplementary groups. Most processes have fewer groups.
 const GROUPS_INITIAL: usize = 64;
 
-/// Maximum number of groups of a Linux process.
+/// Maximum number of supplementary groups of a Linux process.
 const GROUPS_MAX: usize = 65_536;
 
-/// Maximum number of processes remembered as unrelated. The latest ones are kept.
+/// Maximum number of processes remembered as unrelated. Older entries are removed first.
 const UNRELATED_MAX: usize = 16;
 
-/// The process that connected, with the credentials it had then.
+/// The process that connected a socket, with its credentials at the time of `connect(2)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Effective user id.
@@ -38,35 +38,37 @@ pub struct Peer {
     pub pid: Option<u32>,
 }
 
-/// Origin of a process.
+/// Relation of a process to this one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Descent {
     /// The process does not descend from this one.
     Unrelated,
-    /// The process descends from this one. Contains the process, its ancestors, and this process at the end.
+    /// The process descends from this one. Contains the pids of the process and its ancestors, with this
+    /// process at the end.
     Descendant(Vec<u32>),
     /// The process has ended, so its origin cannot be determined.
     Ended,
 }
 
 impl Peer {
-    /// Returns the process that connected this socket. Errors are those of `getsockopt(2)`.
+    /// Returns the process that connected this socket. Fails if `getsockopt(2)` fails.
     pub fn of(socket: &impl AsFd) -> io::Result<Self> {
         let found = getsockopt(socket, PeerCredentials)?;
         let pid = u32::try_from(found.pid()).ok().filter(|&pid| pid != 0);
         Ok(Self { uid: found.uid(), gid: found.gid(), pid })
     }
 
-    /// Determines whether the process that connected this socket descends from this process. The connecting
-    /// process must be alive. Otherwise it could have been any process, and could have passed the connection to
-    /// another one.
+    /// Determines whether the process that connected this socket descends from this process. Returns
+    /// [`Descent::Ended`] if the connecting process has exited. In that case, it could have been any process,
+    /// and could have passed the connection to another process.
     ///
-    /// When a process ends, its children are reparented to the nearest subreaper above. The keeper and this
-    /// process are subreapers. So a descendant of this process cannot leave the tree by any number of forks and
-    /// sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from here.
+    /// When a process exits, its children are reparented to the nearest subreaper above. The keeper and this
+    /// process are subreapers. So a descendant of this process cannot leave the tree with any number of forks
+    /// or new sessions. It cannot hide in a PID namespace either, because nested namespaces are visible from
+    /// this one.
     ///
-    /// A process in `unrelated` is not looked up again. Errors: the ancestors cannot be read; this process has
-    /// reached its limit of descriptors.
+    /// A process in `unrelated` is not looked up again. Fails if the ancestors cannot be read, or if this
+    /// process has reached its descriptor limit.
     pub fn descent(&self, socket: &impl AsFd, unrelated: &UnrelatedProcesses) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Unrelated) };
         let own = std::process::id();
@@ -92,9 +94,9 @@ impl Peer {
     }
 }
 
-/// Processes known not to descend from this one, by pid and start time. That cannot change, because an orphan
-/// is reparented to another ancestor. So processes that connect often, such as scrapers, are looked up only
-/// once.
+/// Processes known not to descend from this one, by pid and start time. An unrelated process stays unrelated,
+/// because an orphan is reparented only to another ancestor. So processes that connect often, such as
+/// scrapers, are looked up only once.
 #[derive(Debug, Default)]
 pub struct UnrelatedProcesses(Mutex<VecDeque<(u32, u64)>>);
 
@@ -120,7 +122,8 @@ fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(EINVAL | ENODATA | ESRCH) => Ok(None),
-        // Before Linux 6.5 there is only the pid. It can have been reused since the connect.
+        // Before Linux 6.5, the kernel provides only the pid, which can have been reused since the process
+        // connected.
         Err(ENOPROTOOPT) => {
             let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
             match pidfd_open(pid, PidfdFlags::empty()) {
@@ -133,8 +136,7 @@ fn open_pidfd(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// Returns the supplementary groups that the process had when it connected. Errors are those of
-/// `getsockopt(2)`.
+/// Returns the supplementary groups that the process had when it connected. Fails if `getsockopt(2)` fails.
 #[expect(unsafe_code, reason = "SO_PEERGROUPS has no safe wrapper")]
 pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     let mut groups = vec![0u32; GROUPS_INITIAL];
@@ -157,7 +159,7 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Checks that [`Peer::descent`] can work here: `/proc` must belong to this PID namespace, and must
+/// Checks that [`Peer::descent`] works on this machine: `/proc` must belong to this PID namespace, and must
 /// not hide processes.
 pub fn check_proc_visibility() -> io::Result<()> {
     let own = std::process::id();
@@ -176,7 +178,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a process that connects, and that then runs the shell command `then` until it is killed.
+    /// Starts a process that connects to the socket at `path` and then runs the Python code `then`.
     fn connecting_process(path: &std::path::Path, then: &str) -> Child {
         let script = format!(
             "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('{}'); {then}",
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn descent_of_connecting_process_is_found() {
+    fn connecting_process_is_recognised_as_descendant() {
         if Command::new("python3").arg("--version").output().is_err() {
             eprintln!("NOT RUN: python3 is not installed");
             return;
@@ -221,7 +223,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(peer.descent(&socket, &unrelated).unwrap(), Descent::Ended);
 
-        // The process is dead, but its pid is still taken.
+        // The process is dead, but its pid is still in use, because the process has not been reaped.
         let mut child = connecting_process(&path, "0");
         let (socket, _) = listener.accept().unwrap();
         let peer = Peer::of(&socket).unwrap();
@@ -246,7 +248,7 @@ mod tests {
     /// cost`.
     #[test]
     #[ignore = "a measurement"]
-    fn lookup_cost() {
+    fn measures_cost_of_peer_lookup() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();

@@ -1,13 +1,13 @@
-//! Sent bytes that the peer of a socket has not read yet.
+//! Number of sent bytes that the peer of a socket has not read yet.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
 use crate::errno;
 
-/// Returns the memory, in bytes, of data sent through this end of a Unix socket that the peer has not read.
-/// The result is 0 when the peer has read everything. Reading with `MSG_PEEK` does not count. Errors are
-/// those of `ioctl(2)` with `SIOCOUTQ`.
+/// Returns the size, in bytes, of the memory that holds data sent through this end of a Unix socket and not
+/// yet read by the peer. The result is 0 when the peer has read everything. Reading with `MSG_PEEK` does not
+/// count. Fails if `ioctl(2)` with `SIOCOUTQ` fails.
 ///
 /// ```
 /// use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! Input and effect of the adaptive limit. The algorithm is in [`crate::adaptive`].
+//! Connects the adaptive limit with the bulkhead. The algorithm is in [`crate::adaptive`].
 
 use std::cmp::Ordering;
 
@@ -12,23 +12,26 @@ use crate::tenants::TenantId;
 use crate::time::Time;
 
 impl<T> Bulkhead<T> {
-    /// Returns the state of the adaptive limit, if configured.
+    /// Returns the state of the adaptive limit, or `None` if not configured.
     pub fn adaptive(&self) -> Option<AdaptiveView> {
         self.adaptive.as_deref().map(Adaptive::view)
     }
 
-    /// Returns the number of jobs that may run at once now. Each ready worker adds `max_in_flight`, or fewer
-    /// if the worker was started with fewer and cannot change that number. The adaptive limit is the maximum.
+    /// Returns the number of jobs that can currently run at once. Each ready worker contributes `max_in_flight`, or
+    /// less if it was started with a lower value and cannot change it. The sum is capped by the adaptive limit.
     pub fn limit(&self) -> u64 {
-        self.permits.min(self.adaptive_bound())
+        self.workers.totals().permits.min(self.adaptive_bound())
     }
 
-    /// Returns true if there are fewer permits than configured. A lowered adaptive limit does not count.
+    /// Returns true if there are fewer permits than configured because workers are missing. A lowered adaptive limit
+    /// does not matter.
     pub fn is_short_of_workers(&self) -> bool {
-        self.permits < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
+        self.workers.totals().permits
+            < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
     }
 
-    /// Returns the bound set by the adaptive limit, or `u64::MAX` without one.
+    /// Returns the maximum number of running jobs according to the adaptive limit, or `u64::MAX` if there is no
+    /// adaptive limit.
     pub(super) fn adaptive_bound(&self) -> u64 {
         self.adaptive.as_deref().and_then(Adaptive::bound).map_or(u64::MAX, u64::from)
     }
@@ -44,8 +47,8 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// Counts the run of a job that is being answered. A run that ended in a crash says nothing about run
-    /// times and does not count.
+    /// Counts the run time of a job whose outcome is about to be sent. A run that ended in a crash is not counted,
+    /// because its length says nothing about run times.
     pub(super) fn record_run_time(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before_event, self.reserved_before_event);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
@@ -55,10 +58,10 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Adjusts the limit if a window has ended, and reports changes.
-    pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    /// Closes the adaptive limit's window if it is complete, and reports changes of the limit.
+    pub(super) fn adapt(&mut self, now: Time) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
-            for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
+            for index in self.workers.iter().flat_map(|worker| &worker.jobs) {
                 let job = self.jobs.get(*index);
                 if let (JobState::InFlight { since, .. }, true) = (job.state, job.record.is_some()) {
                     adaptive.count_running(now, since, job.tenant.0);
@@ -79,7 +82,7 @@ impl<T> Bulkhead<T> {
                 latency: reported.latency,
                 limits,
             };
-            out.push(Action::Report(note));
+            self.actions.push(Action::Report(note));
         }
     }
 }

@@ -1,29 +1,29 @@
-//! Admission: which jobs run at once, wait, or are rejected. The checks have the order of the table in
-//! `docs/semantics.md`. Only the rate limit charges for a job that is rejected later. It comes before the
-//! checks that depend on load, so that a caller over the limit always gets this reason.
+//! Admission decides which jobs run at once, wait, or are rejected. The checks are made in the order of the table in
+//! `docs/semantics.md`. Only the rate limit charges a job that a later check rejects. It comes before the checks that
+//! depend on load, so that a client that exceeds its rate always gets this reason.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
-use super::{Activity, Bulkhead, Mode, earlier};
+use super::{Activity, Bulkhead, Mode};
 use crate::breaker::Admission;
 use crate::jobs::JobState;
 use crate::limits::Overflow;
 use crate::messages::{Action, JobOutcome, OperatorEvent, Submission, rejection};
 use crate::rate::{Excess, RateLimit, RatePer};
 use crate::tenants::TenantId;
-use crate::time::Time;
+use crate::time::{Time, earlier};
 use crate::workers::SlotState;
 
-/// Minimum time between two reports about the same tenant, or about evictions.
+/// Minimum time between two reports about throttling of the same tenant, and between two reports about evictions.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Rejection of a submission.
 struct Rejection {
     verdict: Verdict,
-    /// Time after which a retry makes sense.
+    /// Time that the client should wait before a retry.
     wait: Wait,
 }
 
@@ -51,7 +51,7 @@ fn rejected_with(reason: RejectReason, message: String) -> Rejection {
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the number of a tenant, for the next submission.
+    /// Returns the number of a tenant, to be used in the next submission.
     pub fn tenant(&mut self, name: &str) -> TenantId {
         self.tenants.find_or_add(name)
     }
@@ -61,20 +61,15 @@ impl<T> Bulkhead<T> {
         self.tenants.get(tenant).label as usize
     }
 
-    pub(super) fn submit(
-        &mut self,
-        now: Time,
-        submission: Submission<T>,
-        out: &mut Vec<Action<T>>,
-    ) -> Option<JobId> {
+    pub(super) fn submit(&mut self, now: Time, submission: Submission<T>) -> Option<JobId> {
         let most = if submission.is_fallback { Duration::MAX } else { self.limits.deadline_max };
         let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
         self.counters.submitted += u64::from(!submission.is_fallback);
         self.tenants.get(submission.tenant).submitted += 1;
-        let worker = match self.admit(now, &submission, limit, out) {
+        let worker = match self.admit(now, &submission, limit) {
             Ok(worker) => worker,
             Err(rejection) => {
-                self.reject(now, submission, rejection, limit, out);
+                self.reject(now, submission, rejection, limit);
                 return None;
             }
         };
@@ -85,29 +80,29 @@ impl<T> Bulkhead<T> {
         let id = self.jobs.id(index);
         match worker {
             Some(worker) => {
-                self.try_dispatch(now, index, worker, out);
+                self.try_dispatch(now, index, worker);
                 if self.limits.recycle.jobs.is_some() {
-                    // The job may have been the last one for this worker, so that a standby takes over and
-                    // has free permits.
-                    self.pump(now, out);
+                    // The job may have been the last one for this worker. A standby then takes over and has free
+                    // permits.
+                    self.pump(now);
                 }
             }
             None => {
                 self.enqueue(index);
-                self.recall_lower_priority(now, priority, out);
-                self.pump(now, out);
+                self.recall_lower_priority(now, priority);
+                self.pump(now);
             }
         }
         Some(id)
     }
 
-    /// Decides on a job. Returns the worker for a job that runs at once, or `None` for a job that must wait.
+    /// Decides whether a job is accepted. Returns the worker if the job runs at once, or `None` if the job
+    /// must wait.
     fn admit(
         &mut self,
         now: Time,
         submission: &Submission<T>,
         limit: Duration,
-        out: &mut Vec<Action<T>>,
     ) -> Result<Option<u32>, Rejection> {
         if self.mode != Mode::Open {
             return Err(RejectReason::Draining.into());
@@ -117,20 +112,20 @@ impl<T> Bulkhead<T> {
         }
         if self.is_quarantined(now, submission.digest) {
             let message = format!(
-                "this payload has crashed the worker or program at least {} times while no other job ran \
-                 there; `reset` lifts the quarantine",
+                "this payload has crashed its worker or program at least {} times while no other job was \
+                 running there; `bulkhead reset` clears the quarantine",
                 self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
             );
             return Err(rejected_with(RejectReason::Quarantined, message));
         }
         self.check_breaker(now)?;
         if !submission.is_fallback {
-            self.charge(now, submission, out)?;
+            self.charge(now, submission)?;
         }
         if self.limits.max_in_flight == 0 {
             return Err(RejectReason::QueueFull.into());
         }
-        if self.live_slots == 0 {
+        if self.workers.totals().live_slots == 0 {
             return Err(rejected_with(RejectReason::Unavailable, self.no_worker_message()));
         }
         if self.jobs.is_full() {
@@ -141,23 +136,22 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker_for(submission.preferred_worker)
         {
-            // No waiting job is overtaken. A waiting job that could use this permit would already have it.
+            // The job overtakes no waiting job, because a waiting job that could use this permit would already have it.
             return Ok(Some(worker));
         }
         self.check_tenant_queue(submission.tenant, has_share)?;
         self.check_next_start(now, limit)?;
-        self.make_room(now, submission.priority, out)?;
+        self.make_room(now, submission.priority)?;
         Ok(None)
     }
 
-    /// Checks the breaker without changing its state. The breaker decides about probes when the job's turn
-    /// comes.
+    /// Checks the breaker without changing its state. Probes are assigned later, when the job is dispatched.
     fn check_breaker(&self, now: Time) -> Result<(), Rejection> {
-        // While workers are being started for this job, the job may be the probe.
-        let has_worker = self.ready > 0 || self.activity == Activity::StartAnnounced;
+        // If workers are being started for this job, the job can become the probe.
+        let has_worker = self.has_ready_worker() || self.activity == Activity::StartAnnounced;
         let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
-            // Without a worker there is no probe, and the time of the next start is unknown.
+            // Without a ready worker no probe can run, and it is unknown when a worker will be ready.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::RetryIn(retry_after),
             Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
         };
@@ -165,24 +159,19 @@ impl<T> Bulkhead<T> {
     }
 
     /// Charges the job to the rate limit.
-    fn charge(
-        &mut self,
-        now: Time,
-        submission: &Submission<T>,
-        out: &mut Vec<Action<T>>,
-    ) -> Result<(), Rejection> {
+    fn charge(&mut self, now: Time, submission: &Submission<T>) -> Result<(), Rejection> {
         let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
             Ok(()) => Ok(()),
             Err(Excess::RetryIn(wait)) => {
-                self.report_throttled(now, (limit.per, whose), wait, out);
+                self.report_throttled(now, (limit.per, whose), wait);
                 let verdict = rejection(RejectReason::RateLimited);
                 Err(Rejection { verdict, wait: Wait::RetryIn(wait) })
             }
             Err(Excess::Never) => {
                 let message = format!(
-                    "the job costs {}, and rate_limit.burst is {}: waiting does not help; lower the cost, or \
-                     raise the burst",
+                    "the job costs {}, but rate_limit.burst is {}, so the job can never run: lower the cost, \
+                     or raise the burst",
                     submission.cost, limit.burst
                 );
                 let verdict = Verdict::Rejected { reason: RejectReason::RateLimited, message };
@@ -191,8 +180,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Charges the rate limit without reporting a rejection. Returns the required wait if the job exceeds the
-    /// limit.
+    /// Charges the rate limit without reporting a rejection. Returns the time to wait if the job exceeds the limit.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -202,7 +190,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns the rate limit for a tenant's jobs, and the tenant whose bucket is charged.
+    /// Returns the rate limit that applies to a tenant's jobs, and the tenant to whose bucket they are charged.
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).overrides.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
@@ -212,13 +200,12 @@ impl<T> Bulkhead<T> {
         Some((limit, whose))
     }
 
-    /// Returns the maximum number of jobs that a tenant may have in flight, if limited.
+    /// Returns the maximum number of jobs that a tenant may have in flight, or `None` if there is no limit.
     pub(super) fn quota(&self, tenant: TenantId) -> Option<u32> {
         self.tenants.look_up(tenant).overrides.max_in_flight.or(self.limits.tenants.max_in_flight)
     }
 
-    /// Returns true if all places of a tenant's share are in use, by jobs in flight or because they are
-    /// withheld.
+    /// Returns true if a tenant's whole quota is in use. Withheld places count as used.
     pub(super) fn is_at_quota(&self, id: TenantId) -> bool {
         let tenant = self.tenants.look_up(id);
         self.quota(id).is_some_and(|most| tenant.in_flight + tenant.withheld >= most)
@@ -228,14 +215,14 @@ impl<T> Bulkhead<T> {
         let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).prefetched as usize;
         let most = self.tenants.get(tenant).overrides.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
-        // Without a queue, a job cannot wait for other jobs of its tenant.
-        if is_over || !has_share && self.waiting_max() == 0 {
+        // Without a queue, a job cannot wait until another job of its tenant has ended.
+        if is_over || !has_share && self.limits.max_queue == 0 {
             let name = self.tenants.name(tenant).escape_debug().to_string();
             let message = match self.tenants.look_up(tenant).withheld {
-                0 => format!("tenant '{name}' already has the full share of this bulkhead"),
+                0 => format!("tenant '{name}' already uses its full share of this bulkhead"),
                 withheld => format!(
-                    "tenant '{name}' already has the full share of this bulkhead; {withheld} places of the \
-                     share are withheld until the workers that the tenant's jobs ended are replaced"
+                    "tenant '{name}' already uses its full share of this bulkhead; {withheld} places of the \
+                     share are withheld until the workers that the tenant's jobs ended have been replaced"
                 ),
             };
             return Err(rejected_with(RejectReason::TenantQuota, message));
@@ -244,21 +231,17 @@ impl<T> Bulkhead<T> {
     }
 
     fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Rejection> {
-        let next_start = if self.ready == 0 { self.next_start() } else { None };
+        let next_start = if self.has_ready_worker() { None } else { self.next_start() };
         if next_start.is_some_and(|at| at > now + limit) {
-            let message = "no worker runs, and the next start comes after the deadline".to_owned();
+            let message =
+                "no worker is running, and the next start is scheduled after the job's deadline".to_owned();
             return Err(rejected_with(RejectReason::Unavailable, message));
         }
         Ok(())
     }
 
-    /// Ensures that the queue has a place for a job of this priority. Rejects another job if necessary.
-    fn make_room(
-        &mut self,
-        now: Time,
-        priority: Priority,
-        out: &mut Vec<Action<T>>,
-    ) -> Result<(), Rejection> {
+    /// Makes room in the queue for a job of this priority, by rejecting another job if necessary.
+    fn make_room(&mut self, now: Time, priority: Priority) -> Result<(), Rejection> {
         let (queued, most) = (self.queue.len() + self.prefetched, self.waiting_max());
         if queued < most {
             let is_over_pressure = queued as f64 > self.limits.pressure.reject * most as f64;
@@ -270,11 +253,11 @@ impl<T> Bulkhead<T> {
         }
         let mut found = self.victim(priority);
         if found.is_none() && self.prefetched > 0 && priority > Priority::BestEffort {
-            self.recall_lower_priority(now, priority, out);
+            self.recall_lower_priority(now, priority);
             found = self.victim(priority);
         }
         let Some((victim, reason)) = found else {
-            self.pump(now, out);
+            self.pump(now);
             let message = match self.limits.max_queue {
                 0 => "no worker is free, and no queue is configured: set `max_queue` to let jobs wait"
                     .to_owned(),
@@ -283,16 +266,16 @@ impl<T> Bulkhead<T> {
             return Err(rejected_with(RejectReason::QueueFull, message));
         };
         let tenant = self.jobs.get(victim).tenant;
-        self.leave_queue(now, victim, rejection(reason), out);
+        self.leave_queue(now, victim, rejection(reason));
         if reason == RejectReason::Evicted {
-            self.report_eviction(now, tenant, out);
+            self.report_eviction(now, tenant);
         }
         Ok(())
     }
 
-    /// Returns the job that must leave a full queue for a job of this priority. This is the newest job of the
-    /// lowest class below `priority`. Without such a job, and with `overflow = "evict-oldest"`, the oldest
-    /// job of the tenant with the most queued jobs leaves. A job of a higher priority never leaves.
+    /// Selects the job that must leave a full queue to make room for a job of this priority. This is the newest job of
+    /// the lowest class below `priority`. If there is no such job and `overflow` is `"evict-oldest"`, it is the oldest
+    /// job of the tenant with the most queued jobs. A job of a higher priority is never selected.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
         if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
@@ -305,17 +288,19 @@ impl<T> Bulkhead<T> {
         (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
     }
 
-    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected
-    /// to become ready, or to go on after they were late to begin a job.
+    /// Returns the maximum number of waiting jobs: `max_queue`, plus the permits of workers that are expected to become
+    /// ready, or to continue after they were late to begin a job.
     pub(super) fn waiting_max(&self) -> usize {
-        let coming = self.live_slots.saturating_sub(self.ready) + self.stalled;
-        self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
+        let totals = self.workers.totals();
+        let coming =
+            totals.live_slots.saturating_sub(totals.ready) as usize * self.limits.max_in_flight as usize;
+        self.limits.max_queue as usize + coming + totals.stalled_permits as usize
     }
 
-    /// Returns the time of the next worker start if all slots wait for their backoff.
+    /// Returns the time of the next worker start, or `None` if a slot has a worker or no slot is in backoff.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
-        for slot in self.slots.iter().filter(|slot| !slot.is_spare_slot) {
+        for slot in self.workers.slots().iter().filter(|slot| !slot.is_spare_slot) {
             match slot.state {
                 SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
                 SlotState::Occupied(_) | SlotState::Awaiting => return None,
@@ -325,13 +310,13 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// Returns the lowest priority that can use a free permit. Reserved permits are for critical jobs only.
-    /// All classes share the other permits. The last permit is never reserved.
+    /// Returns the lowest priority class that may use a free permit. The reserved permits are only for critical jobs,
+    /// all other permits are for all classes. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
         }
-        let is_free = u64::from(self.in_use) + self.reserved_permits() < self.limit();
+        let is_free = u64::from(self.workers.totals().in_use) + self.reserved_permits() < self.limit();
         if is_free { Priority::BestEffort } else { Priority::Critical }
     }
 
@@ -346,14 +331,7 @@ impl<T> Bulkhead<T> {
         reserved.min(self.limit().saturating_sub(1))
     }
 
-    fn reject(
-        &mut self,
-        now: Time,
-        submission: Submission<T>,
-        rejection: Rejection,
-        limit: Duration,
-        out: &mut Vec<Action<T>>,
-    ) {
+    fn reject(&mut self, now: Time, submission: Submission<T>, rejection: Rejection, limit: Duration) {
         let Rejection { verdict, wait } = rejection;
         if !submission.is_fallback {
             self.counters.count(&verdict);
@@ -366,7 +344,7 @@ impl<T> Bulkhead<T> {
         };
         let run_limit = earlier(submission.run_limit, self.limits.run_limit);
         let is_pointless = matches!(wait, Wait::Never) || retry_after.is_some_and(|wait| wait > limit);
-        out.push(Action::SendOutcome(JobOutcome {
+        self.actions.push(Action::SendOutcome(JobOutcome {
             job: None,
             record: submission.record,
             retryable: verdict.is_retryable(submission.idempotent) && !is_pointless,
@@ -381,9 +359,9 @@ impl<T> Bulkhead<T> {
         }));
     }
 
-    /// Returns the time that a client should wait after a rejection for load, or `None` if a retry is
-    /// pointless. This is the estimated time to work off the queue, but at least the adaptive `Retry-After`
-    /// of the class. Up to a fifth of jitter is added, so that callers do not return together.
+    /// Returns the time that a client should wait after a rejection caused by load, or `None` if a retry is pointless.
+    /// This is the estimated time until the queue is empty, but at least the adaptive `Retry-After` of the class. Up to
+    /// a fifth is added at random, so that clients do not return all at once.
     #[inline]
     pub(super) fn retry_after(
         &mut self,
@@ -397,9 +375,15 @@ impl<T> Bulkhead<T> {
 
     #[cold]
     fn estimate_retry_after(&mut self, now: Time, priority: Priority) -> Duration {
-        let limit = self.permits.max(u64::from(self.limits.max_in_flight)).min(self.adaptive_bound()).max(1);
+        let limit = self
+            .workers
+            .totals()
+            .permits
+            .max(u64::from(self.limits.max_in_flight))
+            .min(self.adaptive_bound())
+            .max(1);
         let waiting = self.queued() as u64 + 1;
-        let estimate = Duration::from_nanos(waiting.saturating_mul(self.service_ns) / limit);
+        let estimate = Duration::from_nanos(waiting.saturating_mul(self.workers.service_ns()) / limit);
         let retry_after_values =
             self.retry_after_values[usize::from(priority.code())].get_or_insert_default();
         let base = estimate.max(retry_after_values.record(now));
@@ -416,7 +400,8 @@ impl<T> Bulkhead<T> {
         self.await_turn(index);
     }
 
-    /// Puts a job that already had its turn before all others of its class. The tenant is not charged again.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again.
     pub(super) fn enqueue_first(&mut self, index: u32) {
         let job = self.jobs.get(index);
         job.state = JobState::Queued;
@@ -432,25 +417,25 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, due);
     }
 
-    /// Dispatches waiting jobs while workers have free permits.
-    pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if !self.suspects.is_empty() || self.reserved.is_some() {
-            self.dispatch_suspects(now, out);
+    /// Dispatches waiting jobs as long as workers have free permits.
+    pub(super) fn pump(&mut self, now: Time) {
+        if !self.suspects.is_empty() || self.workers.reserved().is_some() {
+            self.dispatch_suspects(now);
         }
         if self.prefetched > 0 {
-            self.recall_pending(now, out);
+            self.recall_pending(now);
         }
         if !self.to_resend.is_empty() {
-            self.resend(now, out);
+            self.resend(now);
         }
         if self.queue.len() == 0 && !self.is_pressure_reported && self.late_workers.is_empty() {
             return;
         }
         loop {
-            // Jobs of lagging workers arrived before the jobs in the queue.
-            let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now, out);
+            // The jobs of late workers arrived before the jobs in the queue, so they run first.
+            let has_taken = !self.late_workers.is_empty() && self.recall_from_late_workers(now);
             if has_taken && !self.suspects.is_empty() {
-                self.dispatch_suspects(now, out);
+                self.dispatch_suspects(now);
             }
             while let Some(worker) = self.next_worker()
                 && let Some(index) = self.queue.pop(self.lowest_admitted())
@@ -458,44 +443,38 @@ impl<T> Bulkhead<T> {
                 self.jobs.get(index).state = JobState::Unplaced;
                 self.job_timers.clear(index);
                 if self.jobs.get(index).deadline_at <= now {
-                    self.send_outcome(now, index, Verdict::DeadlineQueued, out);
+                    self.send_outcome(now, index, Verdict::DeadlineQueued);
                     self.forget(index);
                     continue;
                 }
-                self.try_dispatch(now, index, worker, out);
+                self.try_dispatch(now, index, worker);
             }
             if !has_taken {
                 break;
             }
         }
-        self.prefetch(now, out);
-        self.report_pressure(out);
+        self.prefetch(now);
+        self.report_pressure();
     }
 
-    /// Removes a job from the queue and answers its client.
-    pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+    /// Removes a job from the queue and sends the outcome to its client.
+    pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict) {
         match self.jobs.get(index).state {
             JobState::WaitingSuspect => self.suspects.retain(|&suspect| suspect != index),
             _ => self.queue.remove(index),
         }
         self.jobs.get(index).state = JobState::Unplaced;
         self.job_timers.clear(index);
-        self.send_outcome(now, index, verdict, out);
+        self.send_outcome(now, index, verdict);
         self.forget(index);
     }
 
-    pub(super) fn reject_queue(
-        &mut self,
-        now: Time,
-        reason: RejectReason,
-        message: &str,
-        out: &mut Vec<Action<T>>,
-    ) {
-        self.recall_all(now, out);
-        self.resend(now, out);
+    pub(super) fn reject_queue(&mut self, now: Time, reason: RejectReason, message: &str) {
+        self.recall_all(now);
+        self.resend(now);
         for index in self.jobs.queued() {
             let verdict = Verdict::Rejected { reason, message: message.to_owned() };
-            self.leave_queue(now, index, verdict, out);
+            self.leave_queue(now, index, verdict);
         }
     }
 
@@ -506,7 +485,8 @@ impl<T> Bulkhead<T> {
         self.tenants.remove_job(tenant);
     }
 
-    /// Updates the number of a tenant's jobs in flight when a job is dispatched or leaves its worker.
+    /// Updates the number of a tenant's jobs in flight. `is_given` is true if a job is dispatched, and false if a job
+    /// leaves its worker.
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
@@ -515,7 +495,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Blocks a tenant in the queue while the whole share is in use, and unblocks the tenant otherwise.
+    /// Blocks a tenant in the queue while its whole quota is in use, and unblocks it otherwise.
     pub(super) fn update_tenant_block(&mut self, tenant: TenantId) {
         match self.is_at_quota(tenant) {
             true => self.queue.block(tenant.0),
@@ -525,44 +505,37 @@ impl<T> Bulkhead<T> {
 
     // Reports to operators.
 
-    /// Reports queue pressure once. Reports it again only after the queue has fallen below 90 % of the
-    /// threshold.
-    fn report_pressure(&mut self, out: &mut Vec<Action<T>>) {
+    /// Reports queue pressure once. The next report is possible after the queue has fallen below 90 % of the threshold.
+    fn report_pressure(&mut self) {
         let capacity = self.limits.max_queue as usize;
         let (queued, warn) =
             ((self.queue.len() + self.prefetched) as f64, self.limits.pressure.warn * capacity as f64);
         if capacity > 0 && queued >= warn && !self.is_pressure_reported {
             self.is_pressure_reported = true;
             let queued = self.queue.len() + self.prefetched;
-            out.push(Action::Report(OperatorEvent::QueuePressure { queued, capacity }));
+            self.actions.push(Action::Report(OperatorEvent::QueuePressure { queued, capacity }));
         } else if queued < warn * 0.9 {
             self.is_pressure_reported = false;
         }
     }
 
-    fn report_throttled(
-        &mut self,
-        now: Time,
-        (per, id): (RatePer, TenantId),
-        wait: Duration,
-        out: &mut Vec<Action<T>>,
-    ) {
+    fn report_throttled(&mut self, now: Time, (per, id): (RatePer, TenantId), wait: Duration) {
         let tenant = self.tenants.get(id);
         if tenant.throttled_at.is_some_and(|at| now < at + REPORT_INTERVAL) {
             return;
         }
         tenant.throttled_at = Some(now);
         let tenant = (per == RatePer::Tenant).then(|| self.tenants.name(id).clone());
-        out.push(Action::Report(OperatorEvent::TenantThrottled { tenant, retry_after: wait }));
+        self.actions.push(Action::Report(OperatorEvent::TenantThrottled { tenant, retry_after: wait }));
     }
 
-    fn report_eviction(&mut self, now: Time, id: TenantId, out: &mut Vec<Action<T>>) {
+    fn report_eviction(&mut self, now: Time, id: TenantId) {
         let Some((tenant, share)) = self.evictions.record(now, self.tenants.name(id)) else { return };
-        out.push(Action::Report(OperatorEvent::TenantEvictions { tenant, share }));
+        self.actions.push(Action::Report(OperatorEvent::TenantEvictions { tenant, share }));
     }
 }
 
-/// Recent evictions, by tenant.
+/// Names of the tenants whose jobs were evicted most recently.
 #[derive(Default)]
 pub(super) struct Evictions {
     recent: std::collections::VecDeque<Arc<str>>,
@@ -570,11 +543,11 @@ pub(super) struct Evictions {
 }
 
 impl Evictions {
-    /// Number of recent evictions considered. With less than half of this number, nothing is reported.
+    /// Number of recent evictions that are considered. Reports require at least half of this number.
     const RECENT: usize = 64;
 
-    /// Records an eviction. Returns the tenant and its share if the tenant has more than half of the recent
-    /// evictions, and no report was made recently.
+    /// Records an eviction. If the tenant accounts for more than half of the recent evictions and no report was made
+    /// recently, returns the tenant and its share.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();

@@ -1,5 +1,5 @@
-//! Results that are too large. The client gets its answer as soon as such a result begins. The permit stays
-//! in use until the whole result has arrived, because the worker does nothing else until then.
+//! Results that exceed the size limit. The client gets its outcome as soon as such a result begins to arrive. The
+//! permit stays in use until the whole result has arrived, because the worker can do nothing else until then.
 
 use std::time::Duration;
 
@@ -7,67 +7,60 @@ use bulkhead_shared::{HandlerFailure, JobId, Verdict};
 
 use super::Bulkhead;
 use crate::jobs::JobState;
-use crate::messages::{Action, WorkerId};
+use crate::messages::WorkerId;
 use crate::time::Time;
-use crate::workers::Phase;
+use crate::worker::Phase;
 
-/// Minimum time that a worker sending such a result has for its next bytes, however short `grace` is.
+/// Minimum time that a worker has to send more data of an oversized result, even if `grace` is shorter.
 const STALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum time that a worker that ends each job itself has to do so while a client waits for another of its
-/// jobs. A process with gigabytes of memory, or a large number of processes, dies slowly.
+/// Minimum time for a worker that kills the processes of each job itself, while clients wait for its other jobs. A
+/// process with gigabytes of memory, or a large number of processes, takes long to die.
 const SLOW_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl<T> Bulkhead<T> {
-    /// Handles the beginning of a result that is too large. Answers the client with `failure`. The job stays
-    /// in its worker, like a cancelled job, until the worker has replied.
+    /// Handles the beginning of an oversized result. The client gets `failure` as the outcome. The job stays in its
+    /// worker, like a cancelled job, until the whole result has arrived.
     pub(super) fn result_too_large(
         &mut self,
         now: Time,
         worker: WorkerId,
         job: JobId,
         failure: HandlerFailure,
-        out: &mut Vec<Action<T>>,
     ) {
         self.record_sign_of_life(now, worker);
         let Some((index, JobState::InFlight { since, .. })) = self.find_at(worker, job) else { return };
         if self.jobs.get(index).record.is_none() {
             return;
         }
-        self.send_outcome(now, index, Verdict::Failed(failure), out);
+        self.send_outcome(now, index, Verdict::Failed(failure));
         let entry = self.jobs.get(index);
         let kill_by = entry.kill_by(since);
         if let JobState::InFlight { is_oversized, .. } = &mut entry.state {
             *is_oversized = true;
         }
         self.job_timers.set(index, kill_by);
-        if let Some(worker) = self.worker_mut(worker) {
-            worker.awaited_jobs -= 1;
-        }
+        self.edit_by_id(worker, |worker| worker.awaited_jobs -= 1);
         self.update_kill_time(now, worker.place);
     }
 
-    /// Extends the time of a worker that sends a result that is too large, because data has arrived. The
-    /// worker is then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline
-    /// or run limit.
+    /// Extends the time before a worker is killed, because more data of an oversized result has arrived. The worker is
+    /// then killed only if no more data arrives, or if a job has passed the bulkhead's own deadline or run limit.
     pub(super) fn extend_kill_time(&mut self, now: Time, id: WorkerId) {
-        let Some(worker) = self.worker(id) else { return };
+        let Some(worker) = self.workers.by_id(id) else { return };
         let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
         if !is_awaited || !self.is_sending(id.place) {
             return;
         }
         let kill_at = now + self.kill_delay(id.place);
-        if let Some(worker) = self.worker_mut(id) {
-            worker.kill_at = Some(kill_at);
-        }
-        self.arm(id.place);
+        self.edit_timing(id.place, |worker| worker.kill_at = Some(kill_at));
     }
 
-    /// Returns the time before a worker is killed because no client waits for its jobs, or because a job has
-    /// run too long.
+    /// Returns the time between the moment at which a worker becomes stuck (`Worker::is_stuck`) and the moment at which
+    /// it is killed.
     pub(super) fn kill_delay(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
-        let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.awaited_jobs > 0);
+        let is_wanted = self.workers.get(place).is_some_and(|worker| worker.awaited_jobs > 0);
         if self.limits.worker_ends_jobs && is_wanted {
             grace.max(SLOW_END_TIMEOUT)
         } else if self.is_sending(place) {
@@ -78,7 +71,7 @@ impl<T> Bulkhead<T> {
     }
 
     fn is_sending(&self, place: u32) -> bool {
-        self.workers[place as usize].as_ref().is_some_and(|worker| {
+        self.workers.get(place).is_some_and(|worker| {
             worker.overdue_jobs == 0 && worker.jobs.iter().any(|&job| self.jobs.is_oversized(job))
         })
     }

@@ -1,14 +1,14 @@
-//! Prefetched jobs ("jobs ahead"): sent before their turn, so that the worker does not idle between two jobs.
-//! In every other respect these jobs are queued: they hold no permit, count towards the queue's limits, and
+//! Prefetching sends jobs to a worker before its current job has ended, so that the worker does not idle between two
+//! jobs. In every other respect these jobs are queued: they hold no permit, count towards the limits of the queue, and
 //! can exceed the queue timeout.
 //!
-//! A worker begins jobs in the order of sending, each only after the answer for the previous job. So each
-//! answer makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched
-//! when a worker dies have not begun.
+//! A worker begins jobs in the order in which they were sent, and each only after the reply to the previous job. So
+//! each reply makes the oldest prefetched job begin, whatever the worker claims. Jobs that are still prefetched when a
+//! worker dies have not begun.
 //!
-//! A job that has not begun, prefetched or with a permit, is recalled without asking the worker
-//! ([`JobJournal`](crate::JobJournal)). This happens at once to end the job, and after `lookahead` if another worker
-//! can begin the job now.
+//! A job that has not begun, whether prefetched or with a permit, is recalled without asking the worker
+//! ([`JobJournal`](crate::JobJournal)). A job that ends is recalled at once. Any other job is recalled after
+//! `lookahead` if another worker can begin the job now.
 
 use std::time::Duration;
 
@@ -16,56 +16,53 @@ use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
 use super::{Bulkhead, Mode};
 use crate::breaker::BreakerState;
+use crate::ending::KillReason;
 use crate::jobs::JobState;
 use crate::limits::Overflow;
-use crate::messages::{Action, KillReason, WorkerId, rejection};
-use crate::time::Time;
-use crate::workers::{Exclusivity, Phase, SilenceCheck, Worker};
+use crate::messages::{Action, WorkerId, rejection};
+use crate::time::{Time, earlier};
+use crate::worker::{Exclusivity, SilenceCheck, Worker};
 
-/// Maximum number of prefetched jobs per worker.
-const JOBS_MAX: usize = 64;
-
-/// Maximum size of a worker's prefetched jobs, in bytes.
+/// Maximum total size of the jobs prefetched by a worker, in bytes.
 const BYTES_MAX: u32 = 64 * 1024;
 
-/// Number of recalls after which a job is no longer prefetched.
+/// Number of recalls of a job after which the job is no longer prefetched.
 const RECALLS_MAX: u8 = 3;
 
-/// A job is only prefetched if its deadline and queue timeout are more than this multiple of `lookahead`
-/// away.
+/// A job is prefetched only if the time left until its deadline and its queue timeout is more than this multiple of
+/// `lookahead`.
 const TIME_LEFT_FACTOR: u32 = 2;
 
-/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine a worker may get its processor
-/// this late.
+/// Time that a worker has to begin a job, in addition to `lookahead`. On a busy machine, it can take this long until
+/// the worker gets a processor.
 const BEGIN_GRACE: Duration = Duration::from_millis(2);
 
-/// Maximum number of doublings of the time between two checks, and of the time to begin a recalled job.
+/// Maximum number of times that the interval between two checks, or the time to begin a recalled job, is doubled.
 const DOUBLINGS_MAX: u8 = 10;
 
-/// The job that causes a recall: its index, and the verdict if the job ends.
+/// Index of the job that causes a recall, and the verdict if that job ends.
 pub(super) type RecallTarget = (u32, Option<Verdict>);
 
 impl<T> Bulkhead<T> {
-    /// Prefetches jobs to workers that use all their permits. All waiting jobs, and all jobs of the worker,
-    /// must belong to the same tenant, so that no other tenant's turn is delayed.
-    pub(super) fn prefetch(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if self.prefetch_candidates.least_loaded().is_none() || self.queue.len() == 0 || !self.may_prefetch()
-        {
+    /// Prefetches jobs to workers whose permits are all in use. All waiting jobs and all jobs of the worker must belong
+    /// to the same tenant, so that prefetching does not delay another tenant's turn.
+    pub(super) fn prefetch(&mut self, now: Time) {
+        if self.workers.prefetch_candidate().is_none() || self.queue.len() == 0 || !self.may_prefetch() {
             return;
         }
         let soon = now + self.limits.lookahead * TIME_LEFT_FACTOR;
-        while let Some(place) = self.prefetch_candidates.least_loaded()
+        while let Some(place) = self.workers.prefetch_candidate()
             && let Some(index) = self.queue.peek(Priority::BestEffort)
         {
             let job = self.jobs.get(index);
             let due = job.queue_timeout_at.map_or(job.deadline_at, |at| at.min(job.deadline_at));
             let (tenant, bytes, deadline_at) = (job.tenant, job.bytes, job.deadline_at);
-            // Without a copy of the payload a job cannot be taken back.
+            // A job cannot be recalled if the supervisor has no copy of the payload.
             let can_return = job.recalls < RECALLS_MAX && job.is_resendable;
             let is_fit = due > soon && can_return && job.earlier_attempts.is_none();
             let is_kept_out = self.is_quarantined(now, self.jobs.digest(index));
             let lookahead = self.limits.lookahead;
-            let Some(worker) = self.workers[place as usize].as_mut() else { return };
+            let Some(worker) = self.workers.get(place) else { return };
             if worker.last_progress_at + lookahead <= now {
                 self.mark_late(place);
                 continue;
@@ -75,92 +72,71 @@ impl<T> Bulkhead<T> {
             if !is_fit || is_kept_out || !fits || !is_alone || worker.tenant != Some(tenant) {
                 return;
             }
-            worker.prefetched.push_back(index);
-            worker.prefetched_bytes += bytes;
             self.queue.pop(Priority::BestEffort);
             self.jobs.get(index).state = JobState::Prefetched { worker: place };
             self.tenants.get(tenant).prefetched += 1;
             self.prefetched += 1;
-            self.send(now, index, place, (deadline_at.since(now), true), out);
-            self.update_prefetch_level(place);
+            let check_at = self.begin_check_at(now);
+            let sent = self.edit(place, |worker| {
+                worker.prefetched.push_back(index);
+                worker.prefetched_bytes += bytes;
+                worker.send(check_at)
+            });
+            self.sent(index, sent, (deadline_at.since(now), true));
         }
     }
 
-    /// Sends a job to a worker, and assigns the next number in the worker's order of jobs.
-    pub(super) fn send(
+    /// Sends a job to a worker. `sent` is the worker and the number of the job in the order of the jobs sent to that
+    /// worker.
+    pub(super) fn sent(
         &mut self,
-        now: Time,
         index: u32,
-        place: u32,
+        sent: Option<(WorkerId, u64)>,
         (remaining, is_prefetched): (Duration, bool),
-        out: &mut Vec<Action<T>>,
     ) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.sent += 1;
-        let job = self.jobs.get(index);
-        job.send_number = worker.sent;
-        out.push(Action::Dispatch { worker: worker.id, job: self.jobs.id(index), remaining, is_prefetched });
-        // With one worker, a recalled job could not run elsewhere.
-        if self.live_slots > 1 {
-            self.schedule_begin_check(now, place);
-        }
+        let Some((worker, send_number)) = sent else { return };
+        self.jobs.get(index).send_number = send_number;
+        self.actions.push(Action::Dispatch { worker, job: self.jobs.id(index), remaining, is_prefetched });
     }
 
-    /// Schedules a check for jobs that a worker should have begun.
+    /// Returns the time at which a worker should have begun a job that is sent now. Returns `None` if there is only one
+    /// worker, because a recalled job could not run elsewhere.
+    pub(super) fn begin_check_at(&self, now: Time) -> Option<Time> {
+        (self.workers.totals().live_slots > 1).then(|| now + time_to_begin(self.limits.lookahead, 0))
+    }
+
+    /// Schedules a check for jobs that the worker should have begun by then.
     pub(super) fn schedule_begin_check(&mut self, now: Time, place: u32) {
         let at = now + time_to_begin(self.limits.lookahead, 0);
-        if let Some(worker) = self.workers[place as usize].as_mut()
-            && worker.journal.is_some()
-            && worker.next_begin_check.is_none()
-            && worker.may_have_unbegun()
-        {
-            worker.next_begin_check = Some(at);
-            self.worker_timers.set_at_latest(place, at);
-        }
+        self.edit_timing(place, |worker| worker.schedule_begin_check(at));
     }
 
     fn may_prefetch(&self) -> bool {
-        // Reserved permits are not for all classes, and a breaker that is not closed must count each job.
+        // Reserved permits are not available to all classes, and a breaker that is not closed must count each job.
+        // Neither allows prefetching.
         !self.limits.lookahead.is_zero()
             && self.mode == Mode::Open
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // For evictions, the queue must contain all jobs of a tenant, oldest first.
+            // Eviction needs all jobs of a tenant in the queue, oldest first.
             && self.limits.overflow == Overflow::Reject
-            // While too many jobs run, an answer does not free a permit.
-            && u64::from(self.in_use) <= self.limit()
-    }
-
-    /// Updates the table of workers with free prefetch slots.
-    pub(super) fn update_prefetch_level(&mut self, place: u32) {
-        let most = self.prefetch_depth();
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        let level = worker.prefetched.len();
-        let left = worker.jobs_left(&self.limits);
-        let has_room = level < most && (level as u64) < left && worker.served > 0 && worker.late_checks == 0;
-        let room = (worker.can_prefetch() && has_room).then_some(level as u32);
-        self.prefetch_candidates.set_level(place, &mut worker.prefetch_level, room);
-    }
-
-    /// Returns the number of jobs that take about `lookahead` together, by recent run times.
-    fn prefetch_depth(&self) -> usize {
-        let worth = u64::try_from(self.limits.lookahead.as_nanos()).unwrap_or(u64::MAX);
-        usize::try_from(worth / self.service_ns.max(1)).unwrap_or(JOBS_MAX).min(JOBS_MAX)
+            // While more jobs run than the limit allows, a reply does not free a permit.
+            && u64::from(self.workers.totals().in_use) <= self.limit()
     }
 
     // Workers that are late to begin a job.
 
-    /// Checks, if due, for jobs that a worker is late to begin.
-    pub(super) fn check_begun(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if worker.next_begin_check.is_none_or(|at| at > now) {
+    /// If a check is due, checks whether a worker is late to begin a job.
+    pub(super) fn check_begun(&mut self, now: Time, place: u32) {
+        let next_check = self.workers.get(place).and_then(|worker| worker.next_begin_check);
+        if next_check.is_none_or(|at| at > now) {
             return;
         }
-        worker.next_begin_check = None;
-        let Some(begun) = self.read_begun(place, None, out) else { return };
+        self.edit_timing(place, |worker| worker.next_begin_check = None);
+        let Some(begun) = self.read_begun(place, None) else { return };
         let lookahead = self.limits.lookahead;
-        let Some(worker) = self.workers[place as usize].as_ref() else { return };
+        let Some(worker) = self.workers.get(place) else { return };
         let prefetched = worker.prefetched.back().filter(|&&last| self.jobs.get(last).send_number > begun);
         let ahead_due = prefetched.map(|_| worker.last_progress_at + lookahead);
         let mut held_due = None;
@@ -169,133 +145,114 @@ impl<T> Bulkhead<T> {
             if let JobState::InFlight { since, .. } = job.state
                 && job.send_number > begun
             {
-                held_due = super::earlier(held_due, Some(since + time_to_begin(lookahead, job.recalls)));
+                held_due = earlier(held_due, Some(since + time_to_begin(lookahead, job.recalls)));
             }
         }
         let is_stuck = held_due.is_some_and(|at| at <= now);
         let is_stalled = is_stuck || worker.is_stalled && begun <= worker.recalled_up_to;
         let is_late = is_stuck || ahead_due.is_some_and(|at| at <= now);
+        let stall_changes = worker.is_stalled != is_stalled;
         if is_late {
             self.mark_late(place);
         }
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.next_begin_check = match super::earlier(held_due, ahead_due) {
-            Some(_) if is_late => Some(now + time_to_begin(lookahead, worker.late_checks)),
-            due => due,
-        };
-        if std::mem::replace(&mut worker.is_stalled, is_stalled) != is_stalled {
-            self.refresh(place);
+        self.edit_timing(place, |worker| {
+            worker.next_begin_check = match earlier(held_due, ahead_due) {
+                Some(_) if is_late => Some(now + time_to_begin(lookahead, worker.late_checks)),
+                due => due,
+            };
+        });
+        if stall_changes {
+            self.edit(place, |worker| worker.is_stalled = is_stalled);
         }
     }
 
-    /// Records that a worker is late to begin jobs, so that other workers can take its jobs over.
+    /// Marks a worker as late to begin jobs, so that other workers can take over its jobs.
     fn mark_late(&mut self, place: u32) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.late_checks = (worker.late_checks + 1).min(DOUBLINGS_MAX);
+        self.edit(place, |worker| worker.late_checks = (worker.late_checks + 1).min(DOUBLINGS_MAX));
         if !self.late_workers.contains(&place) {
             self.late_workers.push(place);
         }
-        self.update_prefetch_level(place);
     }
 
-    /// Recalls the unbegun jobs of one late worker if another worker has a free permit. Returns true if a job
+    /// Recalls the jobs that one late worker has not begun if another worker has a free permit. Returns true if a job
     /// was recalled.
-    pub(super) fn recall_from_late_workers(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
+    pub(super) fn recall_from_late_workers(&mut self, now: Time) -> bool {
         let Some(next) = self.next_worker().filter(|_| self.mode == Mode::Open) else { return false };
-        // A job must not be recalled in the step that sends it, because the worker has not received it yet.
+        // A job must not be recalled while handling the event that sends it, because the worker has not received it
+        // yet.
         let is_due = |place: &u32| {
-            let worker = self.workers[*place as usize].as_ref();
-            *place != next && worker.is_none_or(|worker| worker.last_progress_at < now)
+            *place != next && self.workers.get(*place).is_none_or(|worker| worker.last_progress_at < now)
         };
         let due: Vec<u32> = self.late_workers.iter().copied().filter(is_due).collect();
         for place in due {
-            self.late_workers.retain(|late_workers| *late_workers != place);
-            // A job that must run alone needs an idle worker.
+            self.late_workers.retain(|late| *late != place);
+            // A job that must run alone needs another, idle worker.
             let is_idle = self.idle_worker().is_some();
             let is_late = |worker: &Worker| {
                 worker.late_checks > 0 && (worker.exclusivity != Exclusivity::Exclusive || is_idle)
             };
-            if self.workers[place as usize].as_ref().is_some_and(is_late)
-                && self.recall(now, place, None, out)
-            {
+            if self.workers.get(place).is_some_and(is_late) && self.recall(now, place, None) {
                 return true;
             }
         }
         false
     }
 
-    /// Records a sign of life from a worker. The worker may then get new jobs again.
-    pub(super) fn clear_stall(&mut self, place: u32) {
-        if let Some(worker) = self.workers[place as usize].as_mut()
-            && std::mem::replace(&mut worker.is_stalled, false)
-        {
-            self.refresh(place);
-        }
-    }
-
     // Recall.
 
-    /// Reads the number of the last job that a worker has begun. With `recall_up_to`, first recalls the jobs up
-    /// to this number, which the worker can then no longer begin. Returns `None` if the worker has no record.
-    /// If the record is implausible, kills the worker and returns `None`.
-    fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>, out: &mut Vec<Action<T>>) -> Option<u64> {
-        let worker = self.workers[place as usize].as_mut()?;
+    /// Reads the number of the last job that a worker has begun. If `recall_up_to` is set, first recalls the
+    /// jobs up to that number, so that the worker can no longer begin them. Returns `None` if the worker has
+    /// no journal. If the value is implausible, kills the worker and returns `None`.
+    fn read_begun(&mut self, place: u32, recall_up_to: Option<u64>) -> Option<u64> {
+        let worker = self.workers.get(place)?;
+        let (last_begun, sent) = (worker.last_begun, worker.sent);
         let journal = worker.journal.as_ref()?;
         let begun = recall_up_to.map_or_else(|| journal.begun(), |up_to| journal.recall(up_to));
-        if (worker.last_begun..=worker.sent).contains(&begun) {
-            worker.last_begun = begun;
+        if (last_begun..=sent).contains(&begun) {
+            self.edit_timing(place, |worker| worker.last_begun = begun);
             return Some(begun);
         }
         let message = format!(
-            "the journal counts {begun} jobs begun, but {} were sent and {} had begun before",
-            worker.sent, worker.last_begun
+            "the worker's journal counts {begun} started jobs, but {sent} jobs were sent, and the journal \
+             counted {last_begun} before"
         );
-        worker.journal = None;
-        self.kill(place, KillReason::Protocol(message), out);
+        self.edit(place, |worker| worker.journal = None);
+        self.kill(place, KillReason::Protocol(message));
         None
     }
 
-    /// Recalls all jobs that a worker has not begun. Jobs that do not end wait again, at the front of their
-    /// classes. Returns true if at least one job was recalled.
-    pub(super) fn recall(
-        &mut self,
-        now: Time,
-        place: u32,
-        ending: Option<RecallTarget>,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
-        let Some(worker) = self.workers[place as usize].as_ref().filter(|worker| !worker.is_dead()) else {
-            return false;
-        };
+    /// Recalls all jobs that a worker has not begun. The job in `ending` ends. The other jobs return to the front of
+    /// their classes in the queue. Returns true if at least one job was recalled.
+    pub(super) fn recall(&mut self, now: Time, place: u32, ending: Option<RecallTarget>) -> bool {
+        let Some(worker) = self.workers.get(place).filter(|worker| !worker.is_dead()) else { return false };
         if !worker.may_have_unbegun() && self.to_resend.is_empty() {
             return false;
         }
-        let Some(begun) = self.read_begun(place, None, out) else { return false };
-        let (id, sent, held) = match self.workers[place as usize].as_ref() {
-            Some(worker) if begun < worker.sent => (worker.id, worker.sent, worker.jobs.clone()),
+        let Some(begun) = self.read_begun(place, None) else { return false };
+        let (id, sent, held, is_ready) = match self.workers.get(place) {
+            Some(worker) if begun < worker.sent => {
+                (worker.id, worker.sent, worker.jobs.clone(), worker.is_ready())
+            }
             _ => return false,
         };
-        // The supervisor keeps no copy of this job's payload, so no other worker can run the job.
+        // The supervisor has no copy of this job's payload, so no other worker can run the job.
         let is_fixed = |job: &crate::jobs::Job<T>| job.send_number > begun && !job.is_resendable;
         let end_of = ending.as_ref().map(|(index, _)| *index);
         if held.iter().any(|&index| Some(index) != end_of && is_fixed(self.jobs.get(index))) {
             return false;
         }
-        let Some(begun) = self.read_begun(place, Some(sent), out) else { return false };
-        if let Some(worker) = self.workers[place as usize].as_mut() {
-            // All jobs sent so far are settled. The next check is for later jobs.
+        let Some(begun) = self.read_begun(place, Some(sent)) else { return false };
+        // All jobs sent so far have either begun or been recalled. The next check is for later jobs.
+        self.edit_timing(place, |worker| {
             (worker.recalled_up_to, worker.next_begin_check) = (sent, None);
-        }
+        });
         let (mut ending, mut is_any) = (ending, false);
-        let is_ready =
-            self.workers[place as usize].as_ref().is_some_and(|worker| worker.phase == Phase::Ready);
         let is_let_in = is_ready && self.mode != Mode::Open;
-        while let Some(worker) = self.workers[place as usize].as_ref()
-            && let Some(&index) = worker.prefetched.back()
+        while let Some(&index) = self.workers.get(place).and_then(|worker| worker.prefetched.back())
             && self.jobs.get(index).send_number > begun
         {
             self.remove_prefetched(index, place);
-            self.end_or_requeue(now, (index, id), &mut ending, out);
+            self.end_or_requeue(now, (index, id), &mut ending);
             is_any = true;
         }
         let mut held: Vec<_> = held.iter().map(|&index| (self.jobs.get(index).send_number, index)).collect();
@@ -303,16 +260,13 @@ impl<T> Bulkhead<T> {
         for (_, index) in held.into_iter().rev().take_while(|(send_number, _)| *send_number > begun) {
             let is_wanted = self.jobs.get(index).record.is_some();
             if is_let_in && is_wanted && end_of != Some(index) {
-                // A job with a permit may finish although the bulkhead drains.
+                // A job with a permit may finish even if the bulkhead is draining.
                 self.to_resend.push(index);
                 continue;
             }
             let is_late = self.is_late_to_begin(now, index);
-            self.withdraw_unbegun(now, index, place);
-            self.end_or_requeue(now, (index, id), &mut ending, out);
-            if let Some(worker) = self.workers[place as usize].as_mut() {
-                worker.is_stalled |= is_late;
-            }
+            self.withdraw_unbegun(now, index, |worker| worker.is_stalled |= is_late);
+            self.end_or_requeue(now, (index, id), &mut ending);
             is_any = true;
         }
         self.update_kill_time(now, place);
@@ -320,155 +274,135 @@ impl<T> Bulkhead<T> {
         is_any
     }
 
-    /// Returns true if the worker of an unbegun job should get no new jobs before its next sign of life. A
-    /// job that is cancelled right after the dispatch says nothing about the worker.
+    /// Returns true if the worker that has not begun this job should get no new jobs until its next sign of life. A job
+    /// that is cancelled right after its dispatch says nothing about the worker.
     fn is_late_to_begin(&mut self, now: Time, index: u32) -> bool {
         let due_after = time_to_begin(self.limits.lookahead, 0);
         let job = self.jobs.get(index);
         let JobState::InFlight { since, .. } = job.state else { return false };
-        job.answer_by(since) <= now || self.live_slots > 1 && since + due_after <= now
+        job.answer_by(since) <= now || self.workers.totals().live_slots > 1 && since + due_after <= now
     }
 
-    /// Recalls one job unless the worker has begun it. The job then ends with `verdict`, or waits again
-    /// without a verdict. Returns true if the worker no longer has the job.
-    pub(super) fn recall_job(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: Option<Verdict>,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
+    /// Recalls one job unless the worker has begun it. The recalled job ends with `verdict`, or returns to the queue if
+    /// `verdict` is `None`. Returns true if the worker no longer has the job.
+    pub(super) fn recall_job(&mut self, now: Time, index: u32, verdict: Option<Verdict>) -> bool {
         let job = self.jobs.get(index);
         let (JobState::Prefetched { worker } | JobState::InFlight { worker, .. }) = job.state else {
             return false;
         };
         let send_number = job.send_number;
-        let last_begun = self.workers[worker as usize].as_ref().map_or(u64::MAX, |worker| worker.last_begun);
+        let last_begun = self.workers.get(worker).map_or(u64::MAX, |worker| worker.last_begun);
         if send_number <= last_begun {
             return false;
         }
         let id = self.jobs.id(index);
-        self.recall(now, worker, Some((index, verdict)), out);
-        // The job may have ended, and the index may already belong to another job.
+        self.recall(now, worker, Some((index, verdict)));
+        // The job may have ended, and its index may already belong to another job.
         self.jobs.find(id).is_none_or(|index| {
             let job = self.jobs.get(index);
             !matches!(job.state, JobState::Prefetched { .. } | JobState::InFlight { .. })
         })
     }
 
-    pub(super) fn recall_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        for place in 0..self.workers.len() as u32 {
-            self.recall_prefetched(now, place, out);
+    pub(super) fn recall_all(&mut self, now: Time) {
+        for place in self.workers.places() {
+            self.recall_prefetched(now, place);
         }
     }
 
-    fn recall_prefetched(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        if self.workers[place as usize].as_ref().is_some_and(|worker| !worker.prefetched.is_empty()) {
-            self.recall(now, place, None, out);
+    fn recall_prefetched(&mut self, now: Time, place: u32) {
+        if self.workers.get(place).is_some_and(|worker| !worker.prefetched.is_empty()) {
+            self.recall(now, place, None);
         }
     }
 
     /// Recalls prefetched jobs from workers that take no more jobs, and from all workers if prefetching is no
     /// longer allowed.
-    pub(super) fn recall_pending(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while let Some(place) = self.to_recall.pop() {
+    pub(super) fn recall_pending(&mut self, now: Time) {
+        while let Some(place) = self.workers.pop_to_recall() {
             let takes = |worker: &Worker| worker.is_available() && worker.exclusivity == Exclusivity::Shared;
-            if !self.workers[place as usize].as_ref().is_some_and(takes) {
-                self.recall_prefetched(now, place, out);
+            if !self.workers.get(place).is_some_and(takes) {
+                self.recall_prefetched(now, place);
             }
         }
         let must_recall_all = std::mem::take(&mut self.must_recall_all);
         if self.prefetched > 0 && (must_recall_all || !self.may_prefetch()) {
-            self.recall_all(now, out);
+            self.recall_all(now);
         }
     }
 
-    /// Recalls prefetched jobs from workers with jobs of lower classes, because a waiting job of `class` has
+    /// Recalls prefetched jobs from workers that run jobs of lower classes, because a waiting job of `class` has
     /// priority.
-    pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority, out: &mut Vec<Action<T>>) {
+    pub(super) fn recall_lower_priority(&mut self, now: Time, class: Priority) {
         if self.prefetched == 0 || class == Priority::BestEffort {
             return;
         }
-        for place in 0..self.workers.len() as u32 {
-            let prefetched = self.workers[place as usize].as_ref().map(|worker| worker.prefetched.iter());
+        for place in self.workers.places() {
+            let prefetched = self.workers.get(place).map(|worker| worker.prefetched.iter());
             let prefetched: Vec<u32> = prefetched.into_iter().flatten().copied().collect();
             if prefetched.into_iter().any(|index| self.jobs.get(index).priority < class) {
-                self.recall(now, place, None, out);
+                self.recall(now, place, None);
             }
         }
     }
 
-    /// Answers the client of a prefetched job that turned out to have begun.
-    pub(super) fn abandon_prefetched(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: Verdict,
-        out: &mut Vec<Action<T>>,
-    ) {
-        self.send_outcome(now, index, verdict, out);
+    /// Ends a prefetched job that, as it turned out, had begun. Sends the outcome to the client.
+    pub(super) fn abandon_prefetched(&mut self, now: Time, index: u32, verdict: Verdict) {
+        self.send_outcome(now, index, verdict);
         self.uncount_waiting(index);
         self.job_timers.clear(index);
     }
 
-    /// Removes a prefetched job from the counts of waiting jobs, because the client was answered or the job
-    /// begins.
+    /// Removes a prefetched job from the counts of waiting jobs, because the job begins or its client got the outcome.
     fn uncount_waiting(&mut self, index: u32) {
         let tenant = self.jobs.get(index).tenant;
         self.prefetched -= 1;
         self.tenants.get(tenant).prefetched -= 1;
     }
 
-    // Jobs that begin or come back.
+    // Jobs that begin or are returned.
 
-    /// Handles an answer of a worker: the worker's oldest prefetched job begins and gets the permit.
-    pub(super) fn begin_prefetched(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        worker.last_progress_at = now;
-        if std::mem::take(&mut worker.late_checks) > 0 {
-            worker.next_begin_check = None;
-            self.schedule_begin_check(now, place);
-        }
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        let Some(index) = worker.prefetched.pop_front() else { return };
+    /// Handles a reply from a worker. The worker's oldest prefetched job begins and gets the permit that the reply
+    /// freed.
+    pub(super) fn begin_prefetched(&mut self, now: Time, place: u32) {
+        let Some(&index) = self.workers.get(place).and_then(|worker| worker.prefetched.front()) else {
+            return;
+        };
         let job = self.jobs.get(index);
-        let is_wanted = job.record.is_some();
-        worker.prefetched_bytes -= job.bytes;
+        let (is_wanted, bytes) = (job.record.is_some(), job.bytes);
         if is_wanted {
             self.uncount_waiting(index);
         }
         let claim = match is_wanted && !self.breaker.is_disabled() {
-            true => self.breaker.claim(now, self.ready > 0),
+            true => self.breaker.claim(now, self.has_ready_worker()),
             false => None,
         };
         if let Some((claim, transition)) = claim {
             self.jobs.get(index).claim = Some(claim);
-            self.report_transition(transition, out);
+            self.report_transition(transition);
         }
-        self.assign(now, index, place);
-        if !is_wanted && let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.awaited_jobs -= 1;
-            out.push(Action::Cancel { worker: worker.id, job: self.jobs.id(index) });
+        let worker = self.assign(now, index, place, |worker| {
+            worker.prefetched.pop_front();
+            worker.prefetched_bytes -= bytes;
+            worker.awaited_jobs -= u32::from(!is_wanted);
+            worker.id
+        });
+        if let Some(worker) = worker.filter(|_| !is_wanted) {
+            self.actions.push(Action::Cancel { worker, job: self.jobs.id(index) });
         }
         if self.limits.recycle.jobs.is_some() {
-            self.check_job_limit(now, place, out);
+            self.check_job_limit(now, place);
         }
     }
 
-    /// Handles the return of a job that was recalled just when the worker was about to begin it. Only the
+    /// Handles the return of a job that was recalled at the moment at which the worker was about to begin it. Only the
     /// worker knows which happened first. After the return, the job can be dispatched again.
-    pub(super) fn job_returned(
-        &mut self,
-        now: Time,
-        id: WorkerId,
-        (job, send_number): (JobId, u64),
-        out: &mut Vec<Action<T>>,
-    ) {
+    pub(super) fn job_returned(&mut self, now: Time, id: WorkerId, (job, send_number): (JobId, u64)) {
         self.record_sign_of_life(now, id);
-        let Some(worker) = self.worker(id) else { return };
+        let Some(worker) = self.workers.by_id(id) else { return };
         if send_number > worker.recalled_up_to {
             let message = format!("the worker returned the job {job}, which was not recalled");
-            return self.kill(id.place, KillReason::Protocol(message), out);
+            return self.kill(id.place, KillReason::Protocol(message));
         }
         let Some(index) =
             self.jobs.find(job).filter(|&index| self.jobs.get(index).send_number == send_number)
@@ -478,13 +412,13 @@ impl<T> Bulkhead<T> {
         match self.jobs.get(index).state {
             JobState::Prefetched { worker } if worker == id.place => {
                 self.remove_prefetched(index, id.place);
-                self.update_prefetch_level(id.place);
-                self.end_or_requeue(now, (index, id), &mut None, out);
+                self.end_or_requeue(now, (index, id), &mut None);
             }
             JobState::InFlight { worker, is_oversized: false, .. } if worker == id.place => {
-                self.withdraw_unbegun(now, index, id.place);
-                self.end_or_requeue(now, (index, id), &mut None, out);
-                self.begin_prefetched(now, id.place, out);
+                let check_at = now + time_to_begin(self.limits.lookahead, 0);
+                self.withdraw_unbegun(now, index, |worker| worker.record_progress(now, check_at));
+                self.end_or_requeue(now, (index, id), &mut None);
+                self.begin_prefetched(now, id.place);
                 self.update_kill_time(now, id.place);
                 self.limit_exit_time(now, id.place);
             }
@@ -492,55 +426,52 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Takes an unbegun job with a permit away from its worker. The dispatch does not count as an attempt.
-    fn withdraw_unbegun(&mut self, now: Time, index: u32, place: u32) {
-        self.withdraw(index);
+    /// Removes a job in flight that has not begun from its worker, and applies `change` to the worker at the
+    /// same time. The dispatch does not count as an attempt.
+    fn withdraw_unbegun(&mut self, now: Time, index: u32, change: impl FnOnce(&mut Worker)) {
         let job = self.jobs.get(index);
         job.attempts -= 1;
-        // The job had its turn, so the queue timeout no longer applies.
+        // The job was already dispatched once, so the queue timeout no longer applies.
         job.queue_timeout_at = None;
         let is_wanted = job.record.is_some();
         if let Some(claim) = job.claim.take() {
             self.breaker.return_claim(claim);
         }
-        if let Some(worker) = self.workers[place as usize].as_mut() {
+        self.withdraw(index, |worker| {
             worker.awaited_jobs -= u32::from(is_wanted);
             worker.jobs_given -= 1;
-            // A worker without a dispatch thread need not send heartbeats while running jobs, so silence
-            // counts from now.
+            // A worker without a dispatch thread need not send heartbeats while running jobs, so its silence is counted
+            // from now on.
             if !worker.has_dispatch_thread {
                 (worker.last_heard_at, worker.silence) = (now, SilenceCheck::None);
             }
-        }
-        self.refresh(place);
+            change(worker);
+        });
     }
 
-    /// Takes a prefetched job away from its worker.
+    /// Removes a prefetched job from its worker.
     fn remove_prefetched(&mut self, index: u32, place: u32) {
         let job = self.jobs.get(index);
         let (bytes, is_wanted) = (job.bytes, job.record.is_some());
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if let Some(at) = worker.prefetched.iter().rposition(|&prefetched| prefetched == index) {
-            worker.prefetched.remove(at);
-            worker.prefetched_bytes -= bytes;
-        }
-        // A prefetch slot is free again.
-        self.refresh(place);
+        self.edit(place, |worker| {
+            if let Some(at) = worker.prefetched.iter().rposition(|&prefetched| prefetched == index) {
+                worker.prefetched.remove(at);
+                worker.prefetched_bytes -= bytes;
+            }
+        });
         if is_wanted {
             self.uncount_waiting(index);
         }
     }
 
-    /// Ends or requeues a job that came back from its worker without having begun. The run limit starts again
-    /// with the next dispatch.
+    /// Ends or requeues a job that its worker has not begun. The run limit starts again with the next dispatch.
     fn end_or_requeue(
         &mut self,
         now: Time,
         (index, worker): (u32, WorkerId),
         ending: &mut Option<RecallTarget>,
-        out: &mut Vec<Action<T>>,
     ) {
-        out.push(Action::Recalled { worker, job: self.jobs.id(index) });
+        self.actions.push(Action::Recalled { worker, job: self.jobs.id(index) });
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
         job.state = JobState::Unplaced;
@@ -557,21 +488,21 @@ impl<T> Bulkhead<T> {
             rejection(RejectReason::Draining)
         } else if !job.is_resendable {
             let message =
-                "the worker returned the job, and the supervisor kept no copy of the payload: send the job \
+                "the worker returned the job, and the supervisor has no copy of the payload: send the job \
                  again"
                     .to_owned();
             Verdict::Rejected { reason: RejectReason::Unavailable, message }
-        } else if self.live_slots == 0 {
+        } else if self.workers.totals().live_slots == 0 {
             Verdict::Rejected { reason: RejectReason::Unavailable, message: self.no_worker_message() }
         } else {
             return self.requeue(index);
         };
-        self.send_outcome(now, index, verdict, out);
+        self.send_outcome(now, index, verdict);
         self.forget(index);
     }
 
-    /// Sends jobs with a permit back to the worker from which they were recalled together with other jobs.
-    pub(super) fn resend(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    /// Sends jobs with a permit back to the worker from which they were recalled along with other jobs.
+    pub(super) fn resend(&mut self, now: Time) {
         let mut again = std::mem::take(&mut self.to_resend);
         again.sort_unstable_by_key(|&index| self.jobs.id(index));
         again.dedup();
@@ -580,31 +511,26 @@ impl<T> Bulkhead<T> {
                 && self.jobs.get(index).record.is_some()
             {
                 let remaining = self.jobs.get(index).answer_by(since).since(now);
-                self.send(now, index, worker, (remaining, false), out);
+                let check_at = self.begin_check_at(now);
+                let sent = self.edit_timing(worker, |worker| worker.send(check_at));
+                self.sent(index, sent, (remaining, false));
             }
         }
     }
 
-    /// Requeues or ends the prefetched jobs of a dead worker, because these jobs have not begun.
-    pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
-        while let Some(worker) = self.workers[id.place as usize].as_ref()
-            && let Some(&index) = worker.prefetched.back()
-        {
+    /// Requeues or ends the prefetched jobs of a dead worker. None of these jobs has begun.
+    pub(super) fn requeue_prefetched(&mut self, now: Time, id: WorkerId) {
+        while let Some(&index) = self.workers.get(id.place).and_then(|worker| worker.prefetched.back()) {
             self.remove_prefetched(index, id.place);
-            self.end_or_requeue(now, (index, id), &mut None, out);
+            self.end_or_requeue(now, (index, id), &mut None);
         }
     }
 
-    /// Kills a worker that answered a job before its turn, or after the job was recalled. The job has run and
+    /// Kills a worker that sent the result of a job before its turn, or after the job was recalled. The job has run and
     /// therefore ends as `crashed`, unless another worker already has the job.
-    pub(super) fn kill_for_invalid_reply(
-        &mut self,
-        now: Time,
-        worker: WorkerId,
-        job: JobId,
-        out: &mut Vec<Action<T>>,
-    ) {
-        let message = format!("the worker answered the job {job}, which had not begun or had been recalled");
+    pub(super) fn kill_for_invalid_reply(&mut self, now: Time, worker: WorkerId, job: JobId) {
+        let message =
+            format!("the worker sent a result for job {job}, which had not started or had been recalled");
         let reason = KillReason::Protocol(message);
         let crash =
             Verdict::Crashed { reason: CrashReason::Protocol, status: None, message: reason.describe() };
@@ -615,44 +541,27 @@ impl<T> Bulkhead<T> {
                 self.job_timers.clear(index);
                 let entry = self.jobs.get(index);
                 (entry.state, entry.attempts) = (JobState::Unplaced, entry.attempts + 1);
-                self.send_outcome(now, index, crash, out);
+                self.send_outcome(now, index, crash);
                 self.forget(index);
             }
             Some((index, JobState::Queued | JobState::WaitingSuspect)) => {
                 self.jobs.get(index).attempts += 1;
-                self.leave_queue(now, index, crash, out);
+                self.leave_queue(now, index, crash);
             }
             _ => {}
         }
-        self.kill(worker.place, reason, out);
+        self.kill(worker.place, reason);
     }
 
-    /// Returns true if this worker was the last from which the job was recalled.
+    /// Returns true if this worker is the one from which the job was recalled last.
     pub(super) fn was_recalled_from(&mut self, worker: WorkerId, job: JobId) -> bool {
-        let found = self.jobs.find(job).filter(|_| self.worker(worker).is_some());
+        let found = self.jobs.find(job).filter(|_| self.workers.by_id(worker).is_some());
         found.is_some_and(|index| self.jobs.get(index).recalled_from == Some(worker))
     }
 }
 
-/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that
-/// jobs do not move between workers forever on an overloaded machine.
-fn time_to_begin(lookahead: Duration, returned: u8) -> Duration {
-    (lookahead + BEGIN_GRACE).saturating_mul(1 << returned.min(DOUBLINGS_MAX))
-}
-
-impl Worker {
-    /// Returns true if some jobs of the worker had not begun at the last reading.
-    fn may_have_unbegun(&self) -> bool {
-        self.last_begun.max(self.recalled_up_to) < self.sent
-    }
-
-    /// Returns true if the worker can prefetch jobs: all its permits are used, but not more. With more jobs
-    /// than permits, an answer would not free a permit for a prefetched job.
-    fn can_prefetch(&self) -> bool {
-        self.journal.is_some()
-            && self.is_available()
-            && self.exclusivity == Exclusivity::Shared
-            && !self.jobs.is_empty()
-            && self.jobs.len() as u32 == self.permits
-    }
+/// Returns the time that a worker has to begin a job. The time doubles with each recall of the job, so that jobs do not
+/// move between workers forever on an overloaded machine.
+pub(super) fn time_to_begin(lookahead: Duration, recalls: u8) -> Duration {
+    (lookahead + BEGIN_GRACE).saturating_mul(1 << recalls.min(DOUBLINGS_MAX))
 }

@@ -1,45 +1,51 @@
-//! Recovery of jobs after the death of their worker or program. Payloads that kill repeatedly are
-//! quarantined, idempotent jobs are retried, and all other jobs end as crashed.
+//! Recovery of jobs after the death of their worker or program. Payloads that kill workers repeatedly are quarantined,
+//! idempotent jobs are retried, and all other jobs end as crashed.
 //!
-//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker without other
-//! jobs. So an innocent job is not killed by the same neighbour twice, and the culprit is found.
+//! A job that may have crashed a worker is a suspect. A suspect is retried only in a worker that runs no other jobs. An
+//! innocent job is therefore not killed twice by the same neighbour, and the culprit is found.
 
 use bulkhead_shared::{JobId, Verdict};
 
 use super::{Bulkhead, Mode};
+use crate::ending::Ending;
 use crate::jobs::{EarlierAttempts, JobState};
 use crate::messages::{Action, OperatorEvent, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::Exclusivity;
+use crate::worker::Exclusivity;
 
-/// Circumstances in which a job was lost.
+/// Suspicion that a lost job killed its worker or program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Suspicion {
     /// The worker died while this was its only job.
     OnlyJob,
-    /// The job's own program died, which ran no other job.
+    /// The job's own program died. The program ran no other job.
     Program,
-    /// The worker died while it had several jobs, each of which may be the cause.
+    /// The worker died while it had several jobs. Any of them may be the cause.
     OneOfSeveral,
     /// The job cannot be the cause.
     Cleared,
 }
 
+impl Suspicion {
+    /// Returns the suspicion against each job that a dead worker may have begun. `jobs` is the number of
+    /// these jobs.
+    pub(super) fn of(ending: &Ending, jobs: usize) -> Self {
+        match (ending.may_be_caused_by_job(), jobs) {
+            (true, 1) => Self::OnlyJob,
+            (true, _) => Self::OneOfSeveral,
+            (false, _) => Self::Cleared,
+        }
+    }
+}
+
 impl<T> Bulkhead<T> {
-    /// Handles a job whose worker is dead. Retries or answers the job.
-    pub(super) fn job_lost(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: &Verdict,
-        loss: Suspicion,
-        out: &mut Vec<Action<T>>,
-    ) {
+    /// Handles a job whose worker is dead. The job is retried or ends.
+    pub(super) fn job_lost(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) {
         self.job_timers.clear(index);
-        let is_retried = self.decide_retry(now, index, verdict, loss, out);
+        let is_retried = self.decide_retry(now, index, verdict, loss);
         if !is_retried {
-            self.send_outcome(now, index, verdict.clone(), out);
+            self.send_outcome(now, index, verdict.clone());
         }
         let job = self.jobs.get(index);
         job.state = JobState::Unplaced;
@@ -52,56 +58,27 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Handles a job whose program died while the worker lives on. Returns true if the job will be retried
-    /// and has left the worker.
-    pub(super) fn retry_after_program_crash(
-        &mut self,
-        now: Time,
-        index: u32,
-        worker: WorkerId,
-        verdict: &Verdict,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
-        if !matches!(verdict, Verdict::Crashed { .. }) {
-            return false;
-        }
-        let is_retried = self.decide_retry(now, index, verdict, Suspicion::Program, out);
-        if is_retried {
-            self.withdraw(index);
-            self.requeue(index);
-            self.refresh(worker.place);
-        }
-        is_retried
-    }
-
-    /// Records the loss against the payload, and decides if the job is retried. If so, records the attempt
-    /// and reports the retry.
-    fn decide_retry(
-        &mut self,
-        now: Time,
-        index: u32,
-        verdict: &Verdict,
-        loss: Suspicion,
-        out: &mut Vec<Action<T>>,
-    ) -> bool {
+    /// Records the crash against the payload and decides whether the job is retried. If so, records the attempt and
+    /// reports the retry.
+    pub(super) fn decide_retry(&mut self, now: Time, index: u32, verdict: &Verdict, loss: Suspicion) -> bool {
         if matches!(loss, Suspicion::OnlyJob | Suspicion::Program) {
             self.record_payload_crash(now, index);
         }
         if !self.may_retry(now, index) {
             return false;
         }
-        self.record_call(now, index, verdict, out);
+        self.record_call(now, index, verdict);
         let job = self.jobs.get(index);
         let JobState::InFlight { worker, since, .. } = job.state else { return false };
         let ran =
             job.earlier_attempts.as_ref().map(|earlier| earlier.ran).unwrap_or_default() + now.since(since);
-        let worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
+        let worker_pid = self.workers.get(worker).and_then(|worker| worker.pid);
         job.earlier_attempts = Some(Box::new(EarlierAttempts { crash: verdict.clone(), ran, worker_pid }));
         job.is_suspect |= matches!(loss, Suspicion::OnlyJob | Suspicion::OneOfSeveral);
         let attempts = job.attempts;
         self.counters.retries += 1;
         let (job, crash) = (self.jobs.id(index), verdict.clone());
-        out.push(Action::Report(OperatorEvent::JobRetried { job, attempts, crash, worker_pid }));
+        self.actions.push(Action::Report(OperatorEvent::JobRetried { job, attempts, crash, worker_pid }));
         true
     }
 
@@ -110,7 +87,7 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.deferred_events.push(OperatorEvent::JobQuarantined { job: self.jobs.id(index), digest });
-            // Other copies of the payload may be prefetched.
+            // Other workers may have prefetched jobs with the same payload.
             self.must_recall_all = self.prefetched > 0;
         }
     }
@@ -121,64 +98,59 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the job may be retried. If so, charges the retry budget.
     fn may_retry(&mut self, now: Time, index: u32) -> bool {
-        let is_open = self.mode == Mode::Open && self.live_slots > 0;
+        let is_open = self.mode == Mode::Open && self.workers.totals().live_slots > 0;
         let job = self.jobs.get(index);
         let (digest, attempts) = (job.digest, job.attempts);
         let is_fit = job.idempotent && job.is_resendable && job.record.is_some() && job.deadline_at > now;
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// Marks a job as unread by its dead worker.
+    /// Records that a dead worker had not read this job.
     pub(super) fn job_unread(&mut self, worker: WorkerId, job: JobId) {
         if let Some((index, _)) = self.find_at(worker, job)
             && let JobState::InFlight { is_unread, .. } = &mut self.jobs.get(index).state
         {
             *is_unread = true;
-            // The exit event follows and decides about the worker's jobs.
-            if let Some(worker) = self.worker_mut(worker) {
-                worker.journal = None;
-            }
-            self.update_prefetch_level(worker.place);
+            // The exit event follows and decides about the jobs of the worker.
+            self.edit_by_id(worker, |worker| worker.journal = None);
         }
     }
 
-    /// Marks a job as unbegun according to its dead worker. Such a job still counts when the culprit is
-    /// determined, so a worker cannot leave a single other job as the culprit.
+    /// Marks a job as not begun according to its dead worker. The job still counts as a possible culprit, so that a
+    /// worker cannot leave a single other job as the only suspect.
     pub(super) fn job_not_begun(&mut self, id: WorkerId, job: JobId) {
-        // The worker's record is believed once per job. Otherwise, a job that manipulates the record each
-        // time would be dispatched again and again.
+        // The worker's record is trusted once per job. Otherwise, a job that manipulates the record each time would be
+        // dispatched again and again.
         if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).unread_returns > 0) {
             return;
         }
         self.job_unread(id, job);
-        if self.holds(id, job)
-            && let Some(worker) = self.worker_mut(id)
-        {
-            worker.unbegun += 1;
+        if self.holds(id, job) {
+            self.edit_by_id(id, |worker| worker.unbegun += 1);
         }
     }
 
-    /// Requeues the jobs of a dead worker that it had not read, in their original order. Returns the unread
-    /// jobs that cannot be requeued, and the jobs that the worker may have begun.
+    /// Requeues the jobs that a dead worker had not read, in their original order. Returns the unread jobs that cannot
+    /// be requeued, and the jobs that the worker may have begun.
     pub(super) fn requeue_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
         let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
             matches!(self.jobs.get(index).state, JobState::InFlight { is_unread: true, .. })
         });
-        if self.mode == Mode::Open && self.live_slots > 0 {
+        if self.mode == Mode::Open && self.workers.totals().live_slots > 0 {
             unread.sort_unstable_by_key(|&index| std::cmp::Reverse(self.jobs.id(index)));
             unread.retain(|&index| !self.requeue_unread_job(index));
         }
         (unread, begun)
     }
 
-    /// Requeues an unread job. Returns false if the client was already answered, the payload is gone, or too
-    /// many workers have died with the job unread.
+    /// Requeues an unread job. Returns false if the client already got the outcome, the payload is gone, or too many
+    /// workers have died before they read the job.
     fn requeue_unread_job(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.record.is_none() || !job.is_resendable || job.unread_returns >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
-        // The job never began, so this was no attempt.
+        // The job never began, so this dispatch is not an attempt.
         job.attempts -= 1;
         job.unread_returns += 1;
         job.state = JobState::Unplaced;
@@ -191,8 +163,8 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    /// Puts a job that already had its turn before the jobs that had none, without charging its tenant.
-    /// Suspects wait separately.
+    /// Returns a job to the front of its class, because it was already dispatched once. The tenant is not
+    /// charged again. A suspect goes to the separate list of suspects instead.
     pub(super) fn requeue(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
@@ -204,8 +176,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.set(index, deadline_at);
     }
 
-    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed, the crash determines
-    /// the outcome of a job that does not run again.
+    /// Returns the outcome of a job over all attempts. If an earlier attempt crashed and the job does not run again,
+    /// the outcome is that crash.
     pub(super) fn overall_verdict(&mut self, index: u32, verdict: Verdict) -> Verdict {
         let job = self.jobs.get(index);
         match (&job.state, &job.earlier_attempts, verdict) {
@@ -219,9 +191,9 @@ impl<T> Bulkhead<T> {
 
     // Exclusive workers for suspects.
 
-    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded one, which then
-    /// takes no new jobs until it is idle.
-    pub(super) fn dispatch_suspects(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    /// Dispatches suspects to idle workers. If no worker is idle, reserves the least loaded worker, which then gets no
+    /// new jobs until it is idle.
+    pub(super) fn dispatch_suspects(&mut self, now: Time) {
         while let Some(at) = self.next_suspect()
             && let Some(place) = self.idle_worker()
             && let Some(index) = self.suspects.remove(at)
@@ -230,37 +202,32 @@ impl<T> Bulkhead<T> {
             self.jobs.get(index).state = JobState::Unplaced;
             self.job_timers.clear(index);
             if self.jobs.get(index).deadline_at <= now {
-                self.send_outcome(now, index, Verdict::DeadlineQueued, out);
+                self.send_outcome(now, index, Verdict::DeadlineQueued);
                 self.forget(index);
             } else {
-                self.try_dispatch(now, index, place, out);
+                self.try_dispatch(now, index, place);
             }
         }
         if self.next_suspect().is_none() {
             self.release_reserved_worker();
-        } else if self.reserved.is_none()
-            && let Some(place) = self.load.least_loaded()
-            && let Some(worker) = self.workers[place as usize].as_mut()
+        } else if self.workers.reserved().is_none()
+            && let Some(place) = self.workers.least_loaded()
         {
-            worker.exclusivity = Exclusivity::Draining;
-            self.reserved = Some(place);
-            self.refresh(place);
+            self.edit(place, |worker| worker.exclusivity = Exclusivity::Draining);
         }
     }
 
-    /// Returns the position of the oldest suspect whose tenant is below its share.
+    /// Returns the position of the oldest suspect whose tenant has not reached its quota.
     pub(super) fn next_suspect(&self) -> Option<usize> {
         self.suspects.iter().position(|&index| !self.is_at_quota(self.jobs.tenant(index)))
     }
 
     fn release_reserved_worker(&mut self) {
-        let Some(place) = self.reserved.take() else { return };
-        if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.exclusivity = Exclusivity::Shared;
+        if let Some(place) = self.workers.reserved() {
+            self.edit(place, |worker| worker.exclusivity = Exclusivity::Shared);
         }
-        self.refresh(place);
     }
 }
 
-/// Number of workers that may die with a job unread before the job is no longer requeued.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;

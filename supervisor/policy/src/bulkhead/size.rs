@@ -1,23 +1,25 @@
-//! Number of workers and of permits per worker, which can change while jobs run, and the resting state
-//! without workers. Growth takes effect at once. Surplus workers finish their jobs.
+//! Changes of the number of workers and of permits per worker while jobs run, and scaling to zero workers. Growth takes
+//! effect at once. Surplus workers finish their jobs.
 
 use super::{Bulkhead, Mode};
+use crate::ending::{KillReason, RecycleReason};
 use crate::limits::{Limits, RestartPolicy, TenantOverrides};
-use crate::messages::{Action, KillReason, LimitChange, RecycleReason};
+use crate::messages::{Action, LimitChange};
 use crate::time::Time;
-use crate::workers::{Phase, Role, SilenceCheck, SlotState};
+use crate::worker::{Phase, SilenceCheck, Worker};
+use crate::workers::SlotState;
 
-/// Maximum number of replaced workers that may still be exiting while their slots have new workers. One more
-/// causes the oldest to be killed.
+/// Maximum number of replaced workers that may still be exiting while their slots already have new workers. If the
+/// number is exceeded, the oldest one is killed.
 const EXITING_MAX: usize = 16;
 
 /// Demand for workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// No workers are needed: before [`crate::Event::Start`], after [`crate::Event::ScaleToZero`], or after `idle`
-    /// without a job.
+    /// No workers are needed. This is the state before [`crate::Event::Start`], after
+    /// [`crate::Event::ScaleToZero`], or after `idle` without a job.
     ScaledToZero,
-    /// Workers will be needed soon, because [`crate::Event::Start`] was announced.
+    /// Workers will be needed soon, because [`crate::Event::AnnounceStart`] announced a start.
     StartAnnounced,
     /// Workers are needed.
     Started,
@@ -31,7 +33,7 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the bulkhead has no processes left.
     pub fn has_no_workers(&self) -> bool {
-        self.workers.iter().all(Option::is_none)
+        self.workers.is_empty()
     }
 
     /// Returns true if no job waits and no worker has a job.
@@ -45,13 +47,9 @@ impl<T> Bulkhead<T> {
         self.idle_since
     }
 
-    pub(super) fn slot_count(&self) -> usize {
-        if self.limits.max_in_flight == 0 { 0 } else { self.limits.processes as usize }
-    }
+    // Changes of limits.
 
-    // New limits.
-
-    pub(super) fn change(&mut self, now: Time, change: LimitChange, out: &mut Vec<Action<T>>) {
+    pub(super) fn change(&mut self, now: Time, change: LimitChange) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
         if let Some(limit) = change.rate_limit {
             let before = std::mem::replace(&mut self.limits.rate_limit, limit);
@@ -61,17 +59,17 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
-            // Workers must not get another maximum before their unbegun jobs are recalled.
-            self.recall_all(now, out);
+            // Jobs that have not begun must be recalled before their worker gets another maximum.
+            self.recall_all(now);
             self.limits.max_in_flight = most;
-            self.send_max_in_flight(out);
+            self.send_max_in_flight();
         }
-        self.resize_slots(now, out);
-        self.replace_unresizable(now, out);
+        self.resize_slots(now);
+        self.replace_unresizable(now);
     }
 
     /// Replaces all limits, as in a reload of the configuration.
-    pub(super) fn reconfigure(&mut self, now: Time, limits: Limits, out: &mut Vec<Action<T>>) {
+    pub(super) fn reconfigure(&mut self, now: Time, limits: Limits) {
         let before = std::mem::replace(&mut self.limits, limits);
         if let Some(limit) = self.limits.rate_limit {
             self.tenants.rescale(now, before.rate_limit.as_ref(), &limit);
@@ -80,140 +78,144 @@ impl<T> Bulkhead<T> {
         self.idle_since = self.idle_since.filter(|_| self.limits.idle.is_some());
         if before.breaker != self.limits.breaker {
             let transition = self.breaker.reconfigure(now, self.limits.breaker.clone());
-            self.report_transition(transition, out);
+            self.report_transition(transition);
         }
         self.retries.reconfigure(self.limits.retry.clone());
         self.poison.reconfigure(now, self.limits.poison.clone());
         self.reconfigure_adaptive(now);
-        self.recall_all(now, out);
-        self.send_max_in_flight(out);
-        self.resize_slots(now, out);
+        self.recall_all(now);
+        self.send_max_in_flight();
+        self.resize_slots(now);
         if before.restart.policy != self.limits.restart.policy {
-            self.start_stopped(now, out);
+            self.start_stopped(now);
         }
-        self.replace_unresizable(now, out);
+        self.replace_unresizable(now);
         self.spares_changed = true;
         if self.limits.worker_ends_jobs {
-            (0..self.workers.len() as u32).for_each(|place| self.update_kill_time(now, place));
+            self.workers.places().for_each(|place| self.update_kill_time(now, place));
         }
         if before.recycle.jobs != self.limits.recycle.jobs {
-            self.check_all_job_limits(now, out);
-            self.dismiss_standbys(|_| true, out);
+            self.check_all_job_limits(now);
+            self.dismiss_standbys(|_| true);
         }
         let is_judged_anew = before.health.missed != self.limits.health.missed;
-        for place in 0..self.workers.len() as u32 {
-            if let Some(worker) = self.workers[place as usize].as_mut().filter(|_| is_judged_anew) {
-                worker.silence = SilenceCheck::None;
-            }
-            // The timer depends on limits for heartbeats and age.
-            self.arm(place);
+        for place in self.workers.places() {
+            // The timer depends on the limits for heartbeats and age.
+            self.edit_timing(place, |worker| {
+                worker.silence = if is_judged_anew { SilenceCheck::None } else { worker.silence };
+            });
         }
     }
 
-    /// Starts workers in slots that the previous restart policy has stopped, if the new policy allows
-    /// restarts.
-    fn start_stopped(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    /// Starts workers in slots that were stopped by the previous restart policy, if the new policy allows restarts.
+    fn start_stopped(&mut self, now: Time) {
         let is_stopping = matches!(self.mode, Mode::Stopping { .. });
         if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
             return;
         }
-        for slot in 0..self.slots.len() as u32 {
-            let entry = &mut self.slots[slot as usize];
-            entry.saved_state =
-                entry.saved_state.filter(|state| !matches!(state, SlotState::Stopped { probe_at: None }));
-            if matches!(entry.state, SlotState::Stopped { probe_at: None }) {
-                self.open_slot(now, slot, out);
+        for slot in self.workers.slot_numbers() {
+            let stopped = SlotState::Stopped { probe_at: None };
+            let record = self.workers.record(slot);
+            record.saved_state = record.saved_state.filter(|state| *state != stopped);
+            if self.workers.slot(slot).state == stopped {
+                self.open_slot(now, slot);
             }
         }
     }
 
-    /// Tells workers their new maximum number of jobs. A worker that has not been welcomed yet gets the
-    /// number with its welcome.
-    fn send_max_in_flight(&mut self, out: &mut Vec<Action<T>>) {
+    /// Sends the new `max_in_flight` to the workers. A worker that has not been welcomed yet gets the number with its
+    /// welcome.
+    fn send_max_in_flight(&mut self) {
         let most = self.limits.max_in_flight;
-        for place in 0..self.workers.len() as u32 {
-            let Some(worker) = self.workers[place as usize].as_mut() else { continue };
-            let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
-            if is_told && worker.can_resize && worker.sent_max_in_flight != most {
-                worker.sent_max_in_flight = most;
-                out.push(Action::SetMaxInFlight { worker: worker.id, max_in_flight: most });
+        for place in self.workers.places() {
+            let informed = self.edit(place, |worker| {
+                let is_welcomed = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
+                let is_informed = is_welcomed && worker.can_resize && worker.sent_max_in_flight != most;
+                worker.sent_max_in_flight = if is_informed { most } else { worker.sent_max_in_flight };
+                is_informed.then_some(worker.id)
+            });
+            if let Some(Some(worker)) = informed {
+                self.actions.push(Action::SetMaxInFlight { worker, max_in_flight: most });
             }
-            self.refresh(place);
         }
     }
 
     /// Replaces workers that cannot increase their maximum number of jobs, one after the other.
-    fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    fn replace_unresizable(&mut self, now: Time) {
         let most = self.limits.max_in_flight;
-        self.dismiss_standbys(|worker| worker.sent_max_in_flight < most, out);
-        self.dismiss_spares(|worker| worker.sent_max_in_flight < most, out);
-        for worker in self.workers.iter_mut().flatten() {
-            // A worker that reached `recycle.jobs` is being replaced anyway.
-            let is_at_work = worker.role == Role::Current && !worker.is_spare && !worker.is_at_job_limit;
-            if !is_at_work || worker.sent_max_in_flight >= most {
+        self.dismiss_standbys(|worker| worker.sent_max_in_flight < most);
+        self.dismiss_spares(|worker| worker.sent_max_in_flight < most);
+        for place in self.workers.places() {
+            let Some(worker) = self.workers.get(place) else { continue };
+            let slot = worker.assignment.slot();
+            // A worker that reached `recycle.jobs` is already being replaced.
+            let is_replaced = worker.sent_max_in_flight < most && !worker.assignment.is_at_job_limit();
+            if !is_replaced || !self.workers.fills_job_slot(worker) {
                 continue;
             }
-            worker.next_replacement_at = now;
-            if !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
-                self.rolling.push_back((worker.slot, RecycleReason::Resize));
+            self.edit_timing(place, |worker| worker.next_replacement_at = now);
+            if !self.rolling.iter().any(|(rolling, _)| *rolling == slot) {
+                self.rolling.push_back((slot, RecycleReason::Resize));
             }
         }
-        self.continue_rolling_restart(now, out);
+        self.continue_rolling_restart(now);
     }
 
-    /// Opens and closes slots to match the configured number.
-    fn resize_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let (wanted, in_all) = (self.slot_count(), self.slot_count() + self.spare_count());
+    /// Opens and closes slots until there are as many as configured.
+    fn resize_slots(&mut self, now: Time) {
+        let wanted = self.limits.slot_count();
+        let in_all = wanted + self.limits.spare_count();
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
-        while self.slots.len() < in_all {
-            self.slots.push(super::Slot { state: SlotState::Closed, ..super::Slot::default() });
-        }
-        for slot in 0..self.slots.len() as u32 {
-            let entry = &self.slots[slot as usize];
-            let is_closed = matches!(entry.state, SlotState::Closed);
+        self.workers.add_slots(in_all);
+        for slot in self.workers.slot_numbers() {
+            let entry = self.workers.slot(slot);
+            let (is_closed, is_spare_slot) = (entry.state == SlotState::Closed, entry.is_spare_slot);
             let (is_wanted, becomes_spare_slot) = ((slot as usize) < in_all, slot as usize >= wanted);
             match (is_wanted, is_closed) {
                 (true, true) => {
-                    self.slots[slot as usize].is_spare_slot = becomes_spare_slot;
-                    self.open_slot(now, slot, out);
+                    self.workers.set_spare_slot(&self.limits, slot, becomes_spare_slot);
+                    self.open_slot(now, slot);
                 }
-                (true, false) if entry.is_spare_slot && !becomes_spare_slot => self.convert_spare_slot(slot),
-                (true, false) if !entry.is_spare_slot && becomes_spare_slot => {
-                    self.clear_slot(now, slot, SlotState::Closed, out);
-                    self.slots[slot as usize].is_spare_slot = true;
-                    self.open_slot(now, slot, out);
+                (true, false) if is_spare_slot && !becomes_spare_slot => {
+                    self.workers.set_spare_slot(&self.limits, slot, false);
+                    self.spares_changed = true;
                 }
-                (false, false) => self.clear_slot(now, slot, SlotState::Closed, out),
+                (true, false) if !is_spare_slot && becomes_spare_slot => {
+                    self.clear_slot(now, slot, SlotState::Closed);
+                    self.workers.set_spare_slot(&self.limits, slot, true);
+                    self.open_slot(now, slot);
+                }
+                (false, false) => self.clear_slot(now, slot, SlotState::Closed),
                 (true, false) | (false, true) => {}
             }
         }
-        self.reject_without_workers(now, out);
+        self.reject_without_workers(now);
     }
 
-    /// Fills a slot as soon as possible.
-    fn open_slot(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+    /// Starts a worker in a slot, now or as soon as possible.
+    fn open_slot(&mut self, now: Time, slot: u32) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(now, slot) {
             return;
         }
-        let has_room = self.slots[slot as usize].replaced == 0;
+        let has_room = self.workers.slot(slot).replaced == 0;
         match self.activity {
             Activity::ScaledToZero => self.set_slot(slot, SlotState::Empty),
-            Activity::Started if has_room => self.spawn(now, slot, Role::Current, out),
+            Activity::Started if has_room => self.spawn(now, slot, None),
             Activity::Started | Activity::StartAnnounced => self.set_slot(slot, SlotState::Awaiting),
         }
     }
 
-    /// Restores the backoff or stop that a slot had before the bulkhead rested, so that a rest does not hide
-    /// that workers fail. Returns true if the slot has to wait.
+    /// Restores the backoff or stop that a slot had before the bulkhead was scaled to zero, so that scaling to zero
+    /// does not hide failing workers. Returns true if the slot has to wait.
     fn restore_backoff(&mut self, now: Time, slot: u32) -> bool {
         let waits = |state: &SlotState| match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
             SlotState::Stopped { probe_at: None } => true,
             _ => false,
         };
-        match self.slots[slot as usize].saved_state.take().filter(waits) {
+        match self.workers.record(slot).saved_state.take().filter(waits) {
             Some(state) => {
                 self.set_slot(slot, state);
                 true
@@ -222,74 +224,66 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Sets a slot to `state`. The slot's workers finish their jobs and then exit.
-    fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState, out: &mut Vec<Action<T>>) {
-        let entry = &mut self.slots[slot as usize];
-        let successor = entry.successor.take();
-        let is_waiting = matches!(entry.state, SlotState::Backoff { .. } | SlotState::Stopped { .. });
-        if is_waiting && matches!(state, SlotState::Empty) {
-            entry.saved_state = Some(entry.state);
+    /// Sets the state of a slot. The workers in the slot finish their jobs and then exit.
+    fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState) {
+        let entry = self.workers.slot(slot);
+        let (before, successor) = (entry.state, entry.successor);
+        let record = self.workers.record(slot);
+        let is_waiting = matches!(before, SlotState::Backoff { .. } | SlotState::Stopped { .. });
+        if is_waiting && state == SlotState::Empty {
+            record.saved_state = Some(before);
         }
-        let current = entry.state.worker();
-        entry.has_had_worker = false;
-        entry.has_settled = false;
+        record.has_had_worker = false;
+        record.has_settled = false;
         self.rolling.retain(|(rolling, _)| *rolling != slot);
         self.set_slot(slot, state);
-        for place in current.into_iter().chain(successor) {
-            if let Some(worker) = self.workers[place as usize].as_mut() {
-                worker.role = Role::Replaced;
-                self.slots[slot as usize].replaced += 1;
-            }
-            self.drain_worker(now, place, out);
-            self.refresh(place);
+        for place in before.worker().into_iter().chain(successor) {
+            self.reassign(place, |worker| worker.replace(slot, false));
+            self.drain_worker(now, place);
         }
     }
 
-    /// Handles that a replaced or surplus worker has exited or left its slot. The slot may wait for that.
-    pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
-        self.slots[slot as usize].replaced -= 1;
-        if matches!(self.slots[slot as usize].state, SlotState::Awaiting) {
-            self.open_slot(now, slot, out);
+    /// Handles the exit of a replaced or surplus worker, or its removal from the slot. The slot may be waiting for
+    /// this.
+    pub(super) fn replaced_worker_gone(&mut self, now: Time, slot: u32) {
+        if self.workers.slot(slot).state == SlotState::Awaiting {
+            self.open_slot(now, slot);
         }
-        self.continue_rolling_restart(now, out);
-        self.start_successor_at_job_limit(now, slot, out);
+        self.continue_rolling_restart(now);
+        self.start_successor_at_job_limit(now, slot);
     }
 
-    /// Takes one replaced worker without jobs out of its slot. The slot then does not wait for the exit,
-    /// which a destructor may delay. Returns false if there is no such worker.
-    pub(super) fn release_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) -> bool {
-        let Some(place) = self.finished_replaced.pop() else { return false };
-        if let Some(worker) = self.workers[place as usize].as_mut()
-            && worker.role == Role::Replaced
-            && worker.phase == Phase::Draining
-            && !worker.has_released_slot
-            && worker.is_idle()
-        {
-            worker.has_released_slot = true;
-            let slot = worker.slot;
+    /// Removes one replaced worker without jobs from its slot. The slot then need not wait for the worker's exit, which
+    /// a destructor can delay. Returns false if there is no such worker.
+    pub(super) fn release_slots(&mut self, now: Time) -> bool {
+        let Some(place) = self.workers.pop_finished() else { return false };
+        if self.workers.get(place).is_some_and(Worker::is_finished) {
+            let slot = self.reassign(place, Worker::release_slot);
             self.exiting.push_back(place);
             if self.exiting.len() > EXITING_MAX
                 && let Some(oldest) = self.exiting.pop_front()
             {
-                self.kill(oldest, KillReason::ExitTimeout, out);
+                self.kill(oldest, KillReason::ExitTimeout);
             }
             self.spares_changed = true;
-            self.replaced_worker_gone(now, slot, out);
+            if let Some(slot) = slot {
+                self.replaced_worker_gone(now, slot);
+            }
         }
         true
     }
 
-    // Rest.
+    // Scaling to zero and back.
 
     /// Starts workers in all empty slots.
-    pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn start(&mut self, now: Time) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
         self.activity = Activity::Started;
-        for slot in 0..self.slots.len() as u32 {
-            if matches!(self.slots[slot as usize].state, SlotState::Empty | SlotState::Awaiting) {
-                self.open_slot(now, slot, out);
+        for slot in self.workers.slot_numbers() {
+            if matches!(self.workers.slot(slot).state, SlotState::Empty | SlotState::Awaiting) {
+                self.open_slot(now, slot);
             }
         }
     }
@@ -299,29 +293,28 @@ impl<T> Bulkhead<T> {
             return;
         }
         self.activity = Activity::StartAnnounced;
-        for slot in 0..self.slots.len() as u32 {
-            if matches!(self.slots[slot as usize].state, SlotState::Empty) && !self.restore_backoff(now, slot)
-            {
+        for slot in self.workers.slot_numbers() {
+            if self.workers.slot(slot).state == SlotState::Empty && !self.restore_backoff(now, slot) {
                 self.set_slot(slot, SlotState::Awaiting);
             }
         }
     }
 
-    pub(super) fn scale_to_zero(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    pub(super) fn scale_to_zero(&mut self, now: Time) {
         if self.activity == Activity::ScaledToZero || matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
         self.activity = Activity::ScaledToZero;
         self.idle_since = None;
-        for slot in 0..self.slots.len() as u32 {
-            if !matches!(self.slots[slot as usize].state, SlotState::Closed) {
-                self.clear_slot(now, slot, SlotState::Empty, out);
+        for slot in self.workers.slot_numbers() {
+            if self.workers.slot(slot).state != SlotState::Closed {
+                self.clear_slot(now, slot, SlotState::Empty);
             }
         }
-        self.reject_without_workers(now, out);
+        self.reject_without_workers(now);
     }
 
-    /// Returns the time at which the bulkhead rests if no job arrives.
+    /// Returns the time at which the bulkhead is scaled to zero if no job arrives.
     pub(super) fn scale_to_zero_at(&self) -> Option<Time> {
         Some(self.idle_since? + self.limits.idle?)
     }
@@ -337,7 +330,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Applies new limits of tenants. This may block or unblock any tenant in the queue.
+    /// Applies new limits of tenants, which can block or unblock any tenant in the queue.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.overrides, general.as_ref());
@@ -346,14 +339,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn change_tenant_limits(
-        &mut self,
-        now: Time,
-        name: &str,
-        overrides: TenantOverrides,
-        out: &mut Vec<Action<T>>,
-    ) {
-        self.recall_all(now, out);
+    pub(super) fn change_tenant_limits(&mut self, now: Time, name: &str, overrides: TenantOverrides) {
+        self.recall_all(now);
         let general = self.limits.rate_limit;
         if let Some(id) = self.tenants.set_overrides(now, name, overrides, general.as_ref()) {
             self.update_tenant_block(id);

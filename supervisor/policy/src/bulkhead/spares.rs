@@ -1,68 +1,62 @@
-//! Spares (`start.spares`): workers in a reserve, started and ready, without permits. A spare takes over a
-//! slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The
-//! slot's previous worker moves to the reserve. When that worker is gone, the next spare is started in its
-//! place. So the number of workers, including dying ones, never exceeds the number of slots plus spares.
+//! Spares (`start.spares`) are workers in spare slots that are started and ready, but have no permits. A spare takes
+//! over a slot whose worker is sent SIGKILL, dies, was given its last job, is replaced or is not ready yet. The slot's
+//! previous worker moves to the spare slot. When that worker is gone, the next spare is started there. So the number of
+//! workers, including dying ones, never exceeds the number of slots plus spares.
 //!
-//! The places of the reserve are slots as well, after the slots for jobs. A spare that hangs or dies is
-//! restarted with the usual backoff.
+//! The spare slots are numbered after the slots for jobs. A spare that hangs or dies is restarted with the usual
+//! backoff.
 
 use super::Bulkhead;
+use crate::ending::{KillReason, RecycleReason};
 use crate::limits::RestartPolicy;
-use crate::messages::{Action, KillReason, OperatorEvent, RecycleReason};
+use crate::messages::{Action, OperatorEvent};
 use crate::time::Time;
-use crate::workers::{End, Phase, Role, SilenceCheck, Slot, SlotState, Worker};
+use crate::worker::{Assignment, EndEffect, Phase, SilenceCheck, Worker};
+use crate::workers::{Slot, SlotState};
 
 impl<T> Bulkhead<T> {
-    pub(super) fn spare_count(&self) -> usize {
-        if self.limits.max_in_flight == 0 { 0 } else { self.limits.start.spares as usize }
-    }
-
-    pub(super) fn has_spares(&self) -> bool {
-        self.spare_count() > 0
-    }
-
-    /// Lets ready spares take over slots without a working worker. Does nothing unless a worker or slot has
-    /// changed.
-    pub(super) fn fill_from_spares(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+    /// Lets ready spares take over slots that have no working worker. Does nothing if no worker or slot has changed.
+    pub(super) fn fill_from_spares(&mut self, now: Time) {
         let is_concerned = std::mem::take(&mut self.spares_changed);
-        if !is_concerned || !self.has_spares() || self.is_stopping() {
+        if !is_concerned || !self.limits.has_spares() || self.is_stopping() {
             return;
         }
-        for slot in 0..self.slots.len() as u32 {
+        for slot in self.workers.slot_numbers() {
             if self.needs_spare(slot) {
                 let Some(spare) = self.ready_spare() else { break };
-                self.take_over(now, slot, spare, None, out);
+                self.take_over(now, slot, spare, None);
             }
         }
-        self.continue_rolling_restart(now, out);
+        self.continue_rolling_restart(now);
     }
 
     /// Returns a spare that can take over now.
     pub(super) fn ready_spare(&self) -> Option<u32> {
         let is_free = |slot: &&Slot| slot.is_spare_slot && slot.successor.is_none() && slot.replaced == 0;
-        let mut places = self.slots.iter().filter(is_free).filter_map(|slot| slot.state.worker());
-        // A silent spare may hang.
+        let mut places = self.workers.slots().iter().filter(is_free).filter_map(|slot| slot.state.worker());
+        // A silent spare may be hung.
         places.find(|&place| {
-            let worker = self.workers[place as usize].as_ref();
-            worker.is_some_and(|worker| worker.phase == Phase::Ready && worker.silence == SilenceCheck::None)
+            let worker = self.workers.get(place);
+            worker.is_some_and(|worker| worker.is_ready() && worker.silence == SilenceCheck::None)
         })
     }
 
-    /// Returns true if a spare is ready, or will be unless its start fails.
+    /// Returns true if a spare is ready or will be ready, provided that its start does not fail.
     fn has_live_spare(&self) -> bool {
-        self.has_spares() && self.slots.iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
+        self.limits.has_spares()
+            && self.workers.slots().iter().any(|slot| slot.is_spare_slot && slot.state.is_occupied())
     }
 
-    /// Returns true if the replacement of a slot's worker must wait until a spare is ready.
+    /// Returns true if the slot's worker must not be replaced until a spare is ready.
     pub(super) fn must_wait_for_spare(&self, slot: u32) -> bool {
-        let is_at_work = self.slots[slot as usize].state.worker().is_some();
+        let is_at_work = self.workers.slot(slot).state.worker().is_some();
         let is_free = self.standby(slot).is_none() && self.ready_spare().is_none();
         is_at_work && is_free && self.has_live_spare()
     }
 
-    /// Returns true if the slot should have a working worker, lacks one, and may get a spare.
+    /// Returns true if the slot should have a working worker, has none, and can be taken over by a spare.
     fn needs_spare(&self, slot: u32) -> bool {
-        let entry = &self.slots[slot as usize];
+        let entry = self.workers.slot(slot);
         if entry.is_spare_slot || entry.successor.is_some() {
             return false;
         }
@@ -72,121 +66,87 @@ impl<T> Bulkhead<T> {
             SlotState::Stopped { probe_at } => return probe_at.is_some(),
             SlotState::Empty | SlotState::Awaiting | SlotState::Closed => return false,
         };
-        let Some(worker) = self.workers[place as usize].as_ref() else { return false };
+        let Some(worker) = self.workers.get(place) else { return false };
         let policy = self.limits.restart.policy;
         match worker.phase {
             Phase::Ready => false,
             Phase::Handshaking { .. } | Phase::Initializing { .. } => true,
-            Phase::Draining => worker.is_at_job_limit || policy == RestartPolicy::Always,
+            Phase::Draining => worker.assignment.is_at_job_limit() || policy == RestartPolicy::Always,
             Phase::Killing(KillReason::NotNeeded) => true,
             Phase::Killing(_) => policy != RestartPolicy::Never,
-            Phase::Dead(end) => end.is_not_needed || self.may_restart(end),
+            Phase::Dead(effect) => effect.is_not_needed || self.may_restart(effect),
         }
     }
 
-    /// Returns true if a worker that ended in this way is followed by another.
-    pub(super) fn may_restart(&self, end: End) -> bool {
+    /// Returns true if another worker may start after a worker that ended in this way.
+    pub(super) fn may_restart(&self, effect: EndEffect) -> bool {
         match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            // A worker that reached `recycle.jobs` is always followed by another, as it would be by a
-            // replacement in time.
-            _ if end.is_clean && end.is_at_job_limit => true,
-            RestartPolicy::OnFailure => !end.is_clean,
+            // A worker that reached `recycle.jobs` always gets a successor, even if it exits before the planned
+            // replacement.
+            _ if effect.is_clean && effect.is_at_job_limit => true,
+            RestartPolicy::OnFailure => !effect.is_clean,
             RestartPolicy::Never => false,
         }
     }
 
-    /// Lets a spare take over a slot. The slot's previous worker moves to the reserve. A healthy worker is
-    /// drained there. Any other worker continues to start or to die.
-    pub(super) fn take_over(
-        &mut self,
-        now: Time,
-        slot: u32,
-        spare: u32,
-        reason: Option<RecycleReason>,
-        out: &mut Vec<Action<T>>,
-    ) {
-        let Some(worker) = self.workers[spare as usize].as_mut() else { return };
-        let spare_slot = worker.slot;
-        (worker.slot, worker.charged_slot, worker.is_spare) = (slot, slot, false);
-        worker.next_replacement_at = now;
-        let note = OperatorEvent::SpareTookOver { worker: worker.id, slot, pid: worker.pid.unwrap_or(0) };
-        let before = self.slots[slot as usize].state;
-        self.slots[slot as usize].has_settled = true;
+    /// Lets a spare take over a slot. The slot's previous worker moves to the spare slot, where it is drained if it is
+    /// healthy. Otherwise, it continues to start or to die there.
+    pub(super) fn take_over(&mut self, now: Time, slot: u32, spare: u32, reason: Option<RecycleReason>) {
+        let Some(worker) = self.workers.get(spare) else { return };
+        let spare_slot = worker.assignment.slot();
+        let event = OperatorEvent::SpareTookOver { worker: worker.id, slot, pid: worker.pid.unwrap_or(0) };
+        let before = self.workers.slot(slot).state;
+        self.workers.record(slot).has_settled = true;
         self.set_slot(slot, SlotState::Occupied(spare));
-        out.push(Action::Report(note));
+        self.actions.push(Action::Report(event));
         match before {
-            SlotState::Occupied(place) => self.move_to_spare_slot(now, place, spare_slot, reason, out),
+            SlotState::Occupied(place) => self.move_to_spare_slot(now, place, spare_slot, reason),
             state => self.set_slot(spare_slot, state),
         }
-        self.refresh(spare);
-        self.arm(spare);
+        self.reassign(spare, |worker| {
+            worker.assignment = Assignment::of_slot(slot, false);
+            worker.next_replacement_at = now;
+        });
     }
 
-    /// Moves a worker whose slot was taken over to the reserve.
-    fn move_to_spare_slot(
-        &mut self,
-        now: Time,
-        place: u32,
-        spare_slot: u32,
-        reason: Option<RecycleReason>,
-        out: &mut Vec<Action<T>>,
-    ) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        (worker.slot, worker.is_spare) = (spare_slot, true);
+    /// Moves a worker whose slot was taken over to a spare slot.
+    fn move_to_spare_slot(&mut self, now: Time, place: u32, spare_slot: u32, reason: Option<RecycleReason>) {
+        let Some(worker) = self.workers.get(place) else { return };
+        let (assignment, charged_slot) = (worker.assignment, worker.assignment.charged_slot());
         match worker.phase {
             Phase::Ready | Phase::Draining => {
-                worker.role = Role::Replaced;
-                let entry = &mut self.slots[spare_slot as usize];
-                entry.replaced += 1;
-                let reason = reason.or(worker.is_at_job_limit.then_some(RecycleReason::Jobs));
-                entry.last_end = reason.map(Into::into).or(entry.last_end);
+                let reason = reason.or(assignment.is_at_job_limit().then_some(RecycleReason::Jobs));
+                let record = self.workers.record(spare_slot);
+                record.last_end = reason.map(Into::into).or(record.last_end);
                 self.set_slot(spare_slot, SlotState::Awaiting);
-                self.drain_worker(now, place, out);
+                self.reassign(place, |worker| worker.replace(spare_slot, false));
+                self.drain_worker(now, place);
             }
             Phase::Handshaking { .. } | Phase::Initializing { .. } => {
-                worker.charged_slot = spare_slot;
                 self.set_slot(spare_slot, SlotState::Occupied(place));
+                self.reassign(place, |worker| worker.assignment = Assignment::of_slot(spare_slot, true));
             }
             Phase::Killing(_) | Phase::Dead(_) => {
-                // A worker that was already sent SIGKILL does not delay the next worker.
-                worker.killed_before_replacement = true;
-                let last_end = self.slots[worker.charged_slot as usize].last_end;
-                self.slots[spare_slot as usize].last_end = last_end;
+                // A worker that was already sent SIGKILL must not delay the slot's next worker.
+                self.workers.record(spare_slot).last_end = self.workers.slot(charged_slot).record.last_end;
                 self.set_slot(spare_slot, SlotState::Occupied(place));
-            }
-        }
-        self.refresh(place);
-        self.arm(place);
-    }
-
-    /// Kills ready spares that are no longer useful. They run no jobs.
-    pub(super) fn dismiss_spares(
-        &mut self,
-        is_not_needed: impl Fn(&Worker) -> bool,
-        out: &mut Vec<Action<T>>,
-    ) {
-        for place in 0..self.workers.len() as u32 {
-            let worker = self.workers[place as usize].as_ref();
-            if worker.is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker)) {
-                self.kill(place, KillReason::NotNeeded, out);
+                let is_at_job_limit = assignment.is_at_job_limit();
+                self.reassign(place, |worker| {
+                    worker.assignment =
+                        Assignment::Displaced { slot: spare_slot, charged_slot, is_at_job_limit };
+                });
             }
         }
     }
 
-    /// Turns a place of the reserve into a slot for jobs, with the worker in it.
-    pub(super) fn convert_spare_slot(&mut self, slot: u32) {
-        let entry = &mut self.slots[slot as usize];
-        entry.is_spare_slot = false;
-        self.live_slots += u32::from(entry.state.is_live());
-        for place in 0..self.workers.len() as u32 {
-            if let Some(worker) = self.workers[place as usize].as_mut().filter(|worker| worker.slot == slot) {
-                worker.is_spare = false;
-                self.refresh(place);
-                self.arm(place);
+    /// Kills the ready spares for which `is_not_needed` returns true. They run no jobs.
+    pub(super) fn dismiss_spares(&mut self, is_not_needed: impl Fn(&Worker) -> bool) {
+        for place in self.workers.places() {
+            if self.workers.get(place).is_some_and(|worker| worker.is_ready_spare() && is_not_needed(worker))
+            {
+                self.kill(place, KillReason::NotNeeded);
             }
         }
-        self.count_in_use(slot);
-        self.spares_changed = true;
     }
 }

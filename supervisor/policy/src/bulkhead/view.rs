@@ -1,4 +1,4 @@
-//! Read access to a bulkhead, for snapshots and for invariants that tests check.
+//! Read access to a bulkhead, for snapshots and for the invariants that tests check.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,16 +7,18 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict, vocabulary};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
+use crate::ending::KillReason;
 use crate::jobs::JobState;
-use crate::messages::{KillReason, WorkerId};
+use crate::messages::WorkerId;
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Exclusivity, Role, SilenceCheck, Slot, Worker};
+use crate::worker::{Exclusivity, SilenceCheck, Worker};
+use crate::workers::Slot;
 
-// Codes start at 1 and have no gaps.
+// Codes of reject reasons start at 1 and have no gaps.
 const REASONS: usize = RejectReason::ALL.len() + 1;
 
-/// Number of jobs by outcome.
+/// Numbers of jobs by outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each field is the outcome of the same name")]
 pub struct Counters {
@@ -27,13 +29,15 @@ pub struct Counters {
     pub deadline_exceeded: u64,
     pub crashed: u64,
     pub cancelled: u64,
-    /// Indexed by the code of the [`RejectReason`].
+    /// Number of rejected jobs, indexed by the code of the [`RejectReason`].
     pub rejected: [u64; REASONS],
     /// Number of retries after the death of a worker or program.
     pub retries: u64,
-    /// Number of jobs that another bulkhead has now and whose outcomes will be counted here.
+    /// Number of jobs that were passed on to another bulkhead and have no outcome yet. Their outcomes will be counted
+    /// here.
     pub elsewhere: u64,
-    /// Number of replies for jobs that were already answered or that the worker never had.
+    /// Number of replies to jobs whose clients already had the outcome, and of replies to jobs that the worker never
+    /// had.
     pub late_replies: u64,
     /// Number of times that the adaptive limit rose.
     pub limit_raised: u64,
@@ -81,7 +85,7 @@ impl Counters {
         }
     }
 
-    /// Returns the number of jobs with an outcome.
+    /// Returns the total number of jobs that have an outcome.
     pub fn outcomes(&self) -> u64 {
         self.ok
             + self.failed
@@ -95,11 +99,11 @@ impl Counters {
 vocabulary! {
     /// State of a bulkhead.
     BulkheadState {
-        /// The first start of some slot has neither succeeded nor failed yet.
+        /// At least one slot has neither succeeded nor failed to start its first worker yet.
         Starting = "starting",
         /// Every slot has a ready worker.
         Ready = "ready",
-        /// Some slot has no ready worker.
+        /// At least one slot has no ready worker.
         Degraded = "degraded",
         /// No slot has a worker or will get one soon.
         Failed = "failed",
@@ -119,22 +123,21 @@ pub struct WorkerView {
     pub uptime: Duration,
     pub in_flight: u32,
     pub served: u64,
-    /// Number of restarts of the slot, without replacements by `recycle`.
+    /// Number of restarts of the slot's worker, not counting replacements by `recycle`.
     pub restarts: u64,
-    /// Description of the end of the slot's previous worker.
+    /// Description of how the slot's previous worker ended.
     pub last_exit: Option<String>,
-    /// True if the worker fills its slot. False while the worker is starting as a successor or has been
-    /// replaced.
+    /// True if the worker fills its slot. False if the worker is starting as a successor or has been replaced.
     pub is_current: bool,
-    /// True if the worker runs a suspect alone, or becomes idle for one.
+    /// True if the worker runs a suspect alone, or is finishing its jobs in order to become idle for a suspect.
     pub is_exclusive: bool,
-    /// True if the worker was late to begin a job and gets no more jobs before its next sign of life.
+    /// True if the worker was late to begin a job. The worker then gets no more jobs until its next sign of life.
     pub is_stalled: bool,
     /// True if the worker is a spare, ready or starting.
     pub is_spare: bool,
 }
 
-/// Brief state of one worker.
+/// Summary of one worker.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the names are self-explanatory")]
 pub struct WorkerSummary {
@@ -148,30 +151,30 @@ pub struct WorkerSummary {
     pub is_ready_spare: bool,
 }
 
-/// Description of a worker whose process has exited, before the bulkhead handles the exit.
+/// Description of a worker whose process has exited, created before the bulkhead handles the exit.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
     /// Slot of the worker.
     pub slot: u32,
     /// Process id.
     pub pid: u32,
-    /// Reason, if the supervisor killed the worker.
+    /// Reason for the kill, or `None` if the supervisor did not kill the worker.
     pub killed: Option<KillReason>,
-    /// True if the worker was ever ready.
+    /// True if the worker had become ready.
     pub was_ready: bool,
     /// Time since the spawn.
     pub uptime: Duration,
-    /// Number of jobs that the worker answered.
+    /// Number of jobs whose results the worker has sent.
     pub served: u64,
-    /// Number of jobs that the worker held.
+    /// Number of jobs that were in flight in the worker.
     pub in_flight: u32,
-    /// Number of held jobs that the worker may have begun.
+    /// Number of jobs in flight that the worker may have begun.
     pub begun: u32,
-    /// The held jobs with the longest run times, up to the requested number.
+    /// The jobs in flight with the longest run times, up to the requested number.
     pub jobs: Vec<HeldJob>,
 }
 
-/// Job that a worker has.
+/// Job in flight in a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct HeldJob {
     /// Job id.
@@ -180,9 +183,9 @@ pub struct HeldJob {
     pub ran: Duration,
     /// Number of attempts, including the current one.
     pub attempts: u32,
-    /// True if the worker has exited and had not read the job.
+    /// True if the worker has exited without reading the job.
     pub is_unread: bool,
-    /// Digest of operation and payload, if the bulkhead detects poison payloads.
+    /// Digest of operation and payload, or `None` if the bulkhead does not detect poison payloads.
     pub digest: Option<Digest>,
 }
 
@@ -193,14 +196,14 @@ pub struct TenantView {
     pub name: Arc<str>,
     pub in_flight: u32,
     pub queued: usize,
-    /// Number of submissions since the tenant was last forgotten.
+    /// Number of submissions since the tenant was added to the table of tenants.
     pub submitted: u64,
     /// Number of jobs rejected at submission.
     pub rejected: u64,
 }
 
 impl<T> Bulkhead<T> {
-    /// Returns the tenants with the most jobs, up to `most`. Jobs without a tenant are not included.
+    /// Returns the tenants with the most jobs, at most `most` of them. Jobs without a tenant are not included.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants
@@ -219,7 +222,7 @@ impl<T> Bulkhead<T> {
         views
     }
 
-    /// Returns the number of jobs by outcome.
+    /// Returns the numbers of jobs by outcome.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -229,7 +232,7 @@ impl<T> Bulkhead<T> {
         self.breaker.state()
     }
 
-    /// Returns the number of waiting jobs: queued jobs, suspects and prefetched jobs.
+    /// Returns the number of waiting jobs, which includes queued jobs, suspects and prefetched jobs.
     pub fn queued(&self) -> usize {
         self.queue.len() + self.suspects.len() + self.prefetched
     }
@@ -239,9 +242,9 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
-    /// Charges the rate limit for a job that was rejected before it was charged and is about to be passed on.
-    /// Otherwise, jobs could avoid the rate limit through a fallback. If the job exceeds the limit, changes
-    /// the counted reason to `rate_limited` and returns the required wait.
+    /// Charges the rate limit for a job that was rejected before it was charged and is about to be passed on to a
+    /// fallback. Otherwise, jobs could avoid the rate limit by using the fallback. If the job exceeds the limit,
+    /// changes the counted reason to `rate_limited` and returns the time to wait.
     pub fn charge_fallback(
         &mut self,
         now: Time,
@@ -257,40 +260,38 @@ impl<T> Bulkhead<T> {
         Some(wait)
     }
 
-    /// Counts a job as passed on instead of by its outcome, because another bulkhead now has the job.
+    /// Counts a job that was passed on to another bulkhead, and takes back the count of its rejection.
     pub fn count_fallback(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
         *count = count.saturating_sub(1);
         self.counters.elsewhere += 1;
     }
 
-    /// Counts the outcome of a job that was passed on.
+    /// Counts the outcome of a job that was passed on to another bulkhead.
     pub fn count_fallback_outcome(&mut self, verdict: &Verdict) {
         self.counters.elsewhere = self.counters.elsewhere.saturating_sub(1);
         self.counters.count(verdict);
     }
 
-    /// Returns the number of jobs that a worker has and a client waits for.
+    /// Returns the number of jobs in flight whose clients are still waiting.
     pub fn in_flight(&self) -> u64 {
-        self.workers.iter().flatten().map(|w| u64::from(w.awaited_jobs)).sum()
+        self.workers.iter().map(|worker| u64::from(worker.awaited_jobs)).sum()
     }
 
-    /// Returns the number of permits held, including those of workers that take no more jobs.
+    /// Returns the number of permits in use, including those of workers that get no more jobs.
     pub fn permits_held(&self) -> u32 {
-        self.permits_held
+        self.workers.totals().held
     }
 
-    /// Returns true if an ordinary job that arrives now would find no free permit.
+    /// Returns true if a job of ordinary priority that arrived now would not find a free permit.
     pub fn is_full(&self) -> bool {
-        u64::from(self.in_use) >= self.limit() || self.lowest_admitted() == Priority::Critical
+        u64::from(self.workers.totals().in_use) >= self.limit()
+            || self.lowest_admitted() == Priority::Critical
     }
 
     /// Returns the number of free permits.
     pub fn available(&self) -> u64 {
-        let able = self.workers.iter().flatten().filter(|worker| worker.load_level.is_some());
-        let free: u64 =
-            able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum();
-        free.min(self.limit().saturating_sub(self.in_use.into()))
+        self.workers.free_permits().min(self.limit().saturating_sub(self.workers.totals().in_use.into()))
     }
 
     /// Returns the current maximum number of waiting jobs.
@@ -300,19 +301,19 @@ impl<T> Bulkhead<T> {
 
     /// Returns the number of worker restarts.
     pub fn restarts(&self) -> u64 {
-        self.slots.iter().map(|slot| slot.restarts).sum()
+        self.workers.slots().iter().map(|slot| slot.record.restarts).sum()
     }
 
     /// Returns true if the first start of every slot has succeeded or failed.
     pub fn has_settled(&self) -> bool {
-        self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.has_settled)
+        self.activity == Activity::ScaledToZero || self.slots_at_work().all(|slot| slot.record.has_settled)
     }
 
     fn slots_at_work(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
+        self.workers.slots().iter().filter(|slot| slot.state.is_wanted() && !slot.is_spare_slot)
     }
 
-    /// Returns a description of the last failure of a worker. Empty if there was none.
+    /// Returns a description of the last failure of a worker, or an empty string if no worker has failed.
     pub fn last_failure(&self) -> &str {
         &self.last_failure
     }
@@ -324,11 +325,11 @@ impl<T> Bulkhead<T> {
         }
         let slots = self.slots_at_work().count() as u32;
         let has_worker = |slot: &&Slot| {
-            let worker = slot.state.worker().and_then(|place| self.workers[place as usize].as_ref());
-            worker.is_some_and(|worker| worker.counts_towards_limit || worker.is_at_job_limit)
+            let worker = slot.state.worker().and_then(|place| self.workers.get(place));
+            worker.is_some_and(|worker| worker.is_available() || worker.assignment.is_at_job_limit())
         };
         let ready_slots = self.slots_at_work().filter(has_worker).count() as u32;
-        match (ready_slots, self.live_slots) {
+        match (ready_slots, self.workers.totals().live_slots) {
             (ready, _) if ready == slots => BulkheadState::Ready,
             (0, 0) => BulkheadState::Failed,
             _ if !self.has_settled() => BulkheadState::Starting,
@@ -336,19 +337,21 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` jobs.
+    /// Returns a description of a worker whose exit is about to be reported, with at most `jobs_max` of the worker's
+    /// jobs.
     pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
-        let worker = self.worker(id)?;
+        let worker = self.workers.by_id(id)?;
         let killed = worker.killed();
-        let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
+        let (slot, pid, uptime) =
+            (worker.assignment.slot(), worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
         let unbegun = worker.unbegun as u32;
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> =
             indexes.into_iter().map(|index| self.describe_held_job(now, index)).collect();
-        // By its own record, a worker could make one other job look like the only suspect. Jobs that are
-        // unbegun only by this record therefore count as begun.
+        // By its own record, a worker could make one other job look like the only suspect. Jobs that only this record
+        // reports as not begun therefore count as begun.
         let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
@@ -357,21 +360,21 @@ impl<T> Bulkhead<T> {
 
     /// Returns true if the worker has been silent for so long that it may be hung.
     pub fn is_silent(&self, worker: WorkerId) -> bool {
-        self.worker(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
+        self.workers.by_id(worker).is_some_and(|worker| worker.silence != SilenceCheck::None)
     }
 
     /// Returns true if the worker is a spare that is ready to take over a slot.
     pub fn is_spare(&self, worker: WorkerId) -> bool {
-        self.worker(worker).is_some_and(Worker::is_ready_spare)
+        self.workers.by_id(worker).is_some_and(Worker::is_ready_spare)
     }
 
-    /// Returns the ids of the jobs that a worker has with a permit.
+    /// Returns the ids of the jobs in flight in a worker.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
-        let jobs = self.worker(worker).map(|worker| &worker.jobs);
+        let jobs = self.workers.by_id(worker).map(|worker| &worker.jobs);
         jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
-    /// Returns a job that a worker has, for a report about its program.
+    /// Returns a job in flight, for a report about its program.
     pub fn held_job(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
         let index = self.jobs.find(id)?;
         Some(self.describe_held_job(now, index))
@@ -390,39 +393,39 @@ impl<T> Bulkhead<T> {
         HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }
 
-    /// Returns the brief state of all workers, unordered and without copying.
+    /// Returns summaries of all workers, in no particular order and without allocating memory.
     pub fn worker_summaries(&self) -> impl Iterator<Item = WorkerSummary> {
-        self.workers.iter().flatten().map(|worker| WorkerSummary {
-            slot: worker.slot,
+        self.workers.iter().map(|worker| WorkerSummary {
+            slot: worker.assignment.slot(),
             pid: worker.living_pid(),
             state: worker.state_name(),
-            is_current: worker.role == Role::Current && !worker.is_spare,
+            is_current: self.workers.fills_job_slot(worker),
             is_ready_spare: worker.is_ready_spare(),
         })
     }
 
-    /// Returns the state of all workers, ordered by slot.
+    /// Returns the states of all workers, ordered by slot.
     pub fn workers(&self, now: Time) -> Vec<WorkerView> {
         let mut views: Vec<WorkerView> = self
             .workers
             .iter()
-            .flatten()
             .map(|worker| {
-                let slot = &self.slots[worker.slot as usize];
+                let slot = worker.assignment.slot();
+                let record = &self.workers.slot(slot).record;
                 WorkerView {
                     id: worker.id,
-                    slot: worker.slot,
+                    slot,
                     pid: worker.living_pid(),
                     state: worker.state_name(),
                     uptime: now.since(worker.spawned_at),
                     in_flight: worker.jobs.len() as u32,
                     served: worker.served,
-                    restarts: slot.restarts,
-                    last_exit: slot.last_exit.clone(),
-                    is_current: worker.role == Role::Current,
+                    restarts: record.restarts,
+                    last_exit: record.last_exit.clone(),
+                    is_current: worker.assignment.is_current(),
                     is_exclusive: worker.exclusivity != Exclusivity::Shared,
                     is_stalled: worker.is_stalled,
-                    is_spare: worker.is_kept_spare(),
+                    is_spare: worker.assignment.is_spare(),
                 }
             })
             .collect();

@@ -1,44 +1,43 @@
-//! Places withheld from a tenant's share after a job of the tenant has ended a worker. Otherwise, a tenant
-//! could end worker after worker by short deadlines, cancellations or crashes. While new workers start, the
-//! tenant would then use far more of the bulkhead than its share.
+//! Places that are withheld from a tenant's quota after a job of the tenant has ended a worker. Without this, a tenant
+//! could end one worker after another by short deadlines, cancellations or crashes. While new workers start, the tenant
+//! would then use far more of the bulkhead than its quota.
 
 use super::Bulkhead;
+use crate::ending::{Ending, KillReason};
 use crate::jobs::JobState;
-use crate::messages::KillReason;
 use crate::tenants::TenantId;
 use crate::time::Time;
-use crate::workers::Phase;
+use crate::worker::Worker;
 
-/// Place of a tenant's share that is withheld until the slot has a ready worker. At most one place per tenant
-/// is withheld for each worker that ended.
+/// Place of a tenant's quota that is withheld until the slot has a ready worker. For each worker that ended, at most
+/// one place per tenant is withheld.
 pub(super) struct Withheld {
     tenant: TenantId,
     slot: u32,
-    /// The withholding ends at this time even if the slot has no worker yet.
+    /// Time at which the place is released even if the slot has no ready worker.
     until: Time,
 }
 
 impl<T> Bulkhead<T> {
-    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` are all
-    /// jobs of the worker, and `killed` is the reason if the supervisor killed the worker.
-    pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], killed: Option<&KillReason>) {
+    /// Withholds one place from each tenant whose job may have ended the worker of a slot. `jobs` contains all jobs of
+    /// the worker.
+    pub(super) fn withhold(&mut self, now: Time, slot: u32, jobs: &[u32], ending: &Ending) {
         let is_late = |place| matches!(place, Some(JobState::InFlight { is_overdue: true, .. }));
         let has_late = jobs.iter().any(|&index| is_late(self.jobs.state(index)));
         let before = self.withheld.len();
         for &index in jobs {
             let job = self.jobs.get(index);
             let JobState::InFlight { is_overdue, is_unread, .. } = job.state else { continue };
-            let is_suspect = match killed {
-                // Without a late job, the worker was killed because no client waited for any of its jobs.
+            let is_suspect = match ending.killed {
+                // If no job was overdue, the worker was killed because no client waited for any of its jobs.
                 Some(KillReason::Deadline) => is_overdue == has_late,
-                None | Some(KillReason::Hung | KillReason::Protocol(_)) => !is_unread,
-                Some(_) => false,
+                _ => ending.may_be_caused_by_job() && !is_unread,
             };
             let tenant = job.tenant;
             let has_paid = self.withheld[before..].iter().any(|place| place.tenant == tenant);
             if is_suspect && !has_paid && self.quota(tenant).is_some() {
                 self.withheld.push(Withheld { tenant, slot, until: now + self.limits.start.ready });
-                // The tenant keeps its number while the place is withheld.
+                // The tenant must keep its number while the place is withheld.
                 self.tenants.add_job(tenant);
                 self.tenants.get(tenant).withheld += 1;
                 self.update_tenant_block(tenant);
@@ -46,8 +45,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Ends the withholding of each place whose slot has a ready worker or will get none, or whose time is
-    /// up.
+    /// Releases each place whose slot has a ready worker or will not get one, and each place whose time has expired.
     pub(super) fn release_withheld(&mut self, now: Time) {
         let mut places = std::mem::take(&mut self.withheld);
         places.retain(|place| {
@@ -63,12 +61,11 @@ impl<T> Bulkhead<T> {
     }
 
     fn awaits_worker(&self, slot: u32) -> bool {
-        let entry = &self.slots[slot as usize];
-        let is_ready = self.worker_of(slot).is_some_and(|worker| worker.phase == Phase::Ready);
-        entry.state.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
+        let is_ready = self.workers.of_slot(slot).is_some_and(Worker::is_ready);
+        self.workers.slot(slot).is_live() && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the next time at which the withholding of a place ends because its time is up.
+    /// Returns the next time at which a withheld place is released because its time has expired.
     pub(super) fn next_withheld_release(&self) -> Option<Time> {
         self.withheld.iter().map(|place| place.until).min()
     }

@@ -1,5 +1,6 @@
-//! Compares the queue with a simple model and with the loop of the paper. Also checks fairness, strict
-//! classes, and that work per operation and memory do not grow with the number of waiting jobs.
+//! Compares the queue with a simple model and with the loop in the paper. Also checks fairness, strict
+//! priority of classes, and that neither the work per operation nor the memory per job grows with the number
+//! of waiting jobs.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,7 +17,7 @@ pub(super) fn count_step() {
     STEPS.set(STEPS.get() + 1);
 }
 
-/// Maximum number of steps of a single operation, and the total.
+/// Number of steps of work: the maximum of a single operation, and the total.
 #[derive(Default)]
 struct Steps {
     max: u64,
@@ -33,7 +34,7 @@ impl Steps {
     }
 }
 
-/// SplitMix64 (Steele et al. 2014).
+/// Random number generator SplitMix64 (Steele et al. 2014).
 struct Random(u64);
 
 impl Random {
@@ -83,7 +84,7 @@ fn higher_classes_are_served_first() {
     assert_eq!(drain(&mut queue), [5, 3, 0]);
 }
 
-/// Tenants with waiting jobs take turns.
+/// Tenants that have waiting jobs take turns.
 #[test]
 fn new_tenant_waits_for_at_most_one_round() {
     let mut queue = Queue::default();
@@ -95,7 +96,7 @@ fn new_tenant_waits_for_at_most_one_round() {
 }
 
 #[test]
-fn returned_job_leads_its_class_without_a_second_charge() {
+fn returned_job_comes_first_without_a_second_charge() {
     let mut queue = Queue::default();
     (0..3).for_each(|job| queue.push(job, Normal, 0, 4));
     (10..22).for_each(|job| queue.push(job, Normal, 1, 1));
@@ -107,14 +108,15 @@ fn returned_job_leads_its_class_without_a_second_charge() {
     assert_eq!(drain(&mut queue), [0, 13, 14, 15, 16, 1, 17, 18, 19, 20, 2, 21]);
 }
 
-/// The tenant keeps its place in the round, too.
+/// The tenant also keeps its place in the round.
 #[test]
-fn blocked_tenant_is_skipped_and_keeps_its_credit() {
+fn blocked_tenant_keeps_its_credit() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 5);
     (10..30).for_each(|job| queue.push(job, Normal, 1, 1));
     (10..13).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
-    // Two rounds before its turn. The pops that follow while it is blocked do not count as its rounds.
+    // Blocked two rounds before the tenant's turn. The jobs served while the tenant is blocked do not count
+    // as its rounds.
     queue.block(0);
     (13..20).for_each(|job| assert_eq!(queue.pop(Normal), Some(job)));
     assert_eq!((queue.len(), queue.len_of_tenant(0), queue.oldest(0)), (11, 1, Some(0)));
@@ -129,7 +131,7 @@ fn blocked_tenant_is_skipped_and_keeps_its_credit() {
     assert_eq!(drain(&mut queue), [41, 22, 23, 24, 25, 26, 27, 28, 29, 40]);
 }
 
-/// A release of memory does not unblock the tenant, either.
+/// The tenant also stays blocked when memory is released.
 #[test]
 fn tenant_stays_blocked_without_jobs() {
     let mut queue = Queue::default();
@@ -143,7 +145,7 @@ fn tenant_stays_blocked_without_jobs() {
 }
 
 #[test]
-fn cancelled_job_does_not_save_up_turns() {
+fn cancelled_jobs_earn_no_extra_turns() {
     let mut queue = Queue::default();
     queue.push(0, Normal, 0, 1000);
     (1..50).for_each(|job| queue.push(job, Normal, 0, 1));
@@ -156,8 +158,8 @@ fn cancelled_job_does_not_save_up_turns() {
 
 // Fairness.
 
-/// Returns the service that each tenant got after each of the first `pops` pops. All jobs are queued before
-/// the first pop.
+/// Returns the total cost served for each tenant, after each of the first `pops` pops. All jobs are queued
+/// before the first pop.
 fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     let (mut queue, mut owner) = (Queue::default(), Vec::new());
     for (tenant, &(count, cost)) in flows.iter().enumerate() {
@@ -175,40 +177,40 @@ fn shares(flows: &[(usize, u32)], pops: usize) -> Vec<Vec<u64>> {
     (0..pops).map_while(next).collect()
 }
 
-/// Checks that the service of any two tenants with waiting jobs never differs by more than the maximum cost
-/// plus one.
+/// Checks that the total costs served for any two tenants with waiting jobs never differ by more than the
+/// maximum cost plus one.
 fn assert_equal_while_backlogged(flows: &[(usize, u32)]) {
     let bound = 1 + flows.iter().map(|flow| u64::from(flow.1)).max().unwrap_or(0);
     let all: Vec<u64> = flows.iter().map(|&(count, cost)| count as u64 * u64::from(cost)).collect();
     for served in shares(flows, usize::MAX) {
         let backlogged = || (0..flows.len()).filter(|&t| served[t] < all[t]).map(|t| served[t]);
         let (least, most) = (backlogged().min().unwrap_or(0), backlogged().max().unwrap_or(0));
-        assert!(most - least <= bound, "{served:?} of {flows:?}");
+        assert!(most - least <= bound, "served {served:?} for the flows {flows:?}");
     }
 }
 
 #[test]
-fn backlogged_flows_get_equal_service_at_any_length() {
+fn long_and_short_flows_get_equal_service() {
     assert_equal_while_backlogged(&[(1, 1), (10, 1), (1000, 1)]);
     assert_equal_while_backlogged(&[(1000, 1), (10, 1), (1, 1)]);
-    // The small flows end after as many rounds as they have jobs, whatever the length of the large flow.
+    // A flow of small jobs ends after as many rounds as it has jobs, whatever the length of the large flow.
     let after = shares(&[(1000, 1), (10, 1), (1, 1)], 21);
     assert_eq!(after[2], [1, 1, 1]);
     assert_eq!(after[20], [10, 10, 1]);
 }
 
 #[test]
-fn flows_of_unequal_cost_get_equal_service_by_cost() {
+fn flows_of_unequal_job_cost_get_equal_total_cost() {
     assert_equal_while_backlogged(&[(1000, 1), (100, 10), (10, 100), (1, 1000)]);
     assert_equal_while_backlogged(&[(3, COST_MAX), (2000, 3), (5000, 2), (100, 64), (100, 65)]);
 }
 
 #[test]
-fn blocking_every_turn_does_not_change_a_tenants_share() {
+fn repeated_blocking_does_not_change_tenant_share() {
     let (mut queue, mut served) = (Queue::default(), [0_u32; 3]);
     (0..3000).for_each(|job| queue.push(job, Normal, job % 3, 1 + job % 7));
     for _ in 0..2000 {
-        let Some(job) = queue.pop(Normal) else { panic!("some still wait") };
+        let Some(job) = queue.pop(Normal) else { panic!("all jobs were served before the last pop") };
         served[(job % 3) as usize] += 1 + job % 7;
         queue.block(job % 3);
         queue.block(0);
@@ -218,8 +220,8 @@ fn blocking_every_turn_does_not_change_a_tenants_share() {
     }
 }
 
-/// Returns the service that each tenant got in `seconds` rounds of `seats` jobs. Each client waits for its
-/// answer before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
+/// Returns the number of jobs served for each tenant in `seconds` rounds of `seats` jobs. Each client waits
+/// for its result before it submits the next job, as in the tests of Kubernetes' API Priority and Fairness.
 fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64> {
     let mut queue = Queue::default();
     let (mut owner, mut got) = (Vec::new(), vec![0; clients.len()]);
@@ -241,28 +243,29 @@ fn closed_loop(clients: &[(u32, u32)], seats: usize, seconds: usize) -> Vec<u64>
 }
 
 #[test]
-fn different_flows_expect_equal() {
-    // Named after the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats, within 1 %.
+fn unequal_numbers_of_clients_get_equal_shares() {
+    // From the tests of Kubernetes' queue set: 8 and 7 clients on 4 seats get equal shares within 1 %.
     let got = closed_loop(&[(8, 1), (7, 1)], 4, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
-    // Numbers of clients that differ much more.
+    // The numbers of clients differ much more here.
     let got = closed_loop(&[(5, 1), (50, 1), (5000, 1)], 4, 3000);
     assert!(got.iter().all(|&share| share.abs_diff(4000) <= 40), "{got:?}");
 }
 
 #[test]
-fn different_flows_expect_unequal() {
-    // A tenant that demands less than its share gets all that it demands. The other tenant gets the rest.
+fn unused_share_goes_to_the_other_tenant() {
+    // A tenant that demands less than its share gets everything that it demands. The other tenant gets the
+    // rest.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 
 #[test]
-fn different_widths() {
+fn tenants_with_different_job_costs_get_equal_shares() {
     let got = closed_loop(&[(13, 1), (7, 2)], 6, 1000);
     assert!(got[0].abs_diff(got[1]) * 100 <= got[0], "{got:?}");
 }
 
-/// None of the five tenants accounts for more than 30 percent of the evictions.
+/// None of the five tenants accounts for more than 30 % of the evictions.
 #[test]
 fn evictions_are_nearly_even_at_equal_rates() {
     let (mut random, mut evicted) = (Random(5), [0_u32; 5]);
@@ -289,7 +292,7 @@ fn evictions_are_nearly_even_at_equal_rates() {
 
 // Comparison with the paper and with a model.
 
-/// Returns the jobs of each round, by the paper's loop with a quantum of 1.
+/// Returns the jobs served in each round by the loop in the paper, with a quantum of 1.
 fn textbook(flows: &[Vec<u32>]) -> Vec<Vec<(usize, u32)>> {
     let mut active: VecDeque<(usize, u32, VecDeque<u32>)> = flows
         .iter()
@@ -344,7 +347,7 @@ fn rounds_match_the_algorithm_of_the_paper() {
     }
 }
 
-/// Waiting job of the model.
+/// A waiting job in the model.
 #[derive(Clone, Copy)]
 struct Waiting {
     job: u32,
@@ -354,17 +357,18 @@ struct Waiting {
     is_returned: bool,
 }
 
-/// A queue written as if searching cost nothing. A tenant's standing in a class is the number of rounds until
-/// its turn, and its position among tenants with the same number.
+/// Model of the queue that searches linearly instead of using indexes. For each class and tenant, it stores
+/// the number of rounds until the tenant's turn, and the tenant's position among the tenants with the same
+/// number.
 #[derive(Default)]
 struct Model {
-    /// Ordered from oldest to newest.
+    /// All waiting jobs, from oldest to newest.
     jobs: Vec<Waiting>,
     standings: BTreeMap<(Priority, u32), (u64, i64)>,
-    /// Tenants with jobs that were put back, latest first.
+    /// Tenants with jobs that were returned to the queue, latest first.
     returned: Vec<(Priority, u32)>,
     blocked: Vec<u32>,
-    /// Time at which each tenant reached its current number of jobs.
+    /// Time at which each tenant's number of jobs last changed to its current value.
     counted: BTreeMap<u32, i64>,
     stamp: i64,
 }
@@ -421,8 +425,8 @@ impl Model {
         Some(gone)
     }
 
-    /// Removes a job without serving it. If it was the oldest of its flow, its remaining rounds are credited
-    /// to the next job.
+    /// Removes a job without serving it. If the job was the oldest of its flow, the rounds already waited
+    /// count for the flow's next job.
     fn cancel(&mut self, job: u32) {
         let Some(at) = self.jobs.iter().find(|waiting| waiting.job == job).copied() else { return };
         let flow = (at.class, at.tenant);
@@ -504,7 +508,11 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
         assert_eq!(queue.len_of(class), model.len(|job| job.class == class));
         let newest = model.jobs.iter().rfind(|job| job.class == class);
         assert_eq!(queue.newest(class), newest.map(|job| job.job));
-        assert_eq!(queue.peek(class), model.next(class).map(|job| job.job), "of {class} and above");
+        assert_eq!(
+            queue.peek(class),
+            model.next(class).map(|job| job.job),
+            "wrong next job among the classes from {class} upwards"
+        );
     }
     for tenant in 0..tenants {
         assert_eq!(queue.len_of_tenant(tenant), model.len(|job| job.tenant == tenant));
@@ -514,7 +522,8 @@ fn assert_agree(queue: &Queue, model: &Model, tenants: u32) {
     assert_eq!(queue.fullest(), model.fullest());
 }
 
-/// Applies a random history to queue and model. Phases of filling and emptying alternate.
+/// Applies a random history to the queue and to the model. Phases in which the queue is filled and emptied
+/// alternate.
 fn history(seed: u64, steps: usize) -> usize {
     let mut random = Random(seed);
     let (mut queue, mut model) = (Queue::default(), Model::default());
@@ -576,7 +585,7 @@ fn history(seed: u64, steps: usize) -> usize {
 }
 
 #[test]
-fn matches_the_model_under_random_use() {
+fn queue_matches_model_under_random_use() {
     let mut steps = 0;
     for seed in 0..60 {
         steps += history(seed, 4000);
@@ -586,10 +595,11 @@ fn matches_the_model_under_random_use() {
 
 // Work and memory.
 
-/// Measures every operation with these numbers of tenants and jobs, and costs up to `cost_max`.
+/// Measures the work of every operation with the given numbers of tenants and jobs, and with costs up to
+/// `cost_max`.
 fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
     let (mut random, mut queue, mut steps) = (Random(3), Queue::default(), Steps::default());
-    // Grow the slots first, because this cost occurs only once.
+    // Grows the slots first, because this work is done only once.
     queue.push(0, Normal, 0, COST_MAX);
     queue.remove(0);
     let cost = |random: &mut Random| 1 + random.below(cost_max);
@@ -614,15 +624,20 @@ fn steps_with(tenants: u32, jobs: u32, cost_max: u32) -> Steps {
 }
 
 #[test]
-fn operations_take_constant_steps() {
+fn operations_take_a_constant_number_of_steps() {
     let few = steps_with(2, 10, 10);
     for (tenants, jobs, cost_max) in [(10_000, 20_000, 1), (10_000, 20_000, u32::MAX), (3, 20_000, 5000)] {
         let many = steps_with(tenants, jobs, cost_max);
-        assert!(many.max <= 12 && few.max <= 12, "{} and {}", few.max, many.max);
+        assert!(
+            many.max <= 12 && few.max <= 12,
+            "an operation takes {} steps with few jobs and {} with many",
+            few.max,
+            many.max
+        );
     }
 }
 
-/// Each operation takes at most twelve steps, so that no other tenant is stalled.
+/// Each operation takes at most twelve steps, so that no other tenant is delayed.
 #[test]
 fn job_of_huge_cost_is_served_in_bounded_time() {
     let (mut queue, mut steps) = (Queue::default(), Steps::default());
@@ -630,7 +645,7 @@ fn job_of_huge_cost_is_served_in_bounded_time() {
     (1..10_000).for_each(|job| queue.push(job, Normal, 1, 1));
     let place = (0..10_000_u32).find(|_| steps.of(|| queue.pop(Normal)) == Some(0));
     assert!(place.is_some_and(|place| place.abs_diff(COST_MAX) <= 1), "{place:?}");
-    // While the tenant is alone, its rounds are skipped instead of visited.
+    // While the queue has only one tenant, rounds are skipped instead of visited.
     let mut queue = Queue::default();
     (0..100).for_each(|job| queue.push(job, Normal, 0, u32::MAX));
     (0..100).for_each(|_| _ = steps.of(|| queue.pop(Normal)));
@@ -650,7 +665,7 @@ fn growing_slots_keeps_all_turns() {
     assert_eq!(drain(&mut queue).iter().map(|&job| costs[job as usize]).collect::<Vec<_>>(), sorted);
 }
 
-/// Returns the number of places for which the queue holds memory.
+/// Returns the number of entries for which the queue has memory.
 fn places(queue: &Queue) -> usize {
     let of_class = |class: &super::Class| {
         let rounds = &class.rounds;
@@ -689,9 +704,9 @@ fn cancelled_jobs_release_memory() {
     }
 }
 
-/// A single high number that comes and goes does not grow and shrink a table each time.
+/// A single high number that is added and removed repeatedly does not grow and shrink a table each time.
 #[test]
-fn keeps_small_tables_and_delays_shrinking_large_ones() {
+fn large_tables_shrink_only_after_many_operations() {
     let mut queue = Queue::default();
     for job in 0..RETAINED_LEN_MAX as u32 {
         queue.push(job, Normal, 0, 1);

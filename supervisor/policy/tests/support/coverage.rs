@@ -1,5 +1,5 @@
-//! Counts the situations that a simulation has reached, so that a simulation that no longer reaches them is
-//! noticed.
+//! Counts how often a simulation reaches each situation. A simulation that no longer reaches all required
+//! situations fails.
 
 use std::collections::BTreeMap;
 
@@ -28,9 +28,9 @@ impl Coverage {
         }
     }
 
-    /// Panics with a list of situations that never occurred.
+    /// Panics with a list of the situations in `all` that never occurred.
     pub(crate) fn demand(&self, all: &[&str]) {
         let missing: Vec<_> = all.iter().filter(|what| !self.0.contains_key(**what)).collect();
-        assert!(missing.is_empty(), "the simulation never came across {missing:?}");
+        assert!(missing.is_empty(), "the simulation never reached {missing:?}");
     }
 }

@@ -1,26 +1,26 @@
-//! Records of begun jobs, shared by policy, world and model.
+//! Journals of the workers, shared by policy, the world and the model.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bulkhead_policy::{JobJournal, WorkerId};
 
-/// Records of all workers.
+/// Journals of all workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Registry(Arc<Mutex<HashMap<WorkerId, Record>>>);
 
-/// Record of one worker.
+/// Journal of one worker.
 #[derive(Debug, Default)]
 pub(crate) struct Record {
     /// Number of the last job begun, as written by the worker.
     pub(crate) begun: u64,
     /// Number up to which jobs were recalled.
     pub(crate) recalled_up_to: u64,
-    /// Number of the last job begun at the first recall in this step.
+    /// Number of the last job that had begun when jobs were first recalled in this step.
     pub(crate) begun_at_recall: Option<u64>,
-    /// True if the worker begins its next job just as that job is recalled.
+    /// True if the worker begins its next job at the moment at which the job is recalled.
     pub(crate) begins_during_recall: bool,
-    /// Number of the job that was begun and recalled at the same time.
+    /// Number of the job that was begun and recalled at the same moment.
     pub(crate) begun_during_recall: Option<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Registry {
         self.with(worker, |record| record.begun)
     }
 
-    /// Returns the number of the last job begun at the first recall in this step.
+    /// Returns the number of the last job that had begun when jobs were first recalled in this step.
     pub(crate) fn begun_at_recall(&self, worker: WorkerId) -> u64 {
         self.with(worker, |record| record.begun_at_recall.unwrap_or(record.begun))
     }

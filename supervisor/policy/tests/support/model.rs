@@ -1,6 +1,6 @@
 //! Independent and simple implementation of the rules, without timers, indexes or redundant tables. From the
-//! same events, the model computes which answers, dispatches, kills and starts are allowed or required, and
-//! compares the result with the actions of policy. The model favours simplicity over speed.
+//! events that policy handles, the model computes which outcomes, dispatches, kills and starts are allowed or
+//! required, and compares them with the actions of policy. The model prefers simplicity to speed.
 
 mod actions;
 mod adaptive;
@@ -25,49 +25,50 @@ use super::coverage::Coverage;
 use super::journal::Registry;
 use slots::{Slot, SlotState};
 
-/// Minimum time that a worker has for the next part of a result that is too large.
+/// Minimum time that a worker has to send more data of a result that is too large.
 const STALL_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
-/// Minimum time that a worker that ends each job itself has while clients wait for other jobs.
+/// Minimum time that a worker has to end a job itself while clients wait for its other jobs.
 const SLOW_END_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
     limits: Limits,
     registry: Registry,
     adaptive: Option<adaptive::Adaptive>,
-    /// Permits in use before the current event.
+    /// Number of permits in use before the current event.
     in_use_before_event: usize,
     reserved_before_event: usize,
-    /// Longest queue and largest number of permits ever configured. Waiting jobs stay when the limits shrink.
+    /// Highest `max_queue` and highest number of permits that were ever configured. Waiting jobs stay in the
+    /// queue when the limits are lowered.
     max_queue_ever: u32,
     permits_ever: u32,
     mode: Mode,
     activity: Activity,
     idle_since: Option<Time>,
     now: Time,
-    /// Jobs without an answer, and answered jobs that a worker still has.
+    /// All jobs that have no outcome yet, and jobs with an outcome that are still in a worker.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
-    /// Suspects, which wait for an idle worker.
+    /// Suspects that are waiting for an idle worker.
     suspects: VecDeque<JobId>,
-    /// Withheld places: tenant, slot, and latest time of return.
+    /// Withheld places. Each has a tenant, a slot, and the latest time of its release.
     withheld: Vec<(TenantId, usize, Time)>,
     poison: recovery::Poison,
-    /// Indexed by the place in policy's table.
+    /// Workers, indexed by their places in policy's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
-    /// Number of consecutive workers that answered no job.
+    /// Number of consecutive workers that died during their first jobs.
     early_deaths: u32,
-    /// Time of the last start that was, or could have been, delayed for spacing.
+    /// Time of the last start that was or could have been delayed because of early deaths.
     last_spaced_start: Option<Time>,
-    /// Slots that a rolling restart may still reach.
+    /// Slots that a rolling restart can still reach.
     rolling: BTreeSet<u32>,
     counters: Counters,
     newest_generation: u32,
-    /// Number of times that workers have left their slots.
+    /// Number of times that a worker has left its slot.
     release_count: u64,
     newest_job: JobId,
     step: Step,
-    /// True if the breaker rejected jobs before this event or does after it.
+    /// True if the breaker rejects jobs before or after this event.
     is_breaking: bool,
     was_breaking: bool,
     pub(crate) coverage: Coverage,
@@ -87,33 +88,34 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
-    /// Run limits: until the client is answered, and until the worker is killed for the job.
+    /// Run limits: the time until the client gets its outcome, and the time until the worker is killed
+    /// because of the job.
     run_limits: [Option<Duration>; 2],
     /// Time of the dispatch.
     since: Time,
     idempotent: bool,
     is_resendable: bool,
     digest: Option<Digest>,
-    /// Outcome of the previous attempt.
+    /// Outcome of the previous attempt, or `None` during the first attempt.
     before: Option<Verdict>,
     is_suspect: bool,
     /// True if the worker is about to exit and cannot have begun the job.
     is_unread: bool,
-    /// True if `is_unread` is based only on the worker's own record.
+    /// True if only the worker's own record says that the job has not begun.
     is_by_journal: bool,
     attempts: u32,
-    /// Number of times that a worker died without having read the job. Not counted in `attempts`.
+    /// Number of workers that died before reading this job. Not included in `attempts`.
     unread_returns: u32,
     is_answered: bool,
     is_overdue: bool,
-    /// True if the result is too large and the worker still sends it.
+    /// True if the job's result is too large and the worker is still sending it.
     is_oversized: bool,
     /// End of the queue timeout.
     queue_timeout_at: Option<Time>,
     worker: Option<u32>,
-    /// Worker to which the job was prefetched.
+    /// Worker that has prefetched the job, or `None` if the job is not prefetched.
     prefetched: Option<u32>,
-    /// The job's number in the order in which its worker's jobs were sent.
+    /// Position of the job in the order in which jobs were sent to its worker.
     send_number: u64,
     recalled_from: Option<WorkerId>,
 }
@@ -130,46 +132,50 @@ struct Worker {
     has_dispatch_thread: bool,
     can_resize: bool,
     has_journal: bool,
-    /// Number of jobs sent.
+    /// Number of jobs that were sent to the worker.
     sent: u64,
     /// Prefetched jobs, oldest first.
     prefetched: Vec<JobId>,
-    /// True if the worker gets no jobs because it was late to begin one, according to policy.
+    /// True if the worker gets no jobs because it was late to begin one. Taken from policy.
     is_stalled: bool,
-    /// Value of `is_stalled` at the end of this step.
+    /// Value that `is_stalled` gets at the end of this step.
     stalls: bool,
-    /// Heartbeat interval that the worker was given.
+    /// Heartbeat interval that was sent to the worker.
     heartbeat: Duration,
-    /// Time by which the hello is due.
+    /// Time by which the worker must send its hello.
     hello_by: Time,
-    /// True if the worker runs an outdated program. After a failed replacement, `retry_replacement_at` is the
-    /// time of the next attempt.
+    /// True if the worker runs an outdated program. If a replacement has failed, `retry_replacement_at` is
+    /// the time of the next attempt.
     is_outdated: bool,
     retry_replacement_at: Option<Time>,
-    /// Maximum number of concurrent jobs that the worker was told.
+    /// Maximum number of concurrent jobs that was last sent to the worker.
     sent_max_in_flight: u32,
-    /// Taken from policy, and checked by the consequences.
+    /// Value taken from policy. Its consequences are checked.
     is_exclusive: bool,
-    /// True if the worker had already been killed when its slot was reassigned.
+    /// True if the worker had already been killed when another worker took over its slot.
     killed_before_replacement: bool,
-    /// Time since when the silence is being observed, and true if the caller was asked for the result.
+    /// Time since which the processor time of a silent worker is being observed, and true if the caller was
+    /// asked for the result.
     observed_since: Option<Time>,
     was_checked: bool,
     excused_silences: u32,
     jobs: Vec<JobId>,
     served: u64,
-    /// Number of jobs given to the worker, and true if `recycle.jobs` allows no more.
+    /// Number of jobs that the worker was given, and true if `recycle.jobs` allows no more jobs.
     begun: u64,
     is_at_job_limit: bool,
     pid: Option<u32>,
-    /// True if the worker is the successor of a worker that reaches `recycle.jobs`.
+    /// True if the worker is a successor that was started because the slot's worker will reach
+    /// `recycle.jobs`.
     stands_by: bool,
     killed: Option<KillReason>,
-    /// Consequences of the exit, until the descendants are gone.
+    /// Consequences of the worker's exit. Stored until its descendants are gone.
     dead: Option<Dead>,
-    /// Set once the slot no longer waits for this worker's exit: the value of `release_count` at that time.
+    /// Value of `release_count` when the worker left its slot, or `None` if the slot still waits for its
+    /// exit.
     left: Option<u64>,
-    /// Time from which the worker may be killed for its jobs, if it is stuck since an earlier step.
+    /// Earliest time at which the worker can be killed because of its jobs, if it was already stuck before
+    /// this step.
     killed_at: Option<Time>,
     next_replacement_at: Time,
 }
@@ -196,16 +202,17 @@ enum Phase {
     Draining { idle_since: Option<Time> },
 }
 
-/// Meaning of the current event, and its required consequences.
+/// Meaning of the current event, and the actions that it requires.
 #[derive(Default)]
 struct Step {
     cause: Cause,
     submission: Option<PendingSubmission>,
-    /// Job that was accepted, and its preferred worker.
+    /// Accepted job, and the worker that it prefers.
     preferred: Option<(JobId, WorkerId)>,
-    /// Answers that are required in this step.
+    /// Outcomes that policy must send in this step.
     required: BTreeMap<JobId, Verdict>,
-    /// True if all workers must be replaced by a new program. Workers that are still starting must be killed.
+    /// True if all workers must be replaced because of a new program. Workers that are still starting must be
+    /// killed.
     is_replaced: bool,
     /// True if all workers must be replaced.
     is_restarted: bool,
@@ -215,27 +222,27 @@ struct Step {
     is_resized: bool,
     /// True if a silence was blamed on the machine.
     is_excused: bool,
-    /// Jobs in `required` that may be retried instead. The value is true if the job becomes a suspect.
+    /// Jobs in `required` that can be retried instead. The value is true if the job becomes a suspect.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that must be reported as quarantined.
     to_quarantine: Vec<Digest>,
-    /// Worker that answered a job that it cannot have begun.
+    /// Worker that sent the result of a job that cannot have begun.
     sent_invalid_reply: Option<WorkerId>,
-    /// Job that its worker returns.
+    /// Job that is returned, and the worker that returns it.
     returned: Option<(WorkerId, JobId)>,
-    /// Jobs whose answer depends on the order in which policy handles several jobs.
+    /// Jobs whose outcome depends on the order in which policy handles several jobs.
     ambiguous: BTreeSet<JobId>,
-    /// Workers that must be told their new maximum number of jobs.
+    /// Workers that must be sent a new maximum number of jobs.
     to_resize: BTreeMap<WorkerId, u32>,
-    /// Workers that must be asked to cancel a job.
+    /// Jobs whose workers must be asked to cancel them.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
-    /// Jobs of which one must leave for the submission, if there are any.
+    /// Jobs of which one must be evicted to make room for the submitted job. Empty if no eviction is needed.
     evictable: BTreeSet<JobId>,
-    /// True if the submission may be rejected instead, because some of the equally large tenants' oldest jobs
-    /// have a higher priority.
+    /// True if the submitted job can be rejected instead. This is the case if several tenants have the most
+    /// jobs, and the oldest job of one of them has a higher priority.
     may_be_full: bool,
-    /// Job in `required` that leaves for the submission.
+    /// Job in `required` that is rejected to make room for the submitted job.
     shed: Option<JobId>,
 }
 
@@ -253,7 +260,7 @@ enum Cause {
     Reset,
     Stop,
     Resize,
-    /// Slots that wait or have stopped may get a worker at once.
+    /// A slot that is waiting or has stopped can get a worker at once.
     Replace,
 }
 
@@ -337,55 +344,74 @@ impl Model {
         self.check_adaptive(bulkhead);
         let next = bulkhead.next_deadline();
         if self.step.cause == Cause::Tick {
-            assert!(next.is_none_or(|at| at > self.now), "after a tick at {:?}, due {next:?}", self.now);
+            assert!(
+                next.is_none_or(|at| at > self.now),
+                "after a tick at {:?}, the next deadline {next:?} is not in the future",
+                self.now
+            );
         }
         self.coverage.see(&format!("state {}", bulkhead.state().name()));
     }
 
-    /// Checks that no jobs, workers or timers are left after a stop.
+    /// Checks that no jobs, workers or timers are left after the bulkhead has stopped.
     pub(crate) fn check_end(&self, bulkhead: &Bulkhead<Tag>) {
         assert!(bulkhead.is_stopped());
-        assert!(self.workers.is_empty(), "it says that it has stopped, and workers are left");
-        assert!(self.jobs.is_empty(), "jobs without an answer: {:?}", self.jobs.keys());
+        assert!(self.workers.is_empty(), "the bulkhead reports that it has stopped, but workers are left");
+        assert!(self.jobs.is_empty(), "jobs without an outcome: {:?}", self.jobs.keys());
         assert_eq!(self.counters.submitted, self.counters.outcomes());
-        assert_eq!(bulkhead.next_deadline(), None, "nothing is left to be waited for");
+        assert_eq!(bulkhead.next_deadline(), None, "no timer must be set after the end");
     }
 
-    // Invariants between two events.
+    // Invariants that hold between two events.
 
     fn check_requirements(&mut self) {
         let ambiguous = std::mem::take(&mut self.step.ambiguous);
         self.step.required.retain(|id, _| !ambiguous.contains(id));
         let step = &self.step;
-        assert!(step.sent_invalid_reply.is_none(), "{:?} lied and lives", step.sent_invalid_reply);
-        assert!(step.submission.is_none(), "a submission was neither taken nor refused");
-        assert!(step.evictable.is_empty(), "no job made room for the one that was taken");
-        assert!(step.required.is_empty(), "answers are missing: {:?}", step.required);
-        assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
-        assert!(step.to_resize.is_empty(), "not told of the limit: {:?}", step.to_resize);
-        assert!(step.to_quarantine.is_empty(), "quarantined and not told: {:?}", step.to_quarantine);
+        assert!(
+            step.sent_invalid_reply.is_none(),
+            "{:?} sent an invalid reply and was not killed",
+            step.sent_invalid_reply
+        );
+        assert!(step.submission.is_none(), "a submission was neither accepted nor rejected");
+        assert!(step.evictable.is_empty(), "no job was evicted to make room for the accepted job");
+        assert!(step.required.is_empty(), "outcomes are missing: {:?}", step.required);
+        assert!(
+            step.to_cancel.is_empty(),
+            "workers were not asked to cancel these jobs: {:?}",
+            step.to_cancel
+        );
+        assert!(step.to_resize.is_empty(), "workers were not sent their new limit: {:?}", step.to_resize);
+        assert!(
+            step.to_quarantine.is_empty(),
+            "quarantined payloads were not reported: {:?}",
+            step.to_quarantine
+        );
         self.check_suspects();
         self.check_spares();
         let has_room = self.least_loaded().is_some();
-        assert!(self.next_candidates().is_empty() || !has_room, "a job waits though a worker could take it");
-        assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
-        assert!(self.queue.is_empty() || self.mode == Mode::Open, "a job waits while draining");
+        assert!(self.next_candidates().is_empty() || !has_room, "a job waits although a worker could run it");
+        assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits although no worker will start");
+        assert!(
+            self.queue.is_empty() || self.mode == Mode::Open,
+            "a job waits although the bulkhead is draining"
+        );
         self.check_queue_bound();
     }
 
-    /// Jobs that were in flight and wait again may exceed the queue's limit, because they were accepted
-    /// before.
+    /// Jobs that were in flight and returned to the queue can exceed the queue's limit, because they were
+    /// accepted earlier.
     fn check_queue_bound(&self) {
         let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
-        assert!(waiting <= most, "{waiting} wait, at most {most} may");
+        assert!(waiting <= most, "{waiting} jobs are waiting, but at most {most} may");
     }
 
     fn check_sums(&mut self, bulkhead: &mut Bulkhead<Tag>) {
         assert_eq!(bulkhead.counters(), &self.counters);
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
-        assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or answered twice");
+        assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or has two outcomes");
         assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.prefetched_waiting());
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
@@ -396,16 +422,16 @@ impl Model {
         let (in_use, limit_in_all) = self.permits();
         assert_eq!(bulkhead.available(), free.min(limit_in_all.saturating_sub(in_use)) as u64);
         let most = self.limits.processes * self.limits.max_in_flight;
-        assert!(limit <= most as usize, "more permits than there are");
+        assert!(limit <= most as usize, "the limit exceeds the number of permits");
         assert_eq!(bulkhead.activity(), self.activity);
         assert_eq!(bulkhead.quarantined(self.now), self.poison.len(self.now, &self.limits));
         let is_replaced =
             |w: &&Worker| !self.is_current(w) && !w.killed_before_replacement && !w.jobs.is_empty();
         if self.workers.values().any(|w| is_replaced(&w)) && !self.next_candidates().is_empty() {
-            self.coverage.see("debt of a replaced worker");
+            self.coverage.see("overcommit of a replaced worker");
         }
         for (worker, job) in self.step.dispatched.drain(..) {
-            assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
+            assert!(bulkhead.holds(worker, job), "{job:?} is not in the worker to which it was sent");
             assert_eq!(bulkhead.record_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
         }
     }
@@ -417,7 +443,7 @@ impl Model {
             let worker = &self.workers[&view.id.place];
             assert_eq!(view.state == "reaping", worker.dead.is_some(), "{:?}", view.id);
             if worker.dead.is_some() {
-                self.coverage.see("dead and not swept");
+                self.coverage.see("dead and not reaped");
             }
             let in_flight = worker.jobs.len() as u32;
             let expected = (worker.id, worker.slot, in_flight, worker.served, self.is_current(worker));
@@ -439,8 +465,8 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
-    /// Returns the maximum number of jobs that the worker may have now, which never exceeds the number that
-    /// the worker was told.
+    /// Returns the maximum number of jobs that the worker can have now. This is never more than the number
+    /// last sent to the worker.
     fn capacity(&self, worker: &Worker) -> usize {
         let most = self.limits.max_in_flight.min(worker.sent_max_in_flight) as usize;
         most.min(worker.jobs.len() + self.jobs_left(worker))
@@ -451,14 +477,14 @@ impl Model {
             SlotState::Occupied { current, .. } if current == worker.id.place)
     }
 
-    /// Returns true if no client waits for any of the worker's jobs, or one of them has passed the bulkhead's
-    /// own deadline or run limit.
+    /// Returns true if no client is waiting for any of the worker's jobs, or if one of the jobs has passed
+    /// the bulkhead's own deadline or run limit.
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
     }
 
-    /// Returns true if the worker sends a result that is too large and none of its jobs is overdue.
+    /// Returns true if the worker is sending a result that is too large and none of its jobs is overdue.
     fn is_sending(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
@@ -473,8 +499,9 @@ impl Model {
         }
     }
 
-    /// Returns the time that a stuck worker has. While it sends a result that is too large, the time counts
-    /// from the last data received.
+    /// Returns the time between the moment at which a worker becomes stuck and the moment at which it is
+    /// killed. While the worker sends a result that is too large, the time starts again whenever data
+    /// arrives.
     fn kill_delay(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
         let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
@@ -493,7 +520,7 @@ impl Model {
         is_ready && !self.is_stuck(worker) && is_at_work
     }
 
-    /// Returns the workers that may get another job.
+    /// Returns the workers that can be given another job.
     fn able(&self) -> impl Iterator<Item = &Worker> {
         let has_room = |w: &&Worker| {
             !w.is_exclusive && !w.is_stalled && w.jobs.len() < self.capacity(w) && self.is_available(w)
@@ -507,8 +534,8 @@ impl Model {
         self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
-    /// Returns the jobs of which one must be next. These are the oldest jobs of all tenants below their
-    /// share, in the highest class that waits and may use a permit.
+    /// Returns the jobs of which one must be dispatched next. These are the oldest jobs of all tenants that
+    /// have not reached their quota, in the highest waiting class that can use a permit.
     fn next_candidates(&self) -> Vec<JobId> {
         let may_go = |id: &&JobId| {
             let job = &self.jobs[*id];
@@ -535,9 +562,9 @@ impl Model {
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
-    /// Returns the number of permits of the limit that a slot's workers use. Jobs in replaced workers are
-    /// charged to the slot's own unused permits first, and then to the slot's worker. A job that runs alone
-    /// uses all permits of its worker.
+    /// Returns the number of permits in use that count towards the limit, for one slot. Jobs in replaced
+    /// workers use the slot's own unused permits first, and then the permits of the slot's worker. A job that
+    /// runs alone uses all permits of its worker.
     fn taken(&self, slot: usize) -> usize {
         let of_slot = || {
             self.workers.values().filter(|w| w.charged_slot as usize == slot && !w.killed_before_replacement)
@@ -550,17 +577,17 @@ impl Model {
         };
         let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
         let taken = if worker.is_exclusive { jobs.max(capacity) } else { jobs };
-        // Permits of the slot that are not part of the limit bear the jobs of replaced workers first.
+        // Permits of the slot that do not count towards the limit absorb the jobs of replaced workers first.
         taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 
-    /// Returns the number of running jobs, except in workers that had been killed when their slot was
-    /// reassigned.
+    /// Returns the number of running jobs, not counting workers that had already been killed when their slots
+    /// were reassigned.
     fn running(&self) -> usize {
         self.workers.values().filter(|w| !w.killed_before_replacement).map(|w| w.jobs.len()).sum()
     }
 
-    /// Returns true if there is a permit for a worker without jobs.
+    /// Returns true if there are enough permits for a job that runs alone in this worker.
     fn has_permit(&self, worker: &Worker) -> bool {
         let (in_use, limit) = self.permits();
         let own = if worker.is_exclusive { self.capacity(worker) } else { 0 };
@@ -580,13 +607,17 @@ impl Model {
     }
 
     fn queue_capacity(&self) -> usize {
-        let available = self.workers.values().filter(|w| self.is_available(w) && !w.stalls).count();
-        let coming = self.live_slots().saturating_sub(available);
-        self.limits.max_queue as usize + coming * self.limits.max_in_flight as usize
+        let available = || self.workers.values().filter(|w| self.is_available(w));
+        let coming = self.live_slots().saturating_sub(available().count());
+        let stalled_permits =
+            available().filter(|w| w.stalls).map(|w| self.capacity(w).saturating_sub(w.jobs.len()));
+        self.limits.max_queue as usize
+            + coming * self.limits.max_in_flight as usize
+            + stalled_permits.sum::<usize>()
     }
 }
 
-/// Returns true if two verdicts differ at most in their message.
+/// Returns true if the two verdicts are equal, except for their messages.
 fn is_same(one: &Verdict, other: &Verdict) -> bool {
     let plain = |verdict: &Verdict| {
         let mut verdict = verdict.clone();

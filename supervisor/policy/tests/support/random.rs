@@ -1,4 +1,5 @@
-//! SplitMix64 (Steele et al. 2014). All random numbers of a simulation come from one seed.
+//! Random number generator SplitMix64 (Steele et al. 2014). All random numbers of a simulation come from one
+//! seed.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Returns a number from `low` to `high`, inclusive.
+    /// Returns a random number from `low` to `high`, inclusive.
     pub(crate) fn range(&mut self, low: u64, high: u64) -> u64 {
         low + self.draw() % (high - low + 1)
     }
@@ -30,7 +31,7 @@ impl Random {
         from[(self.draw() % from.len() as u64) as usize]
     }
 
-    /// Returns a random duration between two numbers of milliseconds, with a resolution of a microsecond.
+    /// Returns a random duration from `low` to `high` milliseconds, with a resolution of one microsecond.
     pub(crate) fn millis(&mut self, low: u64, high: u64) -> Duration {
         Duration::from_micros(self.range(low * 1000, high * 1000))
     }

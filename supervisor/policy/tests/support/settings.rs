@@ -1,5 +1,5 @@
-//! Random limits, and random behaviour of the workers and clients. Extremes are as likely as average values,
-//! because average histories find no bugs.
+//! Random limits, and random behaviour of workers and clients. Extreme values are as likely as average
+//! values, because average histories find no bugs.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn crowded_or_not(random: &mut Random) -> Limits {
     if !random.percent(30) {
         return limits;
     }
-    // Many jobs wait, and many are prefetched.
+    // Settings under which many jobs wait and many are prefetched.
     let deadline = random.millis(1000, 10_000);
     Limits {
         max_in_flight: random.pick(&[1, 1, 2, 4]),
@@ -87,7 +87,7 @@ fn any_limits(random: &mut Random) -> Limits {
     }
 }
 
-/// Long heartbeat intervals leave more steps for other events, and let more time pass.
+/// Returns heartbeat settings. Long intervals leave more steps for other events and let more time pass.
 fn health(random: &mut Random) -> Health {
     let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
     Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
@@ -130,7 +130,7 @@ fn breaker(random: &mut Random) -> BreakerLimits {
     }
 }
 
-/// Value of `recycle.rss`, if set.
+/// Value of `recycle.rss` if it is set.
 pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
 
 /// Behaviour of the workers and clients of one history. Chances are percentages.
@@ -167,8 +167,8 @@ pub(crate) struct Behaviour {
 
 impl Behaviour {
     pub(crate) fn draw(random: &mut Random) -> Self {
-        // Something fails in most histories, but everything fails only in few. Without any worker there is
-        // little to test.
+        // Something fails in most histories, but only in a few does everything fail. Without any worker,
+        // there is little to test.
         let (starts_well, works_well) = (random.percent(70), random.percent(30));
         let start = |random: &mut Random, chances: &[u64]| if starts_well { 0 } else { random.pick(chances) };
         let work = |random: &mut Random, chances: &[u64]| if works_well { 0 } else { random.pick(chances) };

@@ -1,7 +1,7 @@
-//! Everything outside of policy: a caller that performs actions, workers that start, work, disobey and die,
-//! clients that submit and cancel jobs, and an operator. Where that matters, the world is realistic. A killed
-//! process exits some time later, and messages of living workers are in order. Only ghosts, which are
-//! messages from workers that have exited, come at random.
+//! Everything outside of policy: a caller that performs actions, workers that start, run jobs, misbehave and
+//! die, clients that submit and cancel jobs, and an operator. The world is realistic where policy depends on
+//! it: a killed process exits some time later, and messages from living workers arrive in order. Only
+//! messages from workers that have already exited (ghosts) arrive at random times.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::journal::Registry;
 use super::random::Random;
 use super::settings::{self, Behaviour, RSS_LIMIT_BYTES};
 
-/// Future event. Dropped if its process has exited by then.
+/// Future event. Dropped if the process of its worker has exited by then.
 #[derive(Debug)]
 enum WorldEvent {
     Arrival,
@@ -41,17 +41,17 @@ enum WorkerMessage {
     Ready,
     Beat,
     Reply(JobId),
-    /// The worker begins its jobs up to this number.
+    /// The worker begins all jobs up to this number.
     Begins(u64),
     /// The worker returns the job with this number, because the job was recalled.
     ReturnsJob(u64),
-    /// A part of a result that is too large arrives, and this number of parts remains.
+    /// A part of a result that is too large arrives. The second value is the number of parts that remain.
     Part(JobId, u64),
     Stopping,
     ProtocolViolated,
     Memory,
     CpuTimeChecked,
-    /// The caller reads the timestamp that the worker wrote.
+    /// The caller reads a timestamp that the worker wrote.
     AliveAt(Time),
     Exited(Death),
 }
@@ -59,31 +59,32 @@ enum WorkerMessage {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
-    /// True if the worker keeps a record of begun jobs.
+    /// True if the worker has a journal.
     has_journal: bool,
-    /// All jobs that were ever sent to the worker.
+    /// All jobs that were ever sent to the worker, in order.
     sent: Vec<JobId>,
-    /// Jobs recently recalled from the worker.
+    /// Jobs that were recently recalled from the worker.
     taken: Vec<JobId>,
     /// Prefetched jobs.
     prefetched: VecDeque<JobId>,
-    /// Heartbeat interval that the worker was given.
+    /// Heartbeat interval that was sent to the worker.
     heartbeat: Duration,
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
-    /// True if the process is about to exit and reads nothing more.
+    /// True if the process is about to exit and reads no more jobs.
     is_exiting: bool,
-    /// Jobs with a permit.
+    /// Jobs in flight.
     jobs: Vec<JobId>,
-    /// Jobs with a permit that the worker never read.
+    /// Jobs in flight that the worker has not read.
     unread: Vec<JobId>,
-    /// Jobs with a permit for which a result that is too large has begun.
+    /// Jobs in flight for which a result that is too large has begun.
     oversized: Vec<JobId>,
 }
 
 impl Process {
-    /// Returns the job's number in the order of sending, for the last time that it was sent.
+    /// Returns the number of the job in the order in which jobs were sent. If the job was sent several times,
+    /// returns the last number.
     fn send_number(&self, job: JobId) -> u64 {
         self.sent.iter().rposition(|sent| *sent == job).map_or(0, |at| at as u64 + 1)
     }
@@ -97,9 +98,9 @@ pub(crate) struct World {
     agenda: BTreeMap<(Time, u64), WorldEvent>,
     sequence: u64,
     processes: HashMap<WorkerId, Process>,
-    /// Most recently exited workers, for ghosts.
+    /// Workers that exited most recently. Used for messages from exited workers.
     exited: Vec<WorkerId>,
-    /// Most recently dispatched jobs, whatever their state.
+    /// Jobs that were dispatched most recently, whatever their state.
     dispatched_jobs: Vec<JobId>,
     next_tag: u64,
     next_pid: u32,
@@ -142,7 +143,7 @@ impl World {
         self.agenda.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns a random delay of the supervisor. `None` in most cases.
+    /// Returns a random delay of the supervisor, or `None` in most cases.
     pub(crate) fn supervisor_delay(&mut self) -> Option<Duration> {
         self.random.percent(self.behaviour.supervisor_delay).then(|| self.random.millis(1, 5000))
     }
@@ -155,7 +156,8 @@ impl World {
         self.random.millis(low, high)
     }
 
-    /// Returns the next event that is due, as the caller would report it. `None` if its process has exited.
+    /// Returns the next event that is due, as the caller would report it. Returns `None` if the process of
+    /// the event's worker has exited.
     pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
@@ -198,11 +200,11 @@ impl World {
         let record = Tag(self.next_tag);
         let plain = Submission::new(record);
         let times = Submission { deadline, run_limit, ..plain };
-        // A worker that exists or has existed.
+        // Chooses a worker that exists or has existed.
         let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.exited).copied().collect();
         workers.sort_unstable();
-        // Derived from the job's number instead of a random number, so that the random sequence does not
-        // change.
+        // Derived from the number of the job instead of a random number, so that the random sequence stays
+        // the same.
         let tag = usize::try_from(self.next_tag).unwrap_or_default();
         let preferred_worker =
             (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
@@ -217,7 +219,7 @@ impl World {
         })
     }
 
-    /// Handles an accepted job, which its client may cancel later.
+    /// Handles the acceptance of a job. Its client may cancel the job later.
     pub(crate) fn accepted(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.behaviour.cancels) {
             let after = self.random.millis(0, 2 * self.behaviour.job_ms + 20);
@@ -245,7 +247,7 @@ impl World {
                 Event::ScaleToZero
             }
             12 => {
-                // Has an effect only while the bulkhead rests. Jobs then wait until the wake-up.
+                // Has an effect only while the bulkhead is scaled to zero. Jobs then wait for the start.
                 let until = now + self.random.millis(0, 200);
                 self.schedule(until, WorldEvent::Wake);
                 Event::AnnounceStart
@@ -259,7 +261,7 @@ impl World {
         }
     }
 
-    /// Returns limits as an operator may change them in the file, all of them or a few.
+    /// Returns limits with a few or all keys changed, as an operator may change them in the configuration file.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {
@@ -282,7 +284,8 @@ impl World {
         }
     }
 
-    /// Returns a message from a worker that has exited or never existed, or for a job that is elsewhere.
+    /// Returns a message from a worker that has exited or never existed, or a message about a job that the
+    /// worker does not have.
     fn stale_message(&mut self, now: Time) -> Option<Event<Tag>> {
         let pause = self.random.millis(1, 100 * self.behaviour.arrival_ms);
         self.schedule(now + pause, WorldEvent::StaleMessage);
@@ -402,15 +405,15 @@ impl World {
         Some(event)
     }
 
-    /// Schedules the end of the descendants. Usually there are none; sometimes they take long to end.
+    /// Schedules the end of a worker's descendants. Usually there are none. Sometimes they take long to end.
     fn schedule_reaping(&mut self, now: Time, worker: WorkerId) {
         let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
         let after = self.random.millis(0, within_ms);
         self.schedule(now + after, WorldEvent::Reaped(worker));
     }
 
-    /// Returns a job that was begun just as it was recalled, without running it. Policy decides which worker
-    /// runs the job.
+    /// Returns a job that was begun at the moment at which it was recalled, without running the job. Policy
+    /// decides which worker runs the job.
     fn return_job(&mut self, now: Time, worker: WorkerId, send_number: u64) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
         let job = *process.sent.get(send_number as usize - 1)?;
@@ -456,7 +459,7 @@ impl World {
 
     fn reply(&mut self, now: Time, worker: WorkerId, job: JobId) -> Option<Event<Tag>> {
         let process = self.processes.get_mut(&worker)?;
-        // A cancelled job is answered once, by whichever reply comes first. A few workers reply again.
+        // A cancelled job gets one reply, whichever comes first. A few workers send a second reply.
         let known = process.jobs.iter().position(|&j| j == job);
         if known.is_none() && !self.random.percent(20) {
             return None;
@@ -483,7 +486,7 @@ impl World {
         }
         let process = self.processes.get_mut(&worker)?;
         if process.oversized.contains(&job) {
-            // The reply follows after the last part.
+            // The reply follows after the last part of the result.
             return None;
         }
         if self.random.percent(self.behaviour.oversizes) {
@@ -515,7 +518,8 @@ impl World {
         Some(Event::Replied { worker, job, reply })
     }
 
-    /// Schedules the next part of a result that is too large. In a few cases the result stops.
+    /// Schedules the next part of a result that is too large. In a few cases, the worker stops sending the
+    /// result.
     fn schedule_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
         let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
         if !self.random.percent(5) {
@@ -549,7 +553,7 @@ impl World {
         }
     }
 
-    /// Some workers announce their exit, others just exit.
+    /// Schedules the exit of a worker after a job. Some workers announce their exit, others just exit.
     fn exit_after_job(&mut self, now: Time, worker: WorkerId) {
         if self.random.percent(50) {
             self.schedule_message(now, worker, WorkerMessage::Stopping);
@@ -562,7 +566,7 @@ impl World {
         }
     }
 
-    /// Lets a process drain. It exits once it has no jobs left.
+    /// Drains a process, which exits once it has no jobs left.
     fn start_draining(&mut self, now: Time, worker: WorkerId) {
         let disobeys = self.random.percent(self.behaviour.ignores_drain);
         let after = self.random.millis(0, 50);
@@ -619,7 +623,7 @@ impl World {
             Action::Kill { worker, .. } => self.kill(now, *worker),
             Action::SetMaxInFlight { worker, .. } => {
                 let can_resize = self.processes.get(worker).is_none_or(|process| process.can_resize);
-                assert!(can_resize, "{worker:?} is told what it does not understand");
+                assert!(can_resize, "{worker:?} was sent a frame that it does not support");
             }
             Action::CheckCpuTime { worker } => {
                 self.schedule_message(now, *worker, WorkerMessage::CpuTimeChecked)
@@ -688,7 +692,7 @@ impl World {
         let late_ms = if is_late { self.random.pick(&[5, 500, 5000]) } else { 0 };
         let late = self.random.millis(0, late_ms);
         let Some(process) = self.processes.get_mut(&worker) else { return };
-        assert!(process.is_ready, "a job for a process that never said it was ready");
+        assert!(process.is_ready, "a job was sent to a process that was never ready");
         process.jobs.push(job);
         let send_number = process.send_number(job);
         if process.is_exiting || reads_nothing {
@@ -703,7 +707,7 @@ impl World {
         }
     }
 
-    /// Lets a process begin its jobs up to this number, unless they were recalled.
+    /// Makes a process begin its jobs up to this number, unless the jobs were recalled.
     fn begin(&mut self, now: Time, worker: WorkerId, send_number: u64) {
         let Some(process) = self.processes.get_mut(&worker) else { return };
         let begun = self.registry.begun(worker);
@@ -717,7 +721,7 @@ impl World {
         jobs.into_iter().for_each(|job| self.run(now, worker, job));
     }
 
-    /// Decides the fate of a job that has begun.
+    /// Decides how a job that has begun will end.
     fn run(&mut self, now: Time, worker: WorkerId, job: JobId) {
         let after = self.random.millis(0, 2 * self.behaviour.job_ms);
         let roll = self.random.range(0, 99);
@@ -749,7 +753,8 @@ impl World {
         if process.is_draining && process.jobs.is_empty() {
             self.start_draining(now, worker);
         }
-        // Returns the job that was begun during the recall, or sometimes the last job begun before.
+        // Returns the job that was begun during the recall. Sometimes, returns the last job that was begun
+        // before the recall instead.
         let returns_job = begun_during_recall.is_none() && begun > 0 && self.random.percent(10);
         if let Some(send_number) = begun_during_recall.or(returns_job.then_some(begun)) {
             let within_ms = self.random.pick(&[0, 5, 50]);
@@ -766,7 +771,8 @@ impl World {
         }
     }
 
-    /// Schedules the exit of a killed process some time later. The process may die of another cause before.
+    /// Schedules the exit of a killed process at a later time. The process may die of another cause before
+    /// that time.
     fn kill(&mut self, now: Time, worker: WorkerId) {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };

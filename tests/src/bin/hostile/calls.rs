@@ -6,8 +6,8 @@ use nix::errno::Errno;
 
 /// The error of a refused attempt.
 pub(crate) struct Refused {
-    /// Name of the error, or of the signal that ended a child. Other words stand for results that are no
-    /// kernel error: `NOTHING` for an answer without value.
+    /// Name of the error, or of the signal that killed a child. Other words describe results that are not
+    /// errors of the kernel, such as `NOTHING` for an attempt that did not reach its goal.
     pub(crate) errno: String,
     /// The attempted action.
     pub(crate) what: String,
@@ -21,7 +21,7 @@ impl Refused {
         Self { errno: word.to_owned(), what: what.into() }
     }
 
-    /// Returns the refusal for an answer without value.
+    /// Returns the refusal of an attempt in which no call failed, but which did not reach its goal.
     pub(crate) fn nothing(what: impl Into<String>) -> Self {
         Self::because("NOTHING", what)
     }
@@ -53,8 +53,8 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Makes a raw system call, because attempts must bypass the checks of libraries. Not safe in general,
-/// whatever the signature says.
+/// Makes a raw system call, because attempts must bypass the checks of libraries. The function is safe only
+/// for the arguments that the SAFETY comment lists.
 pub(crate) fn call<const N: usize>(number: libc::c_long, arguments: [usize; N]) -> Result<usize, Errno> {
     let mut all = [0; 6];
     all[..N].copy_from_slice(&arguments);
@@ -75,15 +75,15 @@ pub(crate) fn address_mut<T>(value: &mut T) -> usize {
     std::ptr::from_mut(value) as usize
 }
 
-/// The argument -1.
+/// The value -1 as a system call argument.
 pub(crate) const MINUS_ONE: usize = usize::MAX;
 
 pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Classifies a call whose arguments cannot work. The errors in `behind` occur only after the permission
-/// checks, so they count as success.
+/// Classifies the result of a call with intentionally invalid arguments. The errors in `behind` occur only
+/// after the permission checks, so they count as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
         Ok(_) => Ok(format!("{what}: done")),
@@ -92,7 +92,7 @@ pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str
     }
 }
 
-/// Converts the wait status of a child.
+/// Converts the wait status of a child to the result of an attempt.
 pub(crate) fn ended(status: i32, what: &str) -> Tried {
     if libc::WIFSIGNALED(status) {
         let number = libc::WTERMSIG(status);
@@ -105,7 +105,7 @@ pub(crate) fn ended(status: i32, what: &str) -> Tried {
     }
 }
 
-/// Creates a child with these flags of `clone(2)`. The task must only make raw system calls, because the
+/// Creates a child with these flags of `clone(2)`. The task must make only raw system calls, because the
 /// child is a copy of one thread of a multithreaded process. The exit code is zero or the error.
 pub(crate) fn child(flags: i32, task: impl FnOnce() -> Result<(), Errno>) -> Result<i32, Errno> {
     let flags = (flags | libc::SIGCHLD) as usize;

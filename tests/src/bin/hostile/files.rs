@@ -1,4 +1,4 @@
-//! Attempts with files of others, and with ways around path checks.
+//! Attempts to access other users' files, and to bypass path checks.
 
 mod set_id;
 
@@ -97,7 +97,7 @@ pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
     Ok(format!("{} entries", entries.count()))
 }
 
-/// Lists `/tmp` without the parents of paths that the worker was given.
+/// Lists `/tmp`. Ignores the parents of paths that the worker was given.
 fn list_temporary_files(to: &Targets) -> Tried {
     let given = Path::new(to.text("readable")?);
     let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
@@ -146,7 +146,7 @@ fn write_and_remove(folder: &Path) -> Tried {
     Ok("written and removed".into())
 }
 
-/// Removes the path when dropped.
+/// Removes the file at this path when dropped.
 struct Gone<'p>(&'p Path);
 
 impl Drop for Gone<'_> {
@@ -201,7 +201,7 @@ fn watch_neighbour(to: &Targets) -> Tried {
     Ok("sees when files are opened and changed there".into())
 }
 
-/// Sets the mode to its current value.
+/// Sets the mode of another bulkhead's file to its current value.
 fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
@@ -209,7 +209,7 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the mode to its current value.
+/// Sets the mode of the configuration file to its current value.
 fn chmod_configuration(to: &Targets) -> Tried {
     const MODE: u32 = 0o644;
     let permissions = fs::Permissions::from_mode(MODE);
@@ -231,7 +231,7 @@ fn link_beside_own_program(_: &Targets) -> Tried {
     Ok("made and removed".into())
 }
 
-/// Truncates the file to its current length.
+/// Truncates a read-only file to its current length.
 fn truncate_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let length = fs::metadata(path).at("stat what is only read")?.size();
@@ -240,7 +240,7 @@ fn truncate_readable(to: &Targets) -> Tried {
     Ok("truncated".into())
 }
 
-/// Renames the file and renames it back.
+/// Renames a read-only file and renames it back.
 fn replace_readable(to: &Targets) -> Tried {
     let path = to.text("readable")?;
     let aside = format!("{path}.aside");
@@ -329,7 +329,7 @@ fn make_shared_memory(_: &Targets) -> Tried {
     let what = "make shared memory by name";
     let made = OpenOptions::new().write(true).create_new(true).open("/dev/shm/bulkhead-attempt");
     made.and_then(|file| file.set_len(4096)).at(what)?;
-    // `sem_open` names its semaphores like this.
+    // `sem_open` uses names of this form for its semaphores.
     fs::hard_link("/dev/shm/bulkhead-attempt", "/dev/shm/sem.bulkhead-attempt").at(what)?;
     Ok("made".into())
 }

@@ -44,7 +44,7 @@ pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Re
 
 /// Sends descriptors together with a valid frame.
 fn pass_descriptors() -> Tried {
-    /// Almost the maximum number that the kernel passes in one message.
+    /// Number of descriptors per message, almost the maximum that the kernel allows.
     const DESCRIPTORS: usize = 250;
     const TIMES: usize = 2;
     let what = "pass descriptors to the supervisor";
@@ -60,8 +60,8 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// Uses every call that takes flags. Uses a new pair of sockets if possible, because urgent data can block
-/// the reader of the link.
+/// Sends urgent data with `send` and with `sendmsg`. Uses a new pair of sockets if possible, because urgent
+/// data can block the reader of the link.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();
@@ -75,7 +75,7 @@ fn urgent_data() -> Tried {
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
-/// Passes a TCP socket that takes ten minutes to close, in any process.
+/// Passes a TCP socket that takes ten minutes to close, no matter which process closes it.
 fn pass_lingering_socket() -> Tried {
     let link = link()?;
     let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
@@ -99,7 +99,7 @@ fn pass_lingering_socket() -> Tried {
     sent.map(|_| "passed".into())
 }
 
-/// Writes garbage and then waits, until the supervisor notices.
+/// Writes garbage to the link, and waits until the supervisor kills this worker.
 fn garbage_on_the_link() -> Tried {
     let garbage = [0xa5_u8; 64 << 10];
     rustix::io::write(link()?, &garbage).at("write garbage")?;
@@ -108,7 +108,7 @@ fn garbage_on_the_link() -> Tried {
     }
 }
 
-/// Overwrites the whole journal and dies. The supervisor then reads the journal.
+/// Overwrites the whole journal with garbage and dies, so that the supervisor reads the garbage.
 fn garbage_in_the_journal() -> Tried {
     let maps = std::fs::read_to_string("/proc/self/maps").at("read its memory map")?;
     let line = maps.lines().find(|line| line.contains("memfd:journal"));

@@ -1,16 +1,16 @@
-//! A worker that attempts forbidden actions. Each job runs one attempt and returns how far it got. The
-//! operation names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
+//! A worker that attempts forbidden actions. Each job runs one attempt and returns its result. The operation
+//! names the attempt, and the payload is a JSON object with the targets ([`Targets`]).
 //!
 //! - `hostile`: a worker of the SDK. With `prepare`, runs attempts during its start that a sealed worker
 //!   could not run later.
-//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Standard input has the targets.
+//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`. Reads the targets from standard input.
 //! - `hostile template HOW`: a template that violates the protocol.
 //! - `hostile list`: prints the names of the attempts.
 //! - `hostile whoami`: prints its effective user, for attempts that run a set-user-id program.
 //!
-//! **It must be safe to run without any confinement, as root.** An attempt stops as soon as the kernel has
-//! decided. It requests no effect, passes arguments that cannot work, or sets values that are already in
-//! force. Every attempt removes what it created, and every loop is bounded.
+//! **The program must be safe to run without any confinement, as root.** An attempt ends as soon as the kernel has
+//! permitted or refused the action. An attempt requests no effect, passes arguments that cannot work, or sets values
+//! that are already in force. Every attempt removes the files that it created, and every loop is bounded.
 
 mod calls;
 mod devices;
@@ -42,7 +42,7 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
-        // Of several paths, take the one outside of the own temporary folder.
+        // If there are several paths, takes one outside of this process's temporary folder.
         let own = std::env::temp_dir();
         let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
         let first = several.clone().next();
@@ -56,7 +56,7 @@ impl Targets {
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
-        // Of several processes, take one other than this process.
+        // If there are several processes, takes one other than this process.
         let own = i64::from(std::process::id());
         let several = self.0[name].as_array().into_iter().flatten();
         if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {
@@ -112,8 +112,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs attempts during the start that a sealed worker cannot run later. The operation `prepared` returns the
-/// results.
+/// Runs attempts during the start, because a sealed worker cannot run them later. The operation `prepared`
+/// returns the results.
 fn prepared() -> Server<Vec<u8>> {
     let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
         let early = ["run-a-program", "pair-of-sockets"];
@@ -161,7 +161,7 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
-            // Delays the answer, so that two concurrent jobs go to different processes.
+            // Delays the reply, so that two concurrent jobs go to different processes.
             let text = String::from_utf8_lossy(payload);
             std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())

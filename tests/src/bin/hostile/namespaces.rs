@@ -1,4 +1,4 @@
-//! Attempts with new namespaces, namespaces of others, and mounts.
+//! Attempts to create namespaces, to enter other processes' namespaces, and to mount file systems.
 
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
@@ -35,7 +35,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         close(opened.at("copy what is mounted")?);
         Ok("copied".into())
     }),
-    // Changes the root to the current root.
+    // Sets the root folder to the current root folder.
     ("change-the-root", |_| {
         call(libc::SYS_chroot, [c"/".as_ptr() as usize]).at("change the root folder")?;
         Ok("changed".into())
@@ -87,13 +87,13 @@ fn enter_a_namespace() -> Tried {
     Ok("entered".into())
 }
 
-/// Mounts an unknown kind of file system. The kernel reports that only after the permission check.
+/// Mounts a file system of an unknown type. The kernel rejects the type only after the permission check.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
     reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
 }
 
-/// Unmounts a path without a mount. The kernel reports that only after the permission check.
+/// Unmounts a path that is not a mount point. The kernel rejects the path only after the permission check.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
     reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")

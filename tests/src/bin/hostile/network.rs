@@ -1,4 +1,4 @@
-//! Attempts with sockets of all kinds.
+//! Attempts to use sockets of all kinds.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -56,7 +56,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("cryptography-socket", |_| socket(libc::AF_ALG, libc::SOCK_SEQPACKET, 0, "an AF_ALG socket")),
 ];
 
-/// Maximum time for a server to answer or to close the connection.
+/// Maximum time to wait until a server replies or closes the connection.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
@@ -66,7 +66,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// Binds an unused abstract name, to a listening socket and to one end of a pair.
+/// Binds an unused abstract name to a listening socket or, if this fails, to one end of a socket pair.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());
@@ -89,13 +89,13 @@ fn send_to_path_socket(to: &Targets) -> Tried {
     Ok("sent".into())
 }
 
-/// Returns the supervisor's answer, which is empty if it closes the connection.
+/// Returns the supervisor's reply, which is empty if the supervisor closes the connection.
 fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
     const ENOUGH: usize = 1024;
     let what = "be served by the supervisor";
     let mut socket = UnixStream::connect(path).at(what)?;
     socket.set_read_timeout(Some(PATIENCE)).at(what)?;
-    // The supervisor may already have answered and closed the connection.
+    // The supervisor can already have replied and closed the connection.
     let _ = socket.write_all(question);
     let mut answer = vec![0; ENOUGH];
     let count = socket.read(&mut answer).at(what)?;

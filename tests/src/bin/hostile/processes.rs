@@ -101,7 +101,7 @@ fn trace_sibling(to: &Targets) -> Tried {
     Ok("traced".into())
 }
 
-/// Requests tracing in a child, whose parent is this process.
+/// Starts a child that asks to be traced by its parent.
 fn ask_to_be_traced() -> Tried {
     let what = "be traced by the parent";
     let ask = || call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0]).map(drop);
@@ -151,8 +151,8 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Makes the kernel send SIGIO to a sibling when input arrives, which ends a process without a handler. Only
-/// the sibling knows the result.
+/// Makes the kernel send SIGIO to a sibling when input arrives. SIGIO kills a process without a handler. The
+/// result is visible only in the sibling.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "have a sibling told of input";
     let (reader, writer) = rustix::pipe::pipe().at(what)?;
@@ -169,14 +169,14 @@ fn all_processes() -> Vec<i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// True if process ids are those of a small pid namespace.
+/// Returns true if this process seems to be in a small pid namespace.
 fn is_in_own_pid_namespace() -> bool {
     const FEW: usize = 10;
     getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
 }
 
 /// Kills the parent inside a pid namespace, where the first process survives every signal of its children.
-/// Otherwise only checks the permission.
+/// Outside of a pid namespace, only checks the permission.
 fn kill_parent(_: &Targets) -> Tried {
     let what = "kill the parent process";
     let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
@@ -203,7 +203,7 @@ fn kill_everything(_: &Targets) -> Tried {
     Err(Refused::nothing(what))
 }
 
-/// Sets the limit to its current value, because a lower one could end the supervisor.
+/// Sets the limit of processor time to its current value, because a lower limit could kill the supervisor.
 fn limit(pid: i32) -> Tried {
     let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
@@ -214,7 +214,7 @@ fn limit(pid: i32) -> Tried {
     Ok("limited".into())
 }
 
-/// Sets the priority to its current value.
+/// Sets the priority of a process to its current value.
 fn renice(pid: i32) -> Tried {
     let pid = pid as usize;
     let what = "change another's priority";
@@ -244,7 +244,7 @@ fn write_as_it_is(pid: i32, file: &str) -> Tried {
     Ok("written".into())
 }
 
-/// Sets the scheduling policy to its current value.
+/// Sets the supervisor's scheduling policy to its current value.
 fn reschedule_supervisor(to: &Targets) -> Tried {
     let pid = to.pid("supervisor")? as usize;
     let what = "change the supervisor's scheduling";
@@ -253,7 +253,7 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Sets the processor mask to its current value.
+/// Sets the processor mask of a process to its current value.
 fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
     let pid = pid as usize;
@@ -264,7 +264,7 @@ fn pin(pid: i32) -> Tried {
     Ok("changed".into())
 }
 
-/// Creates a sibling, which the parent would have to wait for.
+/// Creates a sibling of this process, which the parent would have to reap.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;

@@ -1,4 +1,4 @@
-//! Attempts to use more than a fair share. Every loop is bounded, for configurations without limits.
+//! Attempts to use more than a fair share. Every loop is bounded, because some configurations have no limits.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -31,7 +31,7 @@ const TOUCHED_BYTES: usize = 1 << 20;
 const FAR_BYTES: u64 = 1 << 40;
 const FILLED_BYTES: usize = 8 << 20;
 
-/// Maximum lifetime of a process that nothing ends.
+/// Time after which a process exits by itself, in seconds.
 const LIFETIME_S: u64 = 60;
 
 fn open_many_descriptors() -> Tried {
@@ -68,8 +68,8 @@ fn touch_much_memory() -> Tried {
     ))
 }
 
-/// Writes one byte far behind the end, which takes a single block. Runs on a thread that blocks SIGXFSZ,
-/// which the limit would otherwise raise.
+/// Writes one byte far beyond the end of a file, which uses a single block. Runs on a thread that blocks
+/// SIGXFSZ, because the signal would otherwise kill the process when the limit is exceeded.
 fn grow_a_file() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-large-{}", std::process::id()));
     let file = File::create(&path).at("make a file in the own temporary folder")?;
@@ -101,7 +101,7 @@ fn sleep() -> Result<(), Errno> {
     call(libc::SYS_nanosleep, [address(&time), 0]).map(drop)
 }
 
-/// Creates processes until the limit or the maximum number is reached, and then ends them.
+/// Creates processes until the limit or the maximum number is reached, and then kills them.
 fn make_many_processes() -> Tried {
     let (mut made, mut end) = (Vec::new(), Ok(()));
     while made.len() < PROCESSES && end.is_ok() {
@@ -140,8 +140,8 @@ fn leave_processes_behind() -> Tried {
     Ok(format!("left {LEFT}"))
 }
 
-/// Sets the core limit to 0. The kernel still passes dumps to a program in `core_pattern` with 0, but not
-/// with 1.
+/// Sets the core limit to 0. With a limit of 0, the kernel still passes dumps to a program in `core_pattern`.
+/// With a limit of 1, it does not.
 fn lower_the_dump_limit() -> Tried {
     let what = "set the limit of core dumps to 0";
     let mut before = [0_u64; 2];

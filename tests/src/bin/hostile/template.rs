@@ -12,13 +12,13 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlag
 
 use crate::calls::call;
 
-/// Lifetime of the siblings that it forks, if nothing else ends them.
+/// Time after which a forked sibling exits by itself, in seconds.
 const LIFETIME_S: u32 = 100;
 
 /// Number of siblings to fork.
 const SIBLINGS: usize = 50;
 
-/// Runs the misbehaviour `how`.
+/// Runs a template with the misbehaviour `how`.
 pub(crate) fn run(how: &str) -> ExitCode {
     match play(how) {
         Ok(()) => ExitCode::SUCCESS,
@@ -35,7 +35,7 @@ fn play(how: &str) -> io::Result<()> {
         "talks" => loop {
             say(TemplateMessage::Status("and so on"))?;
         },
-        // Sends oversized messages and an empty one.
+        // Sends an empty message, and then oversized messages without end.
         "shouts" => {
             say(TemplateMessage::Ready)?;
             next_order()?;
@@ -106,7 +106,7 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
-        // Keeps the descriptors of each worker. The workers exit at once.
+        // Keeps the descriptors of each worker. The workers exit immediately.
         "keeps-descriptors" => {
             say(TemplateMessage::Ready)?;
             let mut kept = Vec::new();
@@ -147,7 +147,7 @@ fn say(word: TemplateMessage<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next order to fork a worker.
+/// Waits for the next order to fork a worker. Returns the worker's number.
 fn next_order() -> io::Result<u64> {
     next_order_with_descriptors().map(|(worker, _)| worker)
 }

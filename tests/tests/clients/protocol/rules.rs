@@ -1,5 +1,5 @@
-//! Tests of the sentences in `docs/protocol.md` about unusual behaviour. Each test runs a worker or a client
-//! that behaves so.
+//! Tests of the rules in `docs/protocol.md` about unusual behaviour. Each test runs a worker or a client with this
+//! behaviour. The quotations are from the page.
 
 use std::fs::OpenOptions;
 
@@ -7,8 +7,8 @@ use rustix::net::RecvFlags;
 
 use super::*;
 
-/// Payload small enough to be kept for another worker, and too large to be read by accident together with the
-/// header.
+/// Payload that is small enough for the supervisor to keep a copy for another worker, and too large to be read together
+/// with the header by accident.
 static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// Capability of a worker whose heartbeats do not depend on its handlers.
@@ -38,7 +38,7 @@ fn mark(name: &str) -> u64 {
     before
 }
 
-/// Leaves the first job in the state that `rule` names and aborts. A later worker serves jobs normally.
+/// Reads as much of the first job as `rule` says, and aborts. Later workers serve jobs normally.
 fn leave(worker: &mut Worker, rule: &str) {
     while !worker.has_bytes() {
         worker.send(HEARTBEAT, 0, empty(), b"");
@@ -137,7 +137,7 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
     }
 }
 
-/// Sends STOPPING while jobs are on their way, and serves further jobs until DRAIN.
+/// Sends STOPPING while the supervisor is still sending jobs, and serves these jobs until DRAIN.
 fn stop(worker: &mut Worker) {
     if mark("came") > 0 {
         return serve(worker);
@@ -149,8 +149,8 @@ fn stop(worker: &mut Worker) {
     mark("drained");
 }
 
-/// Without `DISPATCH_THREAD`: sends nothing for ten heartbeat intervals while a job runs, and nothing after
-/// the job.
+/// Sends nothing for ten heartbeat intervals while a job runs, and nothing after the job. The worker has no
+/// `DISPATCH_THREAD` capability.
 fn fall_silent(worker: &mut Worker) {
     let again = mark("came") > 0;
     let job = read_frame(&worker.socket).unwrap();
@@ -170,24 +170,24 @@ fn forever() -> ! {
 
 // Jobs begin once.
 
-/// "A job that is not idempotent is given to another worker only if ... nothing of it was read". Regression
-/// test: a worker read header and metadata, reported progress and died with the payload unread. The job was
-/// given to a worker four times.
+/// "Another worker gets a job ... of which a dead worker had read no byte and reported no progress". Regression test: a
+/// worker read header and metadata, reported progress and died without reading the payload. The job was sent to
+/// workers four times.
 #[test]
-fn partly_read_job_is_not_given_to_another_worker() {
+fn partly_read_job_is_not_rerun() {
     for rule in ["reads-a-byte", "reads-a-header", "peeks"] {
         let supervisor = start(rule, "");
         let mut client = Client::connect(&supervisor);
         let outcome = client.job(&format!("rules-{rule}"), "", &PAYLOAD);
         assert_eq!((outcome.kind(), outcome.attempts), ((CRASHED, CrashReason::Signal as u8), 1), "{rule}");
-        assert_eq!(outcome.executed, 2, "{rule}: it may have run");
+        assert_eq!(outcome.executed, 2, "{rule}: it is unknown whether the job ran");
         assert_eq!(client.job(&format!("rules-{rule}"), "", b"next").kind(), (OK, 0), "{rule}");
         assert_eq!((supervisor.file_bytes("came"), supervisor.file_bytes("begun")), (2, 1), "{rule}");
     }
 }
 
 #[test]
-fn a_job_of_which_nothing_was_read_is_the_next_workers() {
+fn unread_job_goes_to_next_worker() {
     let supervisor = start("reads-nothing", "");
     let outcome = Client::connect(&supervisor).job("rules-reads-nothing", "", &PAYLOAD);
     assert_eq!((outcome.kind(), outcome.attempts, outcome.payload.len()), ((OK, 0), 1, PAYLOAD.len()));
@@ -196,7 +196,7 @@ fn a_job_of_which_nothing_was_read_is_the_next_workers() {
 
 /// A worker dies with one job begun and another job unread.
 #[test]
-fn what_was_read_and_what_was_not_are_told_apart() {
+fn worker_death_requeues_only_unread_jobs() {
     let supervisor = start("reads-one-of-two", "max_in_flight = 2");
     let mut client = Client::connect(&supervisor);
     for (number, payload) in [(1, &b"read"[..]), (2, &PAYLOAD)] {
@@ -209,9 +209,9 @@ fn what_was_read_and_what_was_not_are_told_apart() {
     assert_eq!(supervisor.file_bytes("begun"), 1);
 }
 
-/// "One that only closes its descriptor is found by its heartbeats".
+/// The worker closes its descriptor and continues to run, so its heartbeats are missing.
 #[test]
-fn a_worker_that_closes_its_descriptor_and_lives_on_is_found() {
+fn worker_with_closed_link_counts_as_hung() {
     let supervisor = start("closes", "health = { heartbeat = \"200ms\", missed = 3 }");
     let outcome = Client::connect(&supervisor).job("rules-closes", "", b"");
     assert_eq!(outcome.kind(), (CRASHED, CrashReason::Hung as u8));
@@ -222,36 +222,45 @@ fn a_worker_that_closes_its_descriptor_and_lives_on_is_found() {
 
 /// "There is no half-close".
 #[test]
-fn a_client_that_shuts_its_writing_side_has_gone() {
+fn half_closed_client_counts_as_disconnected() {
     let supervisor = start("waits", "");
     let mut client = Client::connect(&supervisor);
     client.send(SUBMIT, 1, submit("rules-waits", "").end(), b"");
     wait_for("the job runs", || (supervisor.file_bytes("begun") == 1).then_some(()));
     client.socket.shutdown(std::net::Shutdown::Write).unwrap();
-    assert!(read_frame(&client.socket).is_none(), "no outcome, and an end");
+    assert!(read_frame(&client.socket).is_none(), "the connection ends without an outcome");
     supervisor.wait_number("rules-waits", "cancelled", 1);
-    wait_for("its worker is told", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
+    wait_for("the worker gets the cancellation", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
 }
 
-/// "Anything but 0 counts as 1", "a number that is not under way means nothing".
+/// "anything but 0 counts as 1". Cancelling an unknown job number has no effect.
 #[test]
-fn odd_values_of_a_client() {
+fn unusual_client_values_are_accepted() {
     let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");
     let mut client = Client::connect(&supervisor);
     let meta = Meta::default().text("rules-reads-a-byte").text("").text("").u64(0).u8(1).u8(2).u32(0);
     client.send(CANCEL, 1, empty(), b"");
     client.send(SUBMIT, 1, meta.end(), b"twice");
     let outcome = client.outcome();
-    assert_eq!((outcome.kind(), outcome.attempts), ((OK, 0), 2), "tried again as one that is idempotent");
+    assert_eq!(
+        (outcome.kind(), outcome.attempts),
+        ((OK, 0), 2),
+        "the job was retried because it is idempotent"
+    );
     for number in [1, 77, u64::MAX] {
         client.send(CANCEL, number, empty(), b"");
     }
-    assert_eq!(client.job("rules-reads-a-byte", "", b"").kind(), (OK, 0), "nothing came in between");
+    assert_eq!(
+        client.job("rules-reads-a-byte", "", b"").kind(),
+        (OK, 0),
+        "the cancellations have no effect on later jobs"
+    );
 }
 
-/// "Dropped and counted"; "`retryable` is true if it is not 0, and any `fault` but 1 is the dependency's".
+/// "An answer for an unknown or answered job is dropped and counted". A nonzero `retryable` counts as true. A `fault`
+/// other than 0 or 1 counts as the dependency's.
 #[test]
-fn odd_values_of_a_worker() {
+fn unusual_worker_values_are_accepted() {
     let supervisor = start("strays", "");
     let mut client = Client::connect(&supervisor);
     let outcome = client.job("rules-strays", "", b"");
@@ -261,9 +270,9 @@ fn odd_values_of_a_worker() {
     assert_eq!(supervisor.number("rules-strays", "restarts"), 0);
 }
 
-/// "The worker reads on up to DRAIN, finishes all that came, and exits".
+/// "It reads up to DRAIN, finishes all jobs that arrived, and exits with status 0".
 #[test]
-fn a_worker_that_stops_loses_no_job_that_is_on_its_way() {
+fn stopping_worker_finishes_all_received_jobs() {
     let supervisor = start("stops", "max_in_flight = 8\nmax_queue = 100");
     let mut client = Client::connect(&supervisor);
     for number in 1..=50 {
@@ -274,13 +283,13 @@ fn a_worker_that_stops_loses_no_job_that_is_on_its_way() {
         outcomes.iter().all(|outcome| outcome.kind() == (OK, 0) && outcome.attempts == 1),
         "{outcomes:?}"
     );
-    wait_for("it is drained", || (supervisor.file_bytes("drained") == 1).then_some(()));
+    wait_for("the worker is drained", || (supervisor.file_bytes("drained") == 1).then_some(()));
     supervisor.wait_number("rules-stops", "crashed", 0);
 }
 
-/// "Without it, it is from READY on, as long as the worker has no job".
+/// "Otherwise they are required after READY, while the worker has no job".
 #[test]
-fn heartbeats_without_a_dispatch_thread_are_demanded_while_idle() {
+fn idle_worker_without_heartbeats_counts_as_hung() {
     let supervisor = start("falls-silent", "health = { heartbeat = \"200ms\", missed = 2 }");
     // The worker gets its job as soon as it is ready, before a heartbeat can be missed.
     let outcome = Client::connect(&supervisor).job("rules-falls-silent", "", b"");

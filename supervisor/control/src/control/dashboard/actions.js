@@ -109,7 +109,7 @@ function describeChanges({ bulkheads, supervisor, access, ignored }) {
     const keys = one.keys.length ? `: ${one.keys.join(', ')}` : '';
     const replaced = one.replaces_workers ? '; the workers are replaced one after the other' : '';
     const live = one.live_dropped ?? [];
-    const dropped = live.length ? `; live values dropped, because they conflict with the file: ${live.join(', ')}` : '';
+    const dropped = live.length ? `; values set at runtime were dropped because they conflict with the configuration file: ${live.join(', ')}` : '';
     return `${one.bulkhead} ${one.change}${keys}${replaced}${dropped}`;
   });
   if (supervisor.length) lines.push(`[supervisor]: ${supervisor.join(', ')}`);

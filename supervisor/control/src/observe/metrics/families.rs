@@ -1,5 +1,5 @@
-//! Table of all metrics: name, kind, labels, help text and source. The renderer and the documentation use
-//! this table.
+//! Table of all metrics, with name, kind, labels, help text and source. The metrics page and the
+//! documentation are generated from this table.
 
 use bulkhead_plane::scrape::BulkheadNumbers;
 
@@ -7,7 +7,7 @@ use super::own_process::OwnProcess;
 use super::text::{FamilyInfo, Kind, Page};
 use super::{MetricInputs, write_histogram};
 
-/// A metric with all its label values.
+/// A metric family: a metric with all combinations of label values.
 #[derive(Debug)]
 pub(super) struct Family {
     pub(super) info: FamilyInfo,
@@ -17,22 +17,23 @@ pub(super) struct Family {
 /// Source of a family's samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum SampleSource {
-    /// A sample for each bulkhead.
+    /// One sample for each bulkhead.
     Single(fn(&BulkheadNumbers) -> u64),
-    /// A sample for some of the bulkheads.
+    /// One sample for each bulkhead for which the function returns a value.
     Optional(fn(&BulkheadNumbers) -> Option<u64>),
     /// Several samples for each bulkhead.
     Several(fn(&mut Page, &BulkheadNumbers)),
-    /// Samples of the supervisor.
+    /// Samples that do not belong to a bulkhead.
     Global(fn(&mut Page, &MetricInputs<'_>)),
-    /// A sample from `/proc` about the supervisor's process, if available.
+    /// One sample about the supervisor's process, read from `/proc`. Omitted if it is not available.
     Process(fn(&OwnProcess) -> Option<f64>),
 }
 
-/// Declares the families, one row each: kind, name, labels, source and help text.
+/// Declares the metric families. Each row contains the kind, name, labels, source and help text of one
+/// family.
 macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $source:ident $from:expr, $help:literal;)*) => {
-        /// All families, in the order of the output.
+        /// All metric families, in the order in which they are written.
         pub(super) static ALL: &[Family] = &[$(Family {
             info: FamilyInfo { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
             source: SampleSource::$source($from),
@@ -42,9 +43,10 @@ macro_rules! families {
 
 families! {
     Counter "bulkhead_submitted" ["bulkhead", "priority"] Several super::write_submitted,
-        "Submitted jobs, with any outcome.";
+        "Submitted jobs, whatever their outcome.";
     Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Several super::write_jobs,
-        "Jobs by outcome, with rejected jobs. A job counts in the bulkhead to which the client sent the job.";
+        "Jobs by outcome, including rejected jobs. A job counts in the bulkhead to which the client sent the \
+         job.";
     Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Several super::write_rejected,
         "Rejected and evicted jobs by reason. For best-effort and critical, the series begin with the first such job.";
     Counter "bulkhead_crashed" ["bulkhead", "reason"] Several super::write_crashed,
@@ -58,17 +60,18 @@ families! {
     Counter "bulkhead_retries" ["bulkhead"] Single |of| of.counters.retries,
         "Jobs dispatched to another worker because the first worker died.";
     Counter "bulkhead_worker_restarts" ["bulkhead", "cause"] Several super::write_restarts,
-        "Workers that followed another worker, by how the previous worker ended.";
+        "Workers that replaced another worker, by how the previous worker ended.";
     Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"] Several super::write_transitions,
         "State changes of the breaker.";
     Counter "bulkhead_late_replies" ["bulkhead"] Single |of| of.counters.late_replies,
-        "Replies of workers to jobs that were already answered or that the worker never had.";
+        "Replies from workers for jobs that already had an outcome or that the worker never had.";
     Counter "bulkhead_config_reloads" ["result"] Global super::write_reloads,
         "Attempts to reload the configuration, by result.";
     Gauge "bulkhead_active_calls" ["bulkhead"] Single |of| of.active,
-        "Jobs that a worker has and for which a client waits.";
+        "Jobs that a worker has and for which a client is waiting.";
     Gauge "bulkhead_limit" ["bulkhead"] Single |of| of.limit,
-        "Maximum number of concurrent jobs now: max_in_flight for each ready worker, at most the adaptive limit.";
+        "Current maximum number of concurrent jobs: max_in_flight for each ready worker, but at most the \
+         adaptive limit.";
     Gauge "bulkhead_adaptive_limit" ["bulkhead"] Optional |of| Some(of.adaptive.as_ref()?.limit),
         "Adaptive limit; with mode = monitor, the limit that would apply. Absent without an adaptive limit.";
     Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Several super::write_adaptive_changes,
@@ -78,9 +81,11 @@ families! {
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Single |of| of.queue_capacity,
         "Maximum number of queued jobs. With isolated tenants: the sum over all tenants with workers.";
     Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_fallback, of.counters.elsewhere),
-        "Jobs that a fallback has now and whose outcome will count here. Absent without a fallback.";
+        "Jobs of this bulkhead that a fallback has now and whose outcome will count here. Absent without a \
+         fallback.";
     Gauge "bulkhead_jobs_guests" ["bulkhead"] Optional |of| super::number_if_possible(of.possible.has_guests, of.counters.guests),
-        "Jobs that are active or queued here as a fallback and count elsewhere. Absent if this bulkhead is no fallback.";
+        "Jobs of other bulkheads that are active or queued here as their fallback. Absent if this bulkhead \
+         is not a fallback.";
     Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Several super::write_breaker,
         "1 for the state of the breaker, 0 for all other possible states. With several breakers: the most severe state.";
     Gauge "bulkhead_state" ["bulkhead", "state"] Several super::write_state,
@@ -94,7 +99,8 @@ families! {
     Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] Global super::write_memory,
         "Resident memory of the worker in a slot, in bytes; 0 without a worker.";
     Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Optional |of| of.memory_limit,
-        "Memory limit of a worker: the lower of cgroup.memory and recycle.rss, in bytes. Absent without either.";
+        "Memory limit of a worker in bytes: the lower of cgroup.memory and recycle.rss. Absent if neither is \
+         set.";
     Gauge "bulkhead_clients" [] Global |page, inputs| page.sample(&[], inputs.scrape.clients),
         "Connections to the jobs socket.";
     Gauge "bulkhead_buffered_bytes" [] Global |page, inputs| page.sample(&[], inputs.scrape.buffered_bytes),
@@ -104,13 +110,13 @@ families! {
     Gauge "bulkhead_build_info" ["version"] Global |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
         "Always 1; the version is in the label.";
     Gauge "bulkhead_config_last_reload_successful" [] Global |page, inputs| page.sample(&[], u8::from(inputs.reloads.was_successful)),
-        "1 if the last configuration that was read is in force.";
+        "1 if the configuration that was read last is in force, otherwise 0.";
     Histogram "bulkhead_queue_wait_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.queue_wait),
         "Time that accepted jobs waited, including jobs that never ran.";
     Histogram "bulkhead_execution_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.execution),
-        "Time that workers had a job until the answer, summed over all attempts.";
+        "Time that workers had a job until they replied, summed over all attempts.";
     Histogram "bulkhead_job_duration_seconds" ["bulkhead"] Several |page, of| write_histogram(page, of, &of.counters.duration),
-        "Time from the arrival of an accepted job to the answer.";
+        "Time from the arrival of an accepted job to its outcome.";
     Counter "process_cpu_seconds" [] Process |own| Some(own.cpu_seconds),
         "CPU time of the supervisor process, in seconds.";
     Gauge "process_open_fds" [] Process |_| OwnProcess::open_fds(),

@@ -1,4 +1,4 @@
-//! Resource usage of the supervisor's own process, from `/proc`.
+//! Reads the resource usage of the supervisor's own process from `/proc`.
 
 use std::fs;
 use std::sync::OnceLock;
@@ -6,23 +6,22 @@ use std::sync::OnceLock;
 use bulkhead_linux::process_tree::read_proc_file;
 use rustix::process::{Resource, getrlimit};
 
-/// Usage in the units of the metrics.
+/// Resource usage of the process, in the units that the metrics use.
 pub(super) struct OwnProcess {
     pub(super) cpu_seconds: f64,
     pub(super) virtual_bytes: f64,
     pub(super) resident_bytes: f64,
     pub(super) threads: f64,
-    /// Seconds from boot to the start of the process.
+    /// Time from the boot of the machine to the start of the process, in seconds.
     started_after: f64,
 }
 
 impl OwnProcess {
-    /// Reads `/proc/self/stat`; `None` without `/proc`.
+    /// Reads `/proc/self/stat`. Returns `None` if `/proc` is not mounted.
     pub(super) fn read() -> Option<Self> {
         let stat = read_proc_file("/proc/self/stat").ok()?;
         let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
-        // Field numbers follow proc_pid_stat(5), which counts from 1. The third field is the first after the
-        // name.
+        // Fields are numbered from 1, as in proc_pid_stat(5). The first field after the name is field 3.
         let field = |number: usize| Some(fields.get(number - 3)?.parse::<u64>().ok()? as f64);
         let ticks = rustix::param::clock_ticks_per_second().max(1) as f64;
         Some(Self {
@@ -34,8 +33,8 @@ impl OwnProcess {
         })
     }
 
-    /// Returns the number of open descriptors. Since Linux 6.2 this is the size of the folder, which is 0
-    /// before.
+    /// Returns the number of open descriptors. Since Linux 6.2, the size of `/proc/self/fd` is this number.
+    /// Before Linux 6.2, the size is 0, and the entries are counted.
     pub(super) fn open_fds() -> Option<f64> {
         let folder = "/proc/self/fd";
         match fs::metadata(folder).ok()?.len() {
@@ -53,8 +52,8 @@ impl OwnProcess {
     }
 }
 
-/// Returns the boot time in seconds since 1970. Cached, because the kernel counts all interrupts of all
-/// processors to produce `/proc/stat`.
+/// Returns the boot time of the machine in seconds since 1970. The value is cached, because reading
+/// `/proc/stat` is slow: the kernel adds up the interrupts of all processors.
 fn booted_at() -> Option<u64> {
     static BOOTED_AT: OnceLock<Option<u64>> = OnceLock::new();
     *BOOTED_AT.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! The two text formats: OpenMetrics 1.0 and the older Prometheus text format 0.0.4.
+//! Text formats for metrics: OpenMetrics 1.0, and the older Prometheus text format 0.0.4.
 
 use std::fmt::{Display, Write as _};
 
@@ -8,7 +8,7 @@ use bulkhead_shared::vocabulary;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     OpenMetrics,
-    /// `text/plain; version=0.0.4`.
+    /// The Prometheus format, `text/plain; version=0.0.4`.
     Classic,
 }
 
@@ -20,8 +20,8 @@ impl Format {
         }
     }
 
-    /// Selects the format with the highest weight in an `Accept` header; between equal weights, the first.
-    /// Defaults to OpenMetrics.
+    /// Selects the format with the highest weight in an `Accept` header. If weights are equal, selects the
+    /// format that comes first. The default is OpenMetrics.
     pub(crate) fn from_accept(accept: &str) -> Self {
         let mut best = None;
         for range in accept.split(',') {
@@ -33,7 +33,8 @@ impl Format {
         best.map_or(Self::OpenMetrics, |(format, _)| format)
     }
 
-    /// Parses one media range with its parameters; `None` if it matches neither format.
+    /// Parses one media range of an `Accept` header. Returns the matching format with its weight, or `None`
+    /// if the range matches neither format.
     fn from_media_range(range: &str) -> Option<(Self, f64)> {
         let mut parts = range.split(';').map(str::trim);
         let kind = parts.next()?.to_ascii_lowercase();
@@ -57,32 +58,32 @@ impl Format {
 vocabulary! {
     /// Kind of a metric family.
     Kind {
-        /// Only grows. The names of its samples end in `_total`.
+        /// A number that only grows. The names of the samples end in `_total`.
         Counter = "counter",
         Gauge = "gauge",
         Histogram = "histogram",
     }
 }
 
-/// Metadata of a family.
+/// Name, kind, labels and help text of a metric family.
 #[derive(Debug)]
 pub(super) struct FamilyInfo {
-    /// Name without `_total`.
+    /// Name of the family, without the suffix `_total`.
     pub(super) name: &'static str,
     pub(super) kind: Kind,
     pub(super) labels: &'static [&'static str],
     pub(super) help: &'static str,
 }
 
-/// Initial capacity, for a page with a few bulkheads.
+/// Initial capacity of a page in bytes, which is enough for a few bulkheads.
 const PAGE_BYTES: usize = 256 * 1024;
 
-/// A page that is being written.
+/// Builder for a page of metrics.
 pub(super) struct Page {
     format: Format,
     text: String,
     family: Option<&'static FamilyInfo>,
-    /// Buffer for the common prefix of a group of lines, kept to reuse its allocation.
+    /// Buffer for the common prefix of a group of lines. Kept in the page, so that the allocation is reused.
     common: String,
     #[cfg(test)]
     pub(super) families: Vec<&'static str>,
@@ -100,7 +101,7 @@ impl Page {
         }
     }
 
-    /// Begins a family. The following samples belong to it.
+    /// Begins a metric family, to which the following samples belong.
     pub(super) fn family(&mut self, family: &'static FamilyInfo) {
         #[cfg(test)]
         self.families.push(family.name);
@@ -130,7 +131,7 @@ impl Page {
         self.lines("_bucket", values, "le", counts);
     }
 
-    /// Returns the suffix of sample names in the current family.
+    /// Returns the suffix of all sample names in the current family.
     fn suffix(&self) -> &'static str {
         match self.family {
             Some(FamilyInfo { kind: Kind::Counter, .. }) => "_total",
@@ -147,8 +148,8 @@ impl Page {
         self.write(format_args!("{number}\n"));
     }
 
-    /// Writes lines that differ only in the last label. Formats the common prefix once, because there are
-    /// thousands of these lines.
+    /// Writes lines that differ only in the value of the last label. The common prefix is formatted only
+    /// once, because a page can have thousands of such lines.
     fn lines<'v>(
         &mut self,
         suffix: &str,
@@ -173,7 +174,7 @@ impl Page {
     }
 
     fn write(&mut self, text: std::fmt::Arguments<'_>) {
-        // Writing to a string does not fail.
+        // Writing to a `String` cannot fail.
         let _ = self.text.write_fmt(text);
     }
 
@@ -200,7 +201,8 @@ fn begin(text: &mut String, family: &FamilyInfo, suffix: &str, values: &[&str]) 
     }
 }
 
-/// Escapes a label value. Clients choose the names of tenants, which can contain anything except for NUL.
+/// Writes a label value with special characters escaped. Names of tenants can contain any characters except
+/// for NUL.
 fn push_escaped(text: &mut String, value: &str) {
     if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
         text.push_str(value);
@@ -221,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn selects_format_by_accept_header() {
+    fn accept_header_selects_metrics_format() {
         let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,\
                           application/openmetrics-text;version=0.0.1;q=0.5,\
                           text/plain;version=1.0.0;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
@@ -250,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn escapes_hostile_label_values() {
+    fn hostile_label_values_are_escaped() {
         static FAMILY: FamilyInfo =
             FamilyInfo { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
         for format in [Format::OpenMetrics, Format::Classic] {

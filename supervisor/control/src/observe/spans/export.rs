@@ -1,5 +1,5 @@
-//! Export of spans to a collector: queueing, sending, and retries. The number of spans in memory is bounded,
-//! whatever the collector does.
+//! Exports spans to a collector. Queues spans, sends them in batches, and retries after failures. The number
+//! of spans in memory is limited, regardless of what the collector does.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,23 +12,23 @@ use tokio::time::Instant;
 use super::otlp::{Collector, SendError};
 use bulkhead_plane::span::JobSpan;
 
-/// Maximum number of spans per message.
+/// Maximum number of spans per message to the collector.
 const BATCH_SPANS: usize = 512;
 
 /// Maximum number of spans in the queue. Further spans are dropped and counted.
 const QUEUED_SPANS_MAX: usize = 4096;
 
-/// Maximum time for which a span waits for others before a message is sent.
+/// Maximum time that a span waits for further spans before a message is sent.
 const BATCH_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Pause after a failure. It doubles with each consecutive failure.
+/// Minimum and maximum pause after a failure. The pause doubles with each consecutive failure.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// Time limit at shutdown for sending the remaining spans.
+/// Maximum time, at shutdown, for sending the remaining spans.
 const EXPORT_FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A message and its number of spans.
+/// An encoded message, and the number of spans in the message.
 struct Batch {
     body: Bytes,
     spans: usize,
@@ -37,9 +37,9 @@ struct Batch {
 pub(super) struct Export {
     collector: Arc<Collector>,
     queued_spans: VecDeque<Box<JobSpan>>,
-    /// Arrival time of the oldest waiting span.
+    /// Time when the oldest span in the queue arrived.
     oldest_at: Instant,
-    /// Encoded spans that the collector has not accepted yet.
+    /// Message that is being sent or must be sent again, because the collector has not accepted it yet.
     batch: Option<Batch>,
     sending: Option<JoinHandle<Result<(), SendError>>>,
     /// Earliest time of the next attempt after a failure.
@@ -80,7 +80,7 @@ impl Export {
         self.queued_spans.push_back(span);
     }
 
-    /// Performs the next step when it is due. Cancellation-safe.
+    /// Waits until the next step is due, and performs the step. Cancel safe.
     pub(super) async fn step(&mut self) {
         let due = self.due();
         match (&mut self.sending, due) {
@@ -96,7 +96,7 @@ impl Export {
         }
     }
 
-    /// Returns when the next message is due.
+    /// Returns the time when the next message is due, or `None` if there are no spans.
     fn due(&self) -> Option<Instant> {
         let is_full = self.batch.is_some() || self.queued_spans.len() >= BATCH_SPANS;
         match (is_full, self.queued_spans.is_empty()) {
@@ -124,7 +124,7 @@ impl Export {
             self.pause = PAUSE_MIN;
             return;
         };
-        // Logs only the first of consecutive failures. Lost spans are reported separately.
+        // Only the first of several consecutive failures is logged. Lost spans are reported separately.
         if self.pause == PAUSE_MIN {
             tracing::warn!("failed to send spans of jobs to {}: {error}", self.collector);
         }
@@ -135,9 +135,10 @@ impl Export {
         }
     }
 
-    /// Sends the remaining spans within a time limit.
+    /// Sends the remaining spans. Drops those that cannot be sent within the time limit.
     pub(super) async fn finish(&mut self) {
-        // A collector that has been failing is unlikely to accept the spans now, so they are dropped.
+        // If the last message failed, the collector is unlikely to accept the remaining spans, so they are
+        // dropped.
         let last_send_succeeded = self.pause == PAUSE_MIN;
         if last_send_succeeded {
             let _ = tokio::time::timeout(EXPORT_FINISH_TIMEOUT, self.send_all()).await;
@@ -146,7 +147,7 @@ impl Export {
         self.queued_spans.clear();
     }
 
-    /// Sends until the first failure.
+    /// Sends all remaining spans. Stops at the first failure.
     async fn send_all(&mut self) {
         while self.sending.is_some() || self.batch.is_some() || !self.queued_spans.is_empty() {
             if self.sending.is_none() {
@@ -206,15 +207,15 @@ mod tests {
     }
 
     #[test]
-    fn bounds_queue_and_counts_lost_spans() {
+    fn full_span_queue_counts_lost_spans() {
         let mut export = export();
         (0..QUEUED_SPANS_MAX + 10).for_each(|_| export.add(span()));
         assert_eq!((export.queued_spans.len(), export.lost()), (QUEUED_SPANS_MAX, 10));
     }
 
-    /// A few spans wait for others. A full batch is due at once.
+    /// Also checks that an incomplete batch waits for more spans, and that a full batch is due immediately.
     #[test]
-    fn batches_spans_and_pauses_after_failures() {
+    fn failed_span_export_is_retried_after_pause() {
         let mut export = export();
         assert_eq!(export.due(), None);
         export.add(span());
@@ -224,7 +225,7 @@ mod tests {
 
         export.batch = Some(Batch { body: Bytes::new(), spans: 3 });
         export.sent(Err(SendError::ended()));
-        assert!(export.batch.is_some() && export.lost() == 0, "it is tried again");
+        assert!(export.batch.is_some() && export.lost() == 0, "the batch is kept for another attempt");
         assert_eq!((export.due(), export.pause), (Some(export.retry_at), 2 * PAUSE_MIN));
         (0..20).for_each(|_| export.sent(Err(SendError::ended())));
         assert_eq!(export.pause, PAUSE_MAX);

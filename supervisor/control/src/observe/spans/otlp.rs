@@ -1,5 +1,5 @@
-//! The subset of the OpenTelemetry protocol for spans of jobs: OTLP/HTTP with JSON. The collector is
-//! configured by the environment variables that all exporters share.
+//! The subset of the OpenTelemetry protocol (OTLP/HTTP with JSON) that is needed to send spans of jobs. The
+//! collector is configured with the standard environment variables of OpenTelemetry exporters.
 
 use std::fmt;
 use std::pin::pin;
@@ -14,30 +14,31 @@ use tokio::net::TcpStream;
 use super::millis;
 use bulkhead_plane::span::JobSpan;
 
-/// Complete address of the collector.
+/// Environment variable with the complete URL of the collector.
 const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 
-/// Base address of the collector, to which the path for spans is appended.
+/// Environment variable with the base URL of the collector, to which the path for spans is appended.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
-/// Service name of the spans.
+/// Environment variable with the service name of the spans.
 const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 
 const SERVICE_NAME_DEFAULT: &str = "bulkhead";
 
-/// Time limit for a message, from the resolution of the collector's address to the response.
+/// Maximum time for sending a message, from resolving the address of the collector to receiving the response.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// `SPAN_KIND_SERVER`.
+/// Value of `SPAN_KIND_SERVER` in OTLP.
 const KIND_SERVER: u32 = 2;
 
-/// `STATUS_CODE_ERROR`.
+/// Value of `STATUS_CODE_ERROR` in OTLP.
 const STATUS_ERROR: u32 = 2;
 
-/// Flags of the span: sampled, and the parent is known to be in another process.
+/// Flags of each span. They say that the span is sampled, and that the parent span is known to be in another
+/// process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
-/// The collector of spans.
+/// Address of the collector, and the service name of the spans.
 #[derive(Debug)]
 pub(super) struct Collector {
     endpoint: Uri,
@@ -46,12 +47,12 @@ pub(super) struct Collector {
     service: String,
 }
 
-/// Error when the collector did not accept a message.
+/// Error if a message could not be sent or the collector did not accept it.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub(super) struct SendError {
     why: String,
-    /// True if the message can be sent again later.
+    /// True if sending the message again later can succeed.
     pub(super) is_retryable: bool,
 }
 
@@ -60,7 +61,7 @@ impl SendError {
         Self { why: why.to_string(), is_retryable: true }
     }
 
-    /// The task that sent the message has ended.
+    /// Returns the error for a message whose sending task has ended early.
     pub(super) fn ended() -> Self {
         Self::retryable("the request was interrupted")
     }
@@ -73,7 +74,8 @@ impl fmt::Display for Collector {
 }
 
 impl Collector {
-    /// Reads the collector from the environment, if one is set. The error is a message for the log.
+    /// Returns the collector that environment variables configure, or `None` if they configure none. An error
+    /// is a message for the log.
     pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let read = |name| variable(name).filter(|value| !value.is_empty());
         let (name, address) = match (read(TRACES_ENDPOINT), read(ENDPOINT)) {
@@ -81,14 +83,15 @@ impl Collector {
             (None, Some(base)) => (ENDPOINT, format!("{}/v1/traces", base.trim_end_matches('/'))),
             (None, None) => return Ok(None),
         };
-        let endpoint: Uri = address.parse().map_err(|error| format!("{name} is no address: {error}"))?;
+        let endpoint: Uri =
+            address.parse().map_err(|error| format!("{name} is not a valid address: {error}"))?;
         if endpoint.scheme_str() != Some("http") {
             return Err(format!(
                 "{name} must start with http://, because encryption is not supported: use a collector on this \
                  machine, which can forward the spans"
             ));
         }
-        let authority = endpoint.authority().ok_or_else(|| format!("{name} names no host"))?;
+        let authority = endpoint.authority().ok_or_else(|| format!("the address in {name} has no host"))?;
         Ok(Some(Self {
             host: authority.host().to_owned(),
             port: authority.port_u16().unwrap_or(80),
@@ -97,7 +100,7 @@ impl Collector {
         }))
     }
 
-    /// Encodes a message with these spans.
+    /// Encodes a message that contains the given spans.
     pub(super) fn render(&self, spans: &[Box<JobSpan>]) -> Vec<u8> {
         let resource = attributes([("service.name", json!(self.service))]);
         let spans: Vec<Value> = spans.iter().map(|span| render(span)).collect();
@@ -113,11 +116,16 @@ impl Collector {
     pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
         let status = tokio::time::timeout(SEND_TIMEOUT, self.post(message))
             .await
-            .map_err(|_| SendError::retryable(format!("no response within {} s", SEND_TIMEOUT.as_secs())))?
+            .map_err(|_| {
+                SendError::retryable(format!(
+                    "the collector did not respond within {} s",
+                    SEND_TIMEOUT.as_secs()
+                ))
+            })?
             .map_err(SendError::retryable)?;
         match status {
             status if status.is_success() => Ok(()),
-            // The protocol defines these status codes as retryable.
+            // OTLP defines these status codes as retryable.
             StatusCode::TOO_MANY_REQUESTS
             | StatusCode::BAD_GATEWAY
             | StatusCode::SERVICE_UNAVAILABLE
@@ -126,9 +134,9 @@ impl Collector {
         }
     }
 
-    /// Uses one connection per message, because messages are few and large.
+    /// Sends a message on a new connection. Connections are not reused, because messages are few and large.
     async fn post(&self, message: Bytes) -> Result<StatusCode, Box<dyn std::error::Error + Send + Sync>> {
-        // Brackets around an IPv6 address belong to the URL, not to the host.
+        // Brackets around an IPv6 address are part of the URL, but not of the host name.
         let host = self.host.trim_start_matches('[').trim_end_matches(']');
         let socket = TcpStream::connect((host, self.port)).await?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket)).await?;
@@ -140,14 +148,14 @@ impl Collector {
         let (mut connection, mut response) = (pin!(connection), pin!(sender.send_request(request)));
         let response = tokio::select! {
             response = &mut response => response,
-            // The response may have arrived together with the end of the connection.
+            // If the connection has ended, the response may have arrived just before.
             _ = &mut connection => response.await,
         };
         Ok(response?.status())
     }
 }
 
-/// Returns the name of a span, which groups the spans of a bulkhead.
+/// Returns the name of a span, which is equal for all spans of a bulkhead.
 pub(super) fn name(span: &JobSpan) -> String {
     format!("job {}", span.bulkhead)
 }
@@ -190,13 +198,14 @@ fn render(span: &JobSpan) -> Value {
     })
 }
 
-/// Encodes attributes, each with its type. Null values are left out.
+/// Encodes attributes with their types. Null values are omitted.
 fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
     let one = |(key, value): (&str, Value)| {
         let value = match value {
             Value::Null => return None,
             Value::String(text) => json!({"stringValue": text}),
-            // The protocol's JSON encodes 64-bit integers as text, because some parsers have fewer bits.
+            // In JSON, OTLP encodes 64-bit integers as text, because some parsers only support smaller
+            // integers.
             Value::Number(number) if !number.is_f64() => json!({"intValue": number.to_string()}),
             number => json!({"doubleValue": number}),
         };
@@ -205,7 +214,7 @@ fn attributes<const N: usize>(values: [(&str, Value); N]) -> Vec<Value> {
     values.into_iter().filter_map(one).collect()
 }
 
-/// Returns nanoseconds since 1970 as text.
+/// Returns a time as the number of nanoseconds since 1970, in text form.
 fn nanos(at: SystemTime) -> String {
     at.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos().to_string()
 }
@@ -221,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_collector_from_environment() {
+    fn environment_variables_select_span_collector() {
         assert_eq!(find(&[]), Ok(None));
         assert_eq!(find(&[(ENDPOINT, ""), (SERVICE_NAME, "x")]), Ok(None));
         let found = |given: &[(&str, &str)]| find(given).unwrap().unwrap();
@@ -236,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_have_types() {
+    fn span_attributes_have_typed_values() {
         let all = [("a", json!("x")), ("b", json!(7)), ("c", json!(0.5)), ("d", Value::Null)];
         let reported = json!([
             {"key": "a", "value": {"stringValue": "x"}},

@@ -7,8 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use bulkhead_linux::errno;
 use rustix::io::Errno;
 
-/// Forks a child that is in the group `cgroup` and in new namespaces (flags of `clone`) from the start. Returns
-/// the child's pid, and zero in the child.
+/// Forks a child that starts in the control group `cgroup` and in the new namespaces that `namespaces`
+/// selects (flags of `clone`). Returns the child's pid, and zero in the child.
 ///
 /// # Safety
 ///
@@ -24,11 +24,11 @@ pub(crate) unsafe fn fork_into(
         // With `CLONE_PARENT` the child gets the exit signal of the caller.
         exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
-        // SAFETY: zero is valid for each of these numbers, and requests nothing.
+        // SAFETY: zero is valid for each of the remaining fields, and disables the feature.
         ..unsafe { std::mem::zeroed() }
     };
-    // SAFETY: like a fork, with a copy of all memory and without a separate stack. The caller guarantees the
-    // rest.
+    // SAFETY: works like `fork`. The child gets a copy of all memory, and no separate stack. The caller
+    // upholds the other requirements.
     match unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<libc::clone_args>()) } {
         -1 => Err(errno::last()),
         pid => Ok(pid as libc::pid_t),

@@ -14,22 +14,23 @@ use rustix::io::Errno;
 use super::parse;
 use super::{Failure, MOUNT_ADVICE, failure};
 
-/// Maximum size of a group's file, in bytes. The list of processes is the longest file.
+/// Maximum size of a file in a control group, in bytes. The longest one is `cgroup.procs`, the list of
+/// processes.
 const FILE_BYTES_MAX: usize = 64 * 1024;
 
-/// Maximum size of a file of `/proc`, in bytes. The list of mounts is the longest file, and has thousands of
+/// Maximum size of a file in `/proc`, in bytes. The longest one is the list of mounts, which has thousands of
 /// lines on busy machines.
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// Maximum depth of nested groups, and maximum number of steps down and up in one call. Bounds the work,
-/// because a process that may create groups can create any number of them.
+/// Maximum depth of nested groups, and maximum number of steps down and up in one call. The limits are
+/// necessary because a process that can create groups can create any number of them.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
-/// Type of the file system of cgroup v2.
+/// Magic number of the cgroup v2 file system.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Only the owner can change a group. All users can read it.
+/// Mode of a new group: only the owner can change the group, and all users can read it.
 const GROUP_MODE: Mode = Mode::from_raw_mode(0o755);
 
 /// An open control group.
@@ -84,7 +85,7 @@ impl Folder {
         }
     }
 
-    /// Returns the names of child groups for which `is_wanted` returns true, up to `max`.
+    /// Returns the names of at most `max` child groups for which `is_wanted` returns true.
     pub(super) fn children(
         &self,
         max: usize,
@@ -126,7 +127,7 @@ impl Folder {
         }
     }
 
-    /// Reads and parses a file.
+    /// Reads and parses a file of the group.
     pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
         let failed = |errno| self.failed("read", file, errno);
         let bytes = read_all(&self.descriptor, file, FILE_BYTES_MAX).map_err(failed)?;
@@ -142,7 +143,7 @@ impl Folder {
         self.read("cgroup.procs", parse::processes)
     }
 
-    /// Removes a child group and everything in it; see [`Folder::remove`].
+    /// Removes a child group and all groups inside it; see [`Folder::remove`].
     pub(super) fn remove_child(&self, name: &str) -> Result<bool, Failure> {
         match self.child(name) {
             Ok(child) => child.remove_from(&self.descriptor),
@@ -151,8 +152,9 @@ impl Folder {
         }
     }
 
-    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still running
-    /// in one of them, or if one call cannot remove all groups. The next call continues.
+    /// Removes this group and all groups in it, innermost first. Returns `false` if a process is still
+    /// running in one of the groups, or if there are more groups than one call can remove. In the latter
+    /// case, the next call continues.
     pub(super) fn remove(&self) -> Result<bool, Failure> {
         match open_folder(&self.descriptor, c"..") {
             Ok(parent) => self.remove_from(&parent),
@@ -192,7 +194,7 @@ impl Folder {
     }
 }
 
-/// Reads a file of `/proc`. Replaces bytes that are not UTF-8, because other processes choose them.
+/// Reads a file in `/proc`. Replaces invalid UTF-8, because other processes can choose parts of the text.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = read_all(rustix::fs::CWD, path, PROC_BYTES_MAX);
     let bytes = read.map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -213,7 +215,7 @@ fn read_all(at: impl AsFd, path: &str, max: usize) -> Result<Vec<u8>, Errno> {
     if bytes.len() > max { Err(Errno::FBIG) } else { Ok(bytes) }
 }
 
-/// True for errors that mean that the group has been removed.
+/// Returns true if the error means that the group has been removed.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }
@@ -229,8 +231,8 @@ fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, 
 }
 
 /// Removes all groups below `top`. Descends to a group without children, goes up one level and removes that
-/// group. So no path is too long for the kernel, and only the names on the way down are kept in memory. Returns
-/// `false` if groups are left.
+/// group. This keeps each path short enough for the kernel, and stores only the names on the way down.
+/// Returns `false` if groups are left.
 fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
     let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
     let mut path_down: Vec<CString> = Vec::new();

@@ -24,7 +24,7 @@ impl Leaf {
         self.folder.path()
     }
 
-    /// Returns the descriptor, for [`fork_into`](super::fork_into).
+    /// Returns the group's descriptor, which [`fork_into`](super::fork_into) needs.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }
@@ -35,13 +35,13 @@ impl Leaf {
     }
 
     /// Kills all processes in the group at once. No process can escape by forking, and frozen processes die
-    /// too.
+    /// as well.
     pub(crate) fn kill(&self) -> Result<(), Failure> {
         self.folder.write("cgroup.kill", "1")
     }
 
-    /// Returns the number of processes in the group that the kernel has killed because the group or the machine
-    /// was out of memory. Always 0 if the group does not account for memory.
+    /// Returns the number of processes in the group that the kernel has killed because the group or the
+    /// machine was out of memory. Always 0 if the kernel does not account for the group's memory.
     pub(crate) fn oom_kills(&self) -> Result<u64, Failure> {
         match self.folder.read("memory.events", parse::oom_kills) {
             Err(Failure { errno: Errno::NOENT, .. }) => Ok(0),
@@ -49,8 +49,8 @@ impl Leaf {
         }
     }
 
-    /// Removes the group, and all groups inside. Returns `false` if the group is not empty yet; try again
-    /// later. Does nothing if the group does not exist.
+    /// Removes the group and all groups inside it. Returns `false` if the group is not empty yet; in that
+    /// case, try again later. Returns `true` if the group does not exist.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()
     }

@@ -1,4 +1,4 @@
-//! The limits of a leaf, in the kernel's format.
+//! Resource limits of a worker's control group, in the kernel's format.
 
 use rustix::io::Errno;
 
@@ -8,35 +8,35 @@ use super::{Failure, failure};
 /// Limits for a worker and all its descendants together. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory in bytes. The worker gets no swap in addition.
+    /// Memory limit in bytes. The worker cannot use swap beyond this limit.
     pub(crate) memory_bytes: Option<u64>,
-    /// Number of processes and threads.
+    /// Maximum number of processes and threads.
     pub(crate) pids: Option<u64>,
-    /// Number of processor cores, at least [`CORES_MIN`].
+    /// Maximum processor time, as a number of cores. At least [`CORES_MIN`].
     pub(crate) cpu_cores: Option<f64>,
 }
 
-/// A file and its new content.
+/// A file of a control group, and the value to write to it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Setting {
     file: &'static str,
     value: String,
-    /// True if the file is missing on some kernels, and the limit works without the file.
+    /// True if some kernels lack the file, and the limit works without it.
     is_optional: bool,
 }
 
-/// Period in which the processor time of a group is limited, in µs. A very small share needs a longer period.
+/// Period to which the limit in `cpu.max` applies, in µs. A very low limit needs a longer period.
 const PERIOD_US: f64 = 100_000.0;
 
-/// Maximum period and minimum share that the kernel accepts, in µs.
+/// Maximum period and minimum quota that the kernel accepts, in µs.
 const PERIOD_US_MAX: f64 = 1_000_000.0;
 const QUOTA_US_MIN: f64 = 1_000.0;
 
-/// Minimum number of cores.
+/// Minimum value of [`Limits::cpu_cores`].
 const CORES_MIN: f64 = QUOTA_US_MIN / PERIOD_US_MAX;
 
 impl Limits {
-    /// Returns the controllers that these limits need.
+    /// Returns the names of the controllers that these limits need.
     pub(super) fn controllers(&self) -> Vec<&'static str> {
         let needed = [
             ("memory", self.memory_bytes.is_some()),
@@ -46,7 +46,7 @@ impl Limits {
         needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
     }
 
-    /// Returns all settings of a new leaf.
+    /// Returns the files to write in a new leaf, with their values.
     pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         let required = |file, value| Setting { file, value, is_optional: false };
         let optional = |file, value| Setting { file, value, is_optional: true };
@@ -55,8 +55,8 @@ impl Limits {
         let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
         if let Some(bytes) = self.memory_bytes {
             settings.push(required("memory.max", bytes.to_string()));
-            // Kills all processes of the group. By default the kernel would kill only one, and a worker without
-            // one of its processes does not work.
+            // Makes the kernel kill all processes of the group when memory runs out. By default, the kernel
+            // would kill only one process, and the others would not work without it.
             settings.push(required("memory.oom.group", "1".to_owned()));
             settings.push(optional("memory.swap.max", "0".to_owned()));
         }
@@ -81,14 +81,14 @@ impl Setting {
     }
 }
 
-/// Converts cores into quota and period, both in µs. Returns `None` for a share that is smaller than the
-/// kernel's minimum.
+/// Converts a number of cores into the value of `cpu.max`: quota and period, both in µs. Returns `None` if
+/// the quota would be below the kernel's minimum.
 fn cpu_max(cores: f64) -> Option<String> {
     if !cores.is_finite() || cores < CORES_MIN {
         return None;
     }
     let period = if cores * PERIOD_US < QUOTA_US_MIN { PERIOD_US_MAX } else { PERIOD_US };
-    // Rounded down to whole µs, but not below the kernel's minimum.
+    // The quota is rounded down to whole µs, but not below the kernel's minimum.
     let quota = (cores * period).floor().max(QUOTA_US_MIN);
     Some(format!("{quota:.0} {period:.0}"))
 }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_written_in_the_kernel_format() {
+    fn cgroup_limits_are_written_in_kernel_format() {
         let limits = Limits { memory_bytes: Some(512 << 20), pids: Some(32), cpu_cores: Some(1.5) };
         let expected = [
             ("cgroup.max.descendants", "0"),
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_are_converted_to_quota_and_period() {
+    fn cpu_cores_are_converted_to_quota_and_period() {
         let cases = [
             (1.0, "100000 100000"),
             (0.5, "50000 100000"),
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_share_below_the_minimum() {
+    fn cpu_limit_below_minimum_is_rejected() {
         let refused = Limits { cpu_cores: Some(0.0001), ..Limits::default() }.settings().unwrap_err();
         assert!(refused.attempted.contains("0.0001 processor cores"), "{refused}");
         assert_eq!(refused.errno, Errno::INVAL);

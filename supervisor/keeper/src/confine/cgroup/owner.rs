@@ -1,5 +1,5 @@
-//! The owner of a leaf. The name of the leaf identifies the owner, so that a later keeper recognises the leaves
-//! of a dead keeper.
+//! The keeper process that owns a leaf. The name of the leaf contains the owner's identity, so that a later
+//! keeper recognises the leaves of a dead keeper.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -8,13 +8,13 @@ use super::{Failure, failure};
 
 const PREFIX: &str = "bulkhead";
 
-/// Identity of a process. Unique although pids are reused, and although each pid namespace has separate pids.
+/// Identity of a process. Stays unique even if a pid is reused, or if another pid namespace has the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     /// Inode of the pid namespace.
     pub(super) namespace: u64,
     pub(super) pid: u32,
-    /// Start time, in the kernel's ticks since the boot.
+    /// Start time, in clock ticks since boot.
     pub(super) started: u64,
 }
 
@@ -28,13 +28,13 @@ impl Owner {
         Ok(Self { namespace: namespace.st_ino, pid, started })
     }
 
-    /// Returns the name of a leaf of this process.
+    /// Returns the name of the leaf that this process creates for `worker`.
     pub(super) fn leaf_name(&self, worker: u64) -> String {
         let Self { namespace, pid, started } = self;
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// Returns the keeper that created the leaf `name`, or `None` if this is not the name of a leaf.
+    /// Returns the keeper that created the leaf `name`, or `None` if `name` is not the name of a leaf.
     pub(super) fn from_leaf_name(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;
@@ -45,8 +45,8 @@ impl Owner {
         (owner.leaf_name(worker) == name).then_some(owner)
     }
 
-    /// True if the other process has certainly exited. Returns false for a process of another pid namespace,
-    /// because nothing is known about it.
+    /// Returns true if the other process has certainly exited. Returns false for a process in another pid
+    /// namespace, because this process cannot see it.
     pub(super) fn outlived(&self, other: &Self) -> bool {
         other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
     }
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leaf_name_identifies_its_owner() {
+    fn cgroup_leaf_name_identifies_its_keeper() {
         let owner = Owner { namespace: 4026531836, pid: 17, started: 42 };
         let name = owner.leaf_name(3);
         assert_eq!(name, "bulkhead-4026531836-17-42-3");
@@ -80,10 +80,10 @@ mod tests {
     }
 
     #[test]
-    fn only_dead_owners_in_the_same_namespace_are_stale() {
+    fn only_dead_keepers_in_same_namespace_are_stale() {
         let own = Owner::this_process().unwrap();
         assert!(!own.outlived(&own));
-        assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the number was used again");
+        assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the pid was reused");
         assert!(own.outlived(&Owner { pid: u32::MAX, ..own }));
         assert!(!own.outlived(&Owner { pid: u32::MAX, namespace: own.namespace + 1, ..own }));
     }

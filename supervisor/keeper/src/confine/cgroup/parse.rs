@@ -3,13 +3,13 @@
 
 use std::path::{Component, Path, PathBuf};
 
-/// True if `cgroup.events` reports a process in the group or below.
+/// Returns true if the text of `cgroup.events` reports a live process in the group or in a group below.
 pub(super) fn is_populated(text: &str) -> Option<bool> {
     number(text, "populated").filter(|number| *number <= 1).map(|number| number == 1)
 }
 
-/// Returns the number of processes killed because memory ran out, from `memory.events`. If a group is killed as
-/// a whole, each of its processes counts.
+/// Returns the number of processes killed because memory ran out, from the text of `memory.events`. If the
+/// kernel kills a whole group, each process of the group counts.
 pub(super) fn oom_kills(text: &str) -> Option<u64> {
     number(text, "oom_kill")
 }
@@ -28,17 +28,17 @@ fn number(text: &str, key: &str) -> Option<u64> {
     found
 }
 
-/// Parses digits only, because `parse` would accept a sign too.
+/// Parses a number that consists of digits only, because `parse` would also accept a sign.
 fn parse_digits<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
 }
 
-/// Parses pids in `cgroup.procs`.
+/// Parses the list of pids in `cgroup.procs`.
 pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
     text.lines().map(parse_digits).collect()
 }
 
-/// Parses names of controllers in `cgroup.controllers` and `cgroup.subtree_control`.
+/// Parses the names of controllers in `cgroup.controllers` or `cgroup.subtree_control`.
 pub(super) fn words(text: &str) -> Option<Vec<String>> {
     let is_name = |word: &str| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
     let words = text.strip_suffix('\n').unwrap_or(text).split(' ').filter(|word| !word.is_empty());
@@ -66,12 +66,13 @@ fn group_path_in_mount(line: &str, cgroup: &Path) -> Option<PathBuf> {
     Some(Path::new(&place).components().chain(below.components()).collect())
 }
 
-/// True if a path stays below the root. Groups outside of this process's namespace start with `/..`.
+/// Returns true if a path stays below the root folder. The paths of groups outside of this process's cgroup
+/// namespace start with `/..`.
 fn is_below(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)
 }
 
-/// Decodes the kernel's escapes of spaces, tabs, line ends and backslashes in `mountinfo`.
+/// Decodes the kernel's escape sequences for spaces, tabs, line ends and backslashes in `mountinfo`.
 fn unescape(field: &str) -> Option<String> {
     let mut parts = field.split('\\');
     let mut text = parts.next()?.to_owned();
@@ -88,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_report_populated_groups() {
+    fn cgroup_events_show_whether_group_is_populated() {
         assert_eq!(is_populated("populated 1\nfrozen 0\n"), Some(true));
         assert_eq!(is_populated("populated 0\nfrozen 1\n"), Some(false));
         assert_eq!(is_populated("populated 0\n"), Some(false));
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_number_of_oom_kills() {
+    fn oom_kills_are_parsed_from_memory_events() {
         let old = "low 0\nhigh 0\nmax 41\noom 2\noom_kill 1\n";
         assert_eq!(oom_kills(old), Some(1));
         assert_eq!(oom_kills(&format!("{old}oom_group_kill 1\n")), Some(1));
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_processes_and_controllers() {
+    fn lists_of_processes_and_controllers_are_parsed() {
         assert_eq!(processes(""), Some(vec![]));
         assert_eq!(processes("12\n0\n7\n"), Some(vec![12, 0, 7]));
         assert_eq!(processes("12\nx\n"), None);
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_own_group_below_mount_points() {
+    fn own_cgroup_is_found_below_mount_points() {
         let mounts = "24 1 0:22 / /proc rw - proc proc rw\n\
             30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
             31 23 0:27 /a /sys/fs/cgroup rw,nosuid shared:10 - cgroup2 cgroup2 rw\n";
@@ -134,18 +135,18 @@ mod tests {
         assert_eq!(find("/a")[0].as_os_str(), "/sys/fs/cgroup");
         assert!(find("/c").is_empty());
         assert!(find("/ab").is_empty());
-        assert!(own_group_paths(mounts, "4:memory:/x\n").is_empty(), "only version 1");
+        assert!(own_group_paths(mounts, "4:memory:/x\n").is_empty(), "there is only cgroup version 1");
         assert!(own_group_paths("", "0::/a\n").is_empty());
     }
 
     #[test]
-    fn lists_all_mounts_of_own_group_in_order() {
+    fn all_mounts_of_own_cgroup_are_listed_in_order() {
         let mounts = "31 23 0:27 / /one rw - cgroup2 none rw\n32 23 0:27 /a /two rw - cgroup2 none rw\n";
         assert_eq!(own_group_paths(mounts, "0::/a/b\n"), [Path::new("/one/a/b"), Path::new("/two/b")]);
     }
 
     #[test]
-    fn ignores_groups_outside_of_the_namespace() {
+    fn cgroups_outside_the_namespace_are_ignored() {
         let mount = |root: &str| format!("31 23 0:27 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
         assert!(own_group_paths(&mount("/"), "0::/../other\n").is_empty());
         assert!(own_group_paths(&mount("/.."), "0::/\n").is_empty());
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn unescapes_special_characters_in_paths() {
+    fn escaped_mount_paths_are_unescaped() {
         let mounts = r"31 23 0:27 /a\134x2db.slice /sys/fs/my\040cgroup rw - cgroup2 cgroup2 rw";
         assert_eq!(own_group_paths(mounts, "0::/a\\x2db.slice/c\n"), [Path::new("/sys/fs/my cgroup/c")]);
         for invalid in [r"/a\", r"/a\13", r"/a\999", r"/a\x2d"] {
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn skips_malformed_lines() {
+    fn malformed_mount_lines_are_skipped() {
         let mounts = "x\n - \n1 2 3 - cgroup2\n1 2 3 /\n\n31 23 0:27 / /cg rw - cgroup2 cgroup2 rw\n";
         assert_eq!(own_group_paths(mounts, "nonsense\n0::/\n"), [Path::new("/cg")]);
     }

@@ -1,4 +1,5 @@
-//! Real control groups, below the test's own group. A folder for each test stands for the delegated group.
+//! Tests with real control groups, below the control group of the test process. In each test, a new group
+//! takes the place of the delegated group.
 #![expect(unsafe_code, reason = "starting programs in a cgroup, and waiting for them")]
 
 use std::ffi::CString;
@@ -17,22 +18,22 @@ use super::{
     fork_into, root_path,
 };
 
-/// Time limit of a condition. No condition takes nearly this long.
+/// Maximum time to wait for a condition. No condition is expected to take nearly as long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain: {what}");
+        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A group for one test, emptied and removed afterwards.
+/// A cgroup for a single test. Dropping this value kills the processes in the cgroup and removes it.
 struct TestGroup(Folder);
 
 impl TestGroup {
-    /// Returns `None` and prints a message if no group can be created here.
+    /// Returns `None` and prints a message if the test cannot create a cgroup on this machine.
     fn new(test: &str) -> Option<Self> {
         let name = format!("bulkhead-test-{}-{test}", std::process::id());
         let made = root_path().and_then(|path| Folder::open(&path)?.make_child(&name));
@@ -49,7 +50,8 @@ impl TestGroup {
         self.0.path()
     }
 
-    /// Returns this group as the one to divide, with this process as the keeper, and with a supervisor.
+    /// Returns this group as the delegated group of a keeper, which is the test process. `supervisor` is the
+    /// pid of the supervisor.
     fn root(&self, supervisor: u32) -> DelegatedGroup {
         DelegatedGroup::from_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
     }
@@ -58,7 +60,7 @@ impl TestGroup {
         self.root(0).create_leaf(worker, &Limits::default()).unwrap()
     }
 
-    /// True if the children can have this controller. Otherwise prints a message.
+    /// Returns true if child groups can use the controller. Otherwise prints a message and returns false.
     fn has_controller(&self, controller: &str) -> bool {
         let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
         if !has {
@@ -75,7 +77,7 @@ impl Drop for TestGroup {
     }
 }
 
-/// A shell in a group.
+/// A shell process in a control group.
 struct Shell(libc::pid_t);
 
 impl Shell {
@@ -100,7 +102,7 @@ impl Shell {
         self.0 as u32
     }
 
-    /// Waits for the end. Returns the status of `waitpid`.
+    /// Waits until the shell has exited. Returns the status of `waitpid`.
     fn wait(self) -> i32 {
         let mut status = 0;
         // SAFETY: the pid is that of a child that has not been waited for, and the pointer is to a local.
@@ -141,7 +143,7 @@ fn remove(leaf: &Leaf) {
 }
 
 impl Leaf {
-    /// Stops or continues all processes in the group. This takes effect slightly later.
+    /// Freezes or thaws all processes in the group. The kernel does this asynchronously.
     fn freeze(&self, is_frozen: bool) -> std::io::Result<()> {
         std::fs::write(self.path().join("cgroup.freeze"), if is_frozen { "1" } else { "0" })
     }
@@ -151,23 +153,23 @@ impl Leaf {
         Ok(events.lines().any(|line| line == event))
     }
 
-    /// True if no process in the group is still running. Dead processes may still have to be reaped.
+    /// True if no live process is in the group. Zombies do not count.
     fn is_empty(&self) -> std::io::Result<bool> {
         self.event_is_set("populated 0")
     }
 
-    /// True if all processes in the group have stopped.
+    /// True if all processes in the group are frozen.
     fn is_frozen(&self) -> std::io::Result<bool> {
         self.event_is_set("frozen 1")
     }
 }
 
 #[test]
-fn forked_process_starts_in_its_leaf() {
+fn forked_process_starts_in_its_cgroup() {
     let Some(group) = TestGroup::new("first-moment") else { return };
     let leaf = group.leaf(1);
     assert!(leaf.is_empty().unwrap());
-    // The process checks this itself, before anything could have moved it.
+    // The shell itself checks its control group, before any other process could have moved it.
     let script =
         format!("grep -q '^0::.*/{}$' /proc/self/cgroup", leaf.path().file_name().unwrap().to_str().unwrap());
     assert_eq!(Shell::start(&folder(&leaf), &script).wait(), 0);
@@ -182,14 +184,15 @@ fn forked_process_starts_in_its_leaf() {
 }
 
 #[test]
-fn kill_reaches_processes_in_other_sessions() {
+fn cgroup_kill_reaches_processes_in_other_sessions() {
     let Some(group) = TestGroup::new("kill") else { return };
     let leaf = group.leaf(1);
     let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
         (trap '' TERM HUP; (setsid setsid sleep 1000 &) &) & while :; do sleep 1000; done";
     let shell = Shell::start(&folder(&leaf), script);
-    // The shell, its two children, the two or three of the double fork, the one of the triple fork.
-    wait_until("all are there", || {
+    // The script starts six `sleep` processes: two direct children, two by double forks, one by a triple
+    // fork, and one in the loop.
+    wait_until("all six `sleep` processes run", || {
         let names: Vec<String> = processes(leaf.path())
             .iter()
             .filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).ok())
@@ -203,17 +206,17 @@ fn kill_reaches_processes_in_other_sessions() {
     for pid in all {
         let is_here = fs::read_to_string(format!("/proc/{pid}/cgroup"))
             .is_ok_and(|text| text.contains(leaf.path().to_str().unwrap()));
-        assert!(!is_here, "{pid} is still there");
+        assert!(!is_here, "process {pid} is still in the group");
     }
     remove(&leaf);
 }
 
 #[test]
-fn kill_ends_fork_bombs() {
+fn cgroup_kill_ends_fork_bombs() {
     let Some(group) = TestGroup::new("forking") else { return };
     let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do (: & : &) & done");
-    wait_until("it forks", || processes(leaf.path()).len() > 1);
+    wait_until("the shell forks", || processes(leaf.path()).len() > 1);
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     wait_until("no process is left", || leaf.is_empty().unwrap());
@@ -221,24 +224,24 @@ fn kill_ends_fork_bombs() {
 }
 
 #[test]
-fn kill_ends_frozen_processes() {
+fn cgroup_kill_ends_frozen_processes() {
     let Some(group) = TestGroup::new("freeze") else { return };
     let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "while :; do :; done");
     leaf.freeze(true).unwrap();
-    wait_until("it is frozen", || leaf.is_frozen().unwrap());
+    wait_until("the group is frozen", || leaf.is_frozen().unwrap());
     assert!(!leaf.is_empty().unwrap());
     leaf.freeze(false).unwrap();
-    wait_until("it goes on", || !leaf.is_frozen().unwrap());
+    wait_until("the group is thawed", || !leaf.is_frozen().unwrap());
     leaf.freeze(true).unwrap();
-    wait_until("it is frozen again", || leaf.is_frozen().unwrap());
+    wait_until("the group is frozen again", || leaf.is_frozen().unwrap());
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     remove(&leaf);
 }
 
 #[test]
-fn removes_only_empty_leaf_and_repeats_safely() {
+fn only_empty_cgroup_leaf_can_be_removed() {
     let Some(group) = TestGroup::new("remove") else { return };
     let leaf = group.leaf(1);
     let shell = Shell::start(&folder(&leaf), "sleep 1000; :");
@@ -259,7 +262,7 @@ fn removes_only_empty_leaf_and_repeats_safely() {
 }
 
 #[test]
-fn worker_cannot_create_child_groups() {
+fn worker_cannot_create_child_cgroups() {
     let Some(group) = TestGroup::new("undivided") else { return };
     let leaf = group.leaf(1);
     let error = folder(&leaf).make_child("inner").unwrap_err();
@@ -268,10 +271,10 @@ fn worker_cannot_create_child_groups() {
 }
 
 #[test]
-fn removes_groups_created_inside_a_leaf() {
+fn nested_cgroups_are_removed_with_their_leaf() {
     let Some(group) = TestGroup::new("nested") else { return };
     let leaf = group.leaf(1);
-    // A process that may create groups can remove this limit first.
+    // A process that has the permission to create groups can also remove this limit.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -289,7 +292,7 @@ fn removes_groups_created_inside_a_leaf() {
     remove(&leaf);
 }
 
-/// The walk through nested groups ends at a maximum depth.
+/// Removing a group fails if groups are nested beyond the maximum depth.
 #[test]
 fn too_deeply_nested_cgroups_are_an_error() {
     let Some(group) = TestGroup::new("abyss") else { return };
@@ -302,7 +305,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
     }
     let error = group.0.remove().unwrap_err();
     assert_eq!(error.errno, Errno::LOOP, "{error}");
-    // Removes some levels, so that the end of the test can remove the others.
+    // Removes some levels, so that dropping `group` can remove the others.
     for _ in 0..200 {
         let parent = here.parent().unwrap();
         assert_eq!(parent.remove_child("d"), Ok(true));
@@ -311,7 +314,7 @@ fn too_deeply_nested_cgroups_are_an_error() {
 }
 
 #[test]
-fn removes_only_leaves_of_dead_keepers() {
+fn only_leaves_of_dead_keepers_are_removed() {
     let Some(group) = TestGroup::new("stale") else { return };
     let root = group.root(0);
     let living = Owner::this_process().unwrap();
@@ -324,7 +327,7 @@ fn removes_only_leaves_of_dead_keepers() {
     group.0.make_child("another").unwrap();
     let shells = folders.each_ref().map(|folder| Shell::start(folder, "sleep 1000; :"));
     fs::create_dir(folders[0].path().join("inner")).unwrap();
-    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()), "their keeper lives");
+    assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()), "the keeper of these leaves is alive");
 
     keeper.kill().unwrap();
     keeper.wait().unwrap();
@@ -345,13 +348,14 @@ fn removes_only_leaves_of_dead_keepers() {
     assert_eq!(root.remove_stale_leaves(), Ok(StaleLeaves::default()));
 }
 
-/// Any other process in the group is an error.
+/// A process in the delegated group that does not belong to the supervisor is an error.
 #[test]
-fn moves_out_only_the_supervisors_processes() {
+fn only_processes_of_supervisor_leave_delegated_cgroup() {
     let Some(group) = TestGroup::new("vacate") else { return };
-    // The supervisor's child also descends from this process, like the keeper's children.
+    // The shell takes the place of the supervisor. Its child descends from this process, like the keeper's
+    // children do.
     let supervisor = Shell::start(&group.0, "sleep 1000 & sleep 1000");
-    wait_until("both are there", || processes(group.path()).len() >= 2);
+    wait_until("both processes run", || processes(group.path()).len() >= 2);
     let root = group.root(supervisor.pid());
     root.move_processes_out().unwrap();
     assert!(processes(group.path()).is_empty());
@@ -362,24 +366,24 @@ fn moves_out_only_the_supervisors_processes() {
     // An orphan whose origin is unknown, because the process that created it is gone and the orphan has been
     // reparented.
     assert_eq!(Shell::start(&group.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
-    wait_until("it is an orphan", || {
+    wait_until("the process is an orphan", || {
         let inside = processes(group.path());
         let ours = process_tree::descendants_of(std::process::id()).unwrap();
         inside.len() == 1 && !ours.contains(&inside[0])
     });
     let orphan = processes(group.path())[0];
-    wait_until("it is called so", || {
+    wait_until("the orphan runs `sleep`", || {
         fs::read_to_string(format!("/proc/{orphan}/comm")).is_ok_and(|name| name == "sleep\n")
     });
     let error = root.move_processes_out().unwrap_err();
     assert_eq!(error.errno, Errno::BUSY);
     assert!(error.attempted.ends_with(&format!("{orphan} (sleep)")), "{error}");
     assert!(error.to_string().contains("DelegateSubgroup=bulkhead-main"), "{error}");
-    assert_eq!(processes(group.path()), [orphan], "it was moved");
+    assert_eq!(processes(group.path()), [orphan], "the orphan was moved");
 }
 
 #[test]
-fn limit_without_its_controller_is_an_error() {
+fn cgroup_limit_without_controller_is_an_error() {
     let Some(group) = TestGroup::new("absent") else { return };
     let root = group.root(0);
     let all = [
@@ -400,14 +404,14 @@ fn limit_without_its_controller_is_an_error() {
         assert!(error.to_string().ends_with(CONTROLLER_ADVICE), "{error}");
     }
     if have.is_empty() {
-        assert!(group.0.children(10, |_| true).unwrap().is_empty(), "something was made all the same");
+        assert!(group.0.children(10, |_| true).unwrap().is_empty(), "a group was created despite the error");
     }
 }
 
 #[test]
-fn enables_controllers_after_moving_processes_out() {
+fn cgroup_controllers_are_enabled_after_moving_processes() {
     let Some(group) = TestGroup::new("enable") else { return };
-    // The test works with any controller.
+    // The test works with any available controller.
     let have = group.0.read_words("cgroup.controllers").unwrap();
     let Some(controller) = have.first() else {
         return eprintln!("NOT RUN: no controller at all in {}", group.path().display());
@@ -424,7 +428,7 @@ fn enables_controllers_after_moving_processes_out() {
 }
 
 #[test]
-fn memory_limit_kills_all_processes_and_is_counted() {
+fn memory_limit_kills_all_processes_of_worker() {
     let Some(group) = TestGroup::new("memory") else { return };
     if !group.has_controller("memory") {
         return;
@@ -432,7 +436,7 @@ fn memory_limit_kills_all_processes_and_is_counted() {
     let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
     let leaf = group.root(0).create_leaf(1, &limits).unwrap();
     assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
-    // Another process than the first uses the memory.
+    // A child of the shell exceeds the memory limit.
     let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
     assert!(leaf.oom_kills().unwrap() >= 1);
@@ -440,21 +444,21 @@ fn memory_limit_kills_all_processes_and_is_counted() {
 }
 
 #[test]
-fn pids_limit_is_enforced() {
+fn pids_limit_prevents_further_forks() {
     let Some(group) = TestGroup::new("pids") else { return };
     if !group.has_controller("pids") {
         return;
     }
     let leaf = group.root(0).create_leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
     let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
-    // The shell cannot fork a second time.
+    // The limit is two processes, so the shell cannot fork a second time.
     assert!(libc::WEXITSTATUS(shell.wait()) != 0);
     leaf.kill().unwrap();
     remove(&leaf);
 }
 
 #[test]
-fn cpu_limit_is_enforced() {
+fn cpu_limit_is_written_to_cgroup() {
     let Some(group) = TestGroup::new("cpu") else { return };
     if !group.has_controller("cpu") {
         return;
@@ -465,7 +469,7 @@ fn cpu_limit_is_enforced() {
 }
 
 #[test]
-fn missing_write_access_is_reported_with_advice() {
+fn missing_cgroup_write_access_is_reported_with_advice() {
     let Some(group) = TestGroup::new("delegated") else { return };
     if !rustix::process::geteuid().is_root() {
         return eprintln!("NOT RUN: only root can become a user without rights");
@@ -487,7 +491,7 @@ fn missing_write_access_is_reported_with_advice() {
 }
 
 #[test]
-fn finds_own_group_or_reports_the_reason() {
+fn folder_outside_cgroup_file_system_is_rejected() {
     match DelegatedGroup::find(std::process::id()) {
         Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
         Err(Failure { attempted, advice, .. }) => {

@@ -1,8 +1,8 @@
-//! Tests whether the rules are enforced. `/proc` does not report Landlock rules, and a filter of an outer
-//! sandbox can make `landlock_restrict_self` succeed without executing it. So the child attempts an action that
-//! no rule allows.
+//! Tests whether Landlock rules are enforced. `/proc` does not report Landlock rules, and a seccomp filter of
+//! an outer sandbox can make `landlock_restrict_self` succeed without any effect. So the child attempts an
+//! action that no rule allows.
 //!
-//! For a forked child: makes only system calls.
+//! [`ForbiddenAction::attempt`] is safe in a forked child, because it makes only system calls.
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -16,19 +16,21 @@ use rustix::io::Errno;
 pub(crate) enum ForbiddenAction {
     /// Lists the root folder.
     ListRoot,
-    /// Creates a device node with this path. Used if the root folder is granted, because no rule allows device
-    /// nodes.
+    /// Creates a device node with this path. Used if the root folder is granted, because no rule allows
+    /// creating device nodes.
     CreateDevice(CString),
     /// No test is possible, because all files can be read and no private folder exists.
     None,
 }
 
-/// Name of a node that does not exist, and a device that every process may access.
+/// Name and device number of the test's device node. No file has this name, and every process can access the
+/// device.
 const NODE_NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 
 impl ForbiddenAction {
-    /// Chooses the action. Depends on whether the root folder is granted, and on the worker's temporary folder.
+    /// Chooses the action to attempt. Prefers listing the root folder, unless the rules grant access to the
+    /// root folder.
     pub(super) fn choose(root_is_given: bool, temporary: Option<&Path>) -> Self {
         let node =
             temporary.and_then(|folder| CString::new(folder.join(NODE_NAME).as_os_str().as_bytes()).ok());
@@ -39,7 +41,7 @@ impl ForbiddenAction {
         }
     }
 
-    /// Performs the action. Even without rules the action can fail, because the user lacks the right to list
+    /// Performs the action. The action can fail even without rules, because the user lacks the right to list
     /// the root folder or to create a device.
     pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
@@ -55,7 +57,7 @@ impl ForbiddenAction {
                     rustix::fs::unlink(node)?;
                 }
                 match made {
-                    Err(Errno::PERM) => Ok(()), // Only after the rules were checked.
+                    Err(Errno::PERM) => Ok(()), // The kernel checks this after the Landlock rules.
                     made => made,
                 }
             }

@@ -1,5 +1,5 @@
-//! Tests that ordinary programs work under the default rules, and that the rules deny the rest. Some tests
-//! confine only a thread, because the kernel enforces rules by thread.
+//! Tests that ordinary programs work under the default rules, and that the rules deny everything else. Some
+//! tests confine only a thread, because the kernel enforces rules by thread.
 #![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe wrapper here")]
 
 use std::fs;
@@ -18,8 +18,8 @@ use tempfile::TempDir;
 use super::{Rules, Ruleset, abi_version};
 use crate::confine::paths::ETC_ENTRIES;
 
-/// True if the kernel has this version. Otherwise prints a message, because a test that did not run is not a
-/// success.
+/// Returns true if the kernel supports at least this version of Landlock. Otherwise prints a message, because
+/// a test that did not run must not look like a success.
 fn has_abi(min: u32) -> bool {
     match abi_version() {
         Ok(abi) if abi >= min => true,
@@ -30,7 +30,7 @@ fn has_abi(min: u32) -> bool {
     }
 }
 
-/// True if the program exists. Otherwise prints a message.
+/// Returns true if the program exists. Otherwise prints a message and returns false.
 fn has_program(path: &str) -> bool {
     let is_there = Path::new(path).exists();
     if !is_there {
@@ -39,7 +39,7 @@ fn has_program(path: &str) -> bool {
     is_there
 }
 
-/// Runs a task on a new thread, under these rules.
+/// Runs a task on a new thread that is confined by these rules.
 fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     let ruleset = Ruleset::prepare(rules).unwrap();
     std::thread::scope(|scope| {
@@ -52,7 +52,7 @@ fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// Makes a command run under these rules.
+/// Returns a command whose process is confined by these rules.
 fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     let ruleset = Ruleset::prepare(rules).unwrap();
     // SAFETY: the child makes two system calls.
@@ -89,7 +89,7 @@ fn assert_succeeds(program: &str, arguments: &[&str], expected: &str) {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{program}: {}\n{out}\n{err}", output.status);
     assert_eq!(out.trim(), expected, "{program}: {err}");
-    assert_eq!(err, "", "{program} complained");
+    assert_eq!(err, "", "{program} wrote to standard error");
 }
 
 fn is_refused<T>(result: io::Result<T>) -> bool {
@@ -97,14 +97,14 @@ fn is_refused<T>(result: io::Result<T>) -> bool {
 }
 
 #[test]
-fn shell_works_under_rules() {
+fn shell_works_under_landlock_rules() {
     let script = "ls /usr /etc/../bin >/dev/null; id -un >/dev/null; head -c 4 /dev/urandom | wc -c; \
         echo x > $TMPDIR/a; mkdir $TMPDIR/b; mv $TMPDIR/a $TMPDIR/b; cat $TMPDIR/b/a; sleep 9 & kill $!; wait";
     assert_succeeds("/bin/sh", &["-c", script], "4\nx");
 }
 
 #[test]
-fn python_works_under_rules() {
+fn python_works_under_landlock_rules() {
     let script = "
 import json, threading, subprocess, ssl, tempfile, os, pwd, socket, sqlite3, time, locale, mimetypes, random
 assert ssl.create_default_context()
@@ -123,7 +123,7 @@ os.memfd_create('x'); print('fine')";
 }
 
 #[test]
-fn node_works_under_rules() {
+fn node_works_under_landlock_rules() {
     let script = "
 const fs = require('fs'), os = require('os'), { Worker } = require('worker_threads');
 require('crypto').randomBytes(8); require('tls').createSecureContext(); os.cpus(); os.userInfo();
@@ -134,7 +134,7 @@ new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFile
 }
 
 #[test]
-fn java_works_under_rules() {
+fn java_works_under_landlock_rules() {
     if has_abi(1) && has_program("/usr/bin/java") {
         let output = run("/usr/bin/java", &["--version"]);
         assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
@@ -142,7 +142,7 @@ fn java_works_under_rules() {
 }
 
 #[test]
-fn denies_secrets_and_folders_of_others() {
+fn landlock_denies_secrets_and_foreign_folders() {
     if !has_abi(1) {
         return;
     }
@@ -157,7 +157,7 @@ fn denies_secrets_and_folders_of_others() {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     eprintln!("NOT RUN: {} does not exist", path.display());
                 }
-                opened => assert!(is_refused(opened), "{} is open", path.display()),
+                opened => assert!(is_refused(opened), "{} can be opened", path.display()),
             }
         }
         assert!(fs::read("/etc/passwd").is_ok() && fs::read("/etc/hosts").is_ok());
@@ -165,7 +165,7 @@ fn denies_secrets_and_folders_of_others() {
 }
 
 #[test]
-fn grants_only_world_readable_entries_of_etc() {
+fn landlock_grants_only_world_readable_files_of_etc() {
     if !has_abi(1) {
         return;
     }
@@ -198,7 +198,7 @@ fn grants_only_world_readable_entries_of_etc() {
 }
 
 #[test]
-fn allows_writes_only_to_temporary_and_named_folders() {
+fn landlock_allows_writes_only_to_granted_folders() {
     if !has_abi(3) {
         return;
     }
@@ -235,7 +235,7 @@ fn allows_writes_only_to_temporary_and_named_folders() {
 }
 
 #[test]
-fn grants_program_folders_but_not_the_root() {
+fn landlock_never_grants_root_as_working_directory() {
     if !has_abi(1) {
         return;
     }
@@ -254,7 +254,7 @@ fn grants_program_folders_but_not_the_root() {
 }
 
 #[test]
-fn only_configured_paths_must_exist() {
+fn only_configured_landlock_paths_must_exist() {
     if !has_abi(1) {
         return;
     }
@@ -272,7 +272,7 @@ fn only_configured_paths_must_exist() {
     }
     let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
     assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), abi_version().unwrap());
-    // A single file can be given in place of a folder.
+    // The path of a rule can be a single file.
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();
     let paths = [file.as_path()];
@@ -284,7 +284,7 @@ fn only_configured_paths_must_exist() {
 }
 
 #[test]
-fn denies_tcp_without_network() {
+fn landlock_denies_tcp_without_network() {
     if !has_abi(4) {
         return;
     }
@@ -298,7 +298,7 @@ fn denies_tcp_without_network() {
 }
 
 #[test]
-fn denies_abstract_sockets_outside() {
+fn landlock_denies_abstract_sockets_of_other_processes() {
     if !has_abi(6) {
         return;
     }
@@ -313,7 +313,7 @@ fn denies_abstract_sockets_outside() {
     });
 }
 
-/// A process of the same user, outside of the rules.
+/// A process of the same user that is not confined.
 struct Outsider(Child);
 
 impl Outsider {
@@ -330,7 +330,7 @@ impl Drop for Outsider {
 }
 
 #[test]
-fn denies_signals_to_processes_outside() {
+fn landlock_denies_signals_to_other_processes() {
     if !has_abi(6) {
         return;
     }
@@ -344,17 +344,17 @@ fn denies_signals_to_processes_outside() {
     assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);
 }
 
-/// Drops all capabilities, as the child does. With CAP_PERFMON or CAP_SYS_ADMIN the kernel does not require
-/// the right to trace.
+/// Drops all capabilities, as the keeper's child does. With CAP_PERFMON or CAP_SYS_ADMIN, a process can read
+/// these files without the right to trace.
 fn drop_capabilities() {
     use rustix::thread::{CapabilitySet as Set, CapabilitySets, set_capabilities};
     let (effective, permitted, inheritable) = (Set::empty(), Set::empty(), Set::empty());
     set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
 }
 
-/// Tests the reason why `/proc` can be granted as a whole.
+/// Landlock protects the sensitive files of other processes, so the rules can grant all of `/proc`.
 #[test]
-fn protects_other_processes_in_proc() {
+fn landlock_protects_other_processes_in_proc() {
     if !has_abi(1) {
         return;
     }
@@ -374,7 +374,10 @@ fn protects_other_processes_in_proc() {
     under(&Rules::default(), || {
         drop_capabilities();
         assert_eq!(open(), Vec::<&str>::new());
-        assert!(read("stat").is_ok() && read("cmdline").is_ok(), "more is closed than the docs say");
+        assert!(
+            read("stat").is_ok() && read("cmdline").is_ok(),
+            "the documentation says that these files are readable"
+        );
         assert!(fs::read("/proc/self/environ").is_ok() && fs::read_link("/proc/self/exe").is_ok());
         let own_child = Command::new("/bin/sleep").arg("600").spawn().map(Outsider).unwrap();
         assert!(fs::read(format!("/proc/{}/environ", own_child.0.id())).is_ok());
@@ -399,7 +402,7 @@ fn fake_restrict_self() {
 }
 
 #[test]
-fn detects_rules_that_are_not_enforced() {
+fn unenforced_landlock_rules_are_detected() {
     if !has_abi(1) {
         return;
     }
@@ -428,7 +431,8 @@ fn detects_rules_that_are_not_enforced() {
             })
         };
         assert_eq!(restrict(true), Err(super::RestrictError::NotEnforced), "{number}");
-        // A private root folder would differ from this root folder, which is given.
+        // With a private root folder, the check lists the root folder. These rules grant the root folder of
+        // this process, so the check fails here.
         let expected = if rules.has_own_root { Err(super::RestrictError::NotEnforced) } else { Ok(()) };
         assert_eq!(restrict(false), expected, "{number}");
         assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);

@@ -1,13 +1,14 @@
-//! The part of classic BPF that a filter needs.
+//! Assembler for the instructions of classic BPF that a seccomp filter needs.
 //!
-//! Jumps are relative and lead forward, so blocks can be joined by concatenation. The only knowledge about
-//! system calls is where the kernel puts their numbers and arguments.
+//! All jumps are relative and forward, so blocks can be concatenated. This module knows nothing about system
+//! calls except the layout of `seccomp_data`.
 
 use std::mem::offset_of;
 
 use libc::{seccomp_data, sock_filter};
 
-/// Instructions that run from the first one to a verdict, or to the instructions appended to the block.
+/// A sequence of instructions. Execution starts at the first instruction and ends with a verdict, or
+/// continues with the instructions after the block.
 pub(super) type Block = Vec<sock_filter>;
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -18,7 +19,7 @@ const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u
 const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Condition on the loaded number.
+/// Condition on the number that was loaded last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Condition {
     Is(u32),
@@ -34,23 +35,23 @@ pub(super) fn load_number() -> sock_filter {
     instruction(LOAD, offset_of!(seccomp_data, nr) as u32)
 }
 
-/// Loads these bits of the lower half of an argument.
+/// Loads the bits in `mask` of the lower half of an argument.
 pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
     let load = instruction(LOAD, argument_offset(argument));
     if mask == u32::MAX { vec![load] } else { vec![load, instruction(AND, mask)] }
 }
 
-/// Ends with this action.
+/// Ends the filter with this action.
 pub(super) fn return_action(action: u32) -> sock_filter {
     instruction(RETURN, action)
 }
 
-/// Ends with this action if the condition holds.
+/// Ends the filter with this action if the condition holds.
 pub(super) fn return_if(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 0, 1), return_action(action)]
 }
 
-/// Ends with this action if the condition does not hold.
+/// Ends the filter with this action if the condition does not hold.
 pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
     vec![jump_if(condition, 1, 0), return_action(action)]
 }
@@ -59,7 +60,7 @@ pub(super) fn return_unless(condition: Condition, action: u32) -> Block {
 pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     let mut block = match u8::try_from(yes.len()) {
         Ok(past) => vec![jump_if(condition, 0, past)],
-        // Too far for a conditional jump.
+        // A conditional jump cannot skip this many instructions.
         Err(_) => vec![jump_if(condition, 1, 0), instruction(JUMP, yes.len() as u32)],
     };
     block.extend(yes);
@@ -79,7 +80,8 @@ pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Blo
     block
 }
 
-/// Returns the offset of the lower half of an argument. The upper half follows.
+/// Returns the offset of the lower half of an argument in `seccomp_data`. The upper half follows the lower
+/// half.
 fn argument_offset(argument: u8) -> u32 {
     (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32
 }

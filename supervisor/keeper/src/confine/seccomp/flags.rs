@@ -1,33 +1,34 @@
-//! Single bits of arguments that no worker may pass, even if its profile allows the call.
+//! Rejects individual bits of arguments that no worker is allowed to pass, even if the worker's profile
+//! allows the call.
 
 use rustix::io::Errno;
 
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// Mode bits that give a program the user or group of its file. A user who runs such a program outside of the
-/// sandbox would get the rights of the worker's user, which can be root.
+/// Mode bits that make a program run as the user or group of its file. A user who runs such a program outside
+/// of the sandbox would get the rights of the worker's user, which can be root.
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
-/// Calls that take a mode, with the index of the argument.
+/// System calls that take a file mode, grouped by the index of the mode argument.
 const CALLS_WITH_MODE: [(u8, &str); 2] =
     [(1, "chmod creat fchmod mkdir mknod"), (2, "fchmodat fchmodat2 mkdirat mknodat")];
 
-/// Calls that open a file, with the indexes of the flags and the mode. The kernel uses the mode only if the
-/// flags create a file.
+/// System calls that open a file, with the indexes of the flags argument and the mode argument. The kernel
+/// uses the mode only if the flags create a file.
 const OPEN_CALLS: [(u8, u8, &str); 2] = [(1, 2, "open"), (2, 3, "openat")];
 
-/// Flags that create a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
+/// Flags with which a call creates a file. `O_TMPFILE` consists of a separate bit and `O_DIRECTORY`.
 const CREATE_FLAGS: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
 
-/// Calls that send, with the index of the flags.
+/// System calls that send data on a socket, grouped by the index of the flags argument.
 const SEND_CALLS: [(u8, &str); 2] = [(2, "sendmsg"), (3, "sendto sendmmsg")];
 
 /// Restricts all calls that could create a program with another user's rights, or send urgent data. Urgent
 /// data is a byte outside of the stream, which readers of Unix sockets do not expect.
 ///
-/// `openat2` can create such programs too, and takes the mode from memory, which a filter cannot see. So
-/// `openat2` is reported as missing.
+/// `openat2` could create such programs as well, but takes the mode from memory, which a filter cannot see.
+/// So `openat2` fails as if the kernel did not have it.
 pub(super) fn restrict(rules: &mut Rules) {
     let refused = Verdict::Errno(Errno::PERM);
     for (argument, names) in CALLS_WITH_MODE {
@@ -45,7 +46,8 @@ pub(super) fn restrict(rules: &mut Rules) {
     }
 }
 
-/// Denies truncating a file that may only be read. For kernels whose Landlock does not control this.
+/// Denies truncating a file that the worker can only read. Needed on kernels whose version of Landlock does
+/// not control truncation.
 pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// Access mode that allows neither reading nor writing, but requires the rights for both.
@@ -61,7 +63,7 @@ pub(crate) fn deny_truncation(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Applies one rule if the argument has any of these bits, and another one otherwise.
+/// Returns a rule that applies `with` if the argument has any of these bits, and `otherwise` if not.
 fn if_any_bit(argument: u8, bits: u32, with: Rule, otherwise: Rule) -> Rule {
     Check { argument, mask: u32::MAX, cases: vec![(HasAny(bits), with)], otherwise }.into()
 }

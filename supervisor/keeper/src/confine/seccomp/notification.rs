@@ -1,5 +1,5 @@
-//! The keeper's end of a listener: receives and answers notifications of forbidden calls. Never blocks, because
-//! the caller has polled the listener. The caller decides what to answer.
+//! The keeper's side of a seccomp listener: receives notifications of forbidden system calls and responds to
+//! them. Never blocks, because the caller polls the listener first. The caller chooses the response.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe wrapper")]
 
 use std::ffi::c_void;
@@ -12,32 +12,32 @@ use rustix::io::Errno;
 
 use bulkhead_linux::errno;
 
-/// A system call that is blocked until it is answered.
+/// Notification of a system call, which blocks until the keeper responds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Notification {
-    /// Identifies the call in the answer.
+    /// Identifies the call in the response.
     pub id: u64,
     /// Id of the calling thread, which can be any thread of any process of the worker. 0 if the thread is not
     /// in this pid namespace.
     pub thread: u32,
-    /// Number of the call.
+    /// Number of the system call.
     pub number: u32,
-    /// Arguments. Memory that they refer to can change at any time.
+    /// Arguments of the call. If an argument is a pointer, the memory behind it can change at any time.
     pub arguments: [u64; 6],
 }
 
-/// State of a listener.
+/// State of a seccomp listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ListenerState {
-    /// A call is waiting, so [`receive`] does not block.
+    /// A notification is waiting, so [`receive`] does not block.
     Pending,
-    /// No call is waiting now.
+    /// No notification is waiting now.
     Idle,
-    /// No call will follow, because no process is under the filter any more.
+    /// No further notification can arrive, because no process uses the filter any more.
     Closed,
 }
 
-/// Checks whether there is something to receive.
+/// Checks whether a notification can be received. Does not block.
 pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerState> {
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -50,9 +50,9 @@ pub(crate) fn poll_listener(listener: &OwnedFd) -> rustix::io::Result<ListenerSt
     })
 }
 
-/// Receives a notification. Call this only if [`poll_listener`] has reported one. Otherwise kernels before 6.11 block
-/// forever, even when no process is left to make a call. Returns `None` if the call has been interrupted, or
-/// its process killed, in the meantime.
+/// Receives a notification. Call this only if [`poll_listener`] has returned [`ListenerState::Pending`].
+/// Otherwise kernels before 6.11 block forever, even when no process is left to make a call. Returns `None`
+/// if the call has been interrupted, or the calling process killed, in the meantime.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
@@ -67,7 +67,7 @@ pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     Ok(Some(Notification { id, thread: pid, number: data.nr as u32, arguments: data.args }))
 }
 
-/// Makes a call fail with this error. It is not an error if the call no longer waits for an answer.
+/// Makes a call fail with this error. Succeeds even if the call is no longer waiting for a response.
 pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
@@ -80,13 +80,14 @@ pub(crate) fn respond_with_error(listener: &OwnedFd, id: u64, errno: Errno) -> i
     }
 }
 
-/// Checks that a call is still blocked. If so, the reported thread id is still valid.
+/// Checks that a call is still blocked. As long as the call is blocked, the thread id in the notification is
+/// valid.
 pub(crate) fn check_pending(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
-/// Returns a zeroed buffer. The kernel's structures grow: the kernel writes its own version of the structure,
-/// and requires the whole buffer to be zero before.
+/// Returns a zeroed buffer. Newer kernels have larger structures: the kernel writes its own version of the
+/// structure, and requires the whole buffer to be zero beforehand.
 fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
     vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
 }

@@ -1,50 +1,52 @@
-//! Predefined rules.
+//! Predefined seccomp rules.
 //!
-//! A denied call that ordinary programs try fails with an error that makes these programs fall back. Calls that
-//! only hostile programs make are fatal. Under `strict`, all calls that are not listed are fatal.
+//! Some denied calls are tried by ordinary programs. These calls fail with an error that makes the programs
+//! fall back to other calls. Calls that only hostile programs make are fatal. Under `strict`, all calls that
+//! are not listed are fatal.
 //!
-//! The rules do not concern access to files or processes of other users, which Landlock and the identity
-//! restrict.
+//! The rules do not restrict access to files or processes of other users, which Landlock and the worker's
+//! user id restrict.
 
 use rustix::io::Errno;
 
 use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 
-/// Calls that change the kernel.
+/// System calls that change the running kernel.
 const FATAL_CALLS: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
-/// Calls that are reported as missing. C libraries and Node fall back to older calls, whose arguments a
-/// filter can inspect.
+/// System calls that fail as if the kernel did not have them (ENOSYS). C libraries and Node fall back to
+/// older calls, whose arguments a filter can inspect.
 const UNAVAILABLE_CALLS: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
 
-/// Groups of calls that are refused, each with the reason.
+/// Groups of system calls that fail with EPERM.
 const REFUSED_CALLS: &[&str] = &[
-    // Changes the mounted file systems or the root.
+    // Calls that change the mounted file systems or the root folder.
     "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
      pivot_root umount2",
-    // Enters another namespace. Flags of other calls that create namespaces are refused separately.
+    // A call that enters another namespace. Flags of other calls that create namespaces are refused
+    // separately.
     "setns",
-    // Accesses files without their paths.
+    // Calls that access files without their paths.
     "fanotify_init name_to_handle_at open_by_handle_at",
-    // Accesses other processes.
+    // Calls that access other processes.
     "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
-    // Has repeatedly been used for attacks on the kernel.
+    // Calls that have repeatedly been used for attacks on the kernel.
     "add_key keyctl perf_event_open request_key userfaultfd",
-    // Administers the machine.
+    // Calls that administer the machine.
     "acct adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
      setdomainname sethostname settimeofday swapoff swapon syslog vhangup",
-    // Obsolete.
+    // Obsolete calls.
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// Calls that create objects of all processes of the same user. The objects count as no process's memory, and
-/// remain when all their users have ended. Kernels can be built without these calls, so programs check for
-/// them first.
+/// System calls for System V and POSIX IPC. The objects are shared by all processes of a user, count towards
+/// no process's memory, and remain after all processes that used them have exited. Kernels can be built
+/// without these calls, so programs check whether they exist.
 const IPC_CALLS: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
-/// Returns a deny list that does not affect ordinary programs.
+/// Returns the `default` profile: a deny list that does not affect ordinary programs.
 pub(crate) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
@@ -60,8 +62,9 @@ pub(crate) fn default(network: bool) -> Rules {
     rules
 }
 
-/// Returns an allow list for computing. The list is in force before `execve`, so it must let a program start,
-/// with libraries and interpreter. [`sealed`] takes some of these rights away later.
+/// Returns the `strict` profile: an allow list for programs that only compute. The filter takes effect before
+/// `execve`, so it must let the program start and load its libraries and interpreter. [`sealed`] takes some
+/// of these rights away later.
 pub(crate) fn strict(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in STRICT_ALLOWED_CALLS {
@@ -82,11 +85,12 @@ pub(crate) fn strict(network: bool) -> Rules {
 }
 
 /// Returns the rules that are added to `strict` when the program is ready for its first job. These rules deny
-/// executing programs, and deny new sockets unless the worker has the network. `allow` is the list with which
-/// `strict` was overridden.
+/// executing programs, and deny new sockets unless the worker has network access. `allow` names the calls
+/// that the configuration allows in addition to `strict`.
 ///
-/// Nothing here is fatal, because a second filter of a process cannot have a second listener. The first
-/// filter reports fatal calls. Fails with a name that no architecture has.
+/// These rules make no call fatal, because a second filter of a process cannot have a second listener. The
+/// first filter continues to report fatal calls. If no architecture has a call with one of the names in
+/// `allow`, returns that name as the error.
 pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("execve execveat", REFUSE);
@@ -100,7 +104,7 @@ pub(crate) fn allow_all() -> Rules {
     Rules::new(Verdict::Allow)
 }
 
-/// Allows a template to fork a sibling, with exactly these flags.
+/// Allows a template to fork a worker as its sibling, if the flags are exactly `CLONE_PARENT` and `SIGCHLD`.
 pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
     rules.narrow("clone", |otherwise| {
@@ -110,7 +114,7 @@ pub(crate) fn allow_siblings(mut rules: Rules) -> Rules {
     rules
 }
 
-/// Denies to the processes that a template forks what [`allow_siblings`] allows.
+/// Denies the call that [`allow_siblings`] allows, for processes forked by a template.
 pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
     rules.set("clone", refuse_flags(libc::CLONE_PARENT as u32));
     rules
@@ -118,10 +122,11 @@ pub(crate) fn deny_siblings(mut rules: Rules) -> Rules {
 
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
-/// Programs take this error for a kernel built without the family, and continue without it.
+/// Error for a denied address family. Programs conclude that the kernel was built without the family, and
+/// continue without it.
 const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
 
-/// Adds the rules that both profiles share.
+/// Adds the rules that the `default` and the `strict` profile share.
 fn deny(rules: &mut Rules) {
     rules.set(FATAL_CALLS, Verdict::Fatal);
     rules.set(UNAVAILABLE_CALLS, Verdict::Errno(Errno::NOSYS));
@@ -129,7 +134,8 @@ fn deny(rules: &mut Rules) {
         rules.set(names, REFUSE);
     }
     rules.set("clone", refuse_flags(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
-    // In the flags of `clone`, this bit is part of the signal's number.
+    // `CLONE_NEWTIME` is denied only here, because in the flags of `clone` this bit is part of the signal
+    // number.
     rules.set("unshare", refuse_flags(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
     rules.set("ptrace", ptrace());
@@ -149,28 +155,29 @@ const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS) as u32;
 
-/// Refuses any of these flags in the first argument. CLONE_PARENT is refused because the new process would be
-/// the keeper's own child.
+/// Refuses a call with any of these flags in the first argument. CLONE_PARENT is refused because the new
+/// process would be a child of the keeper.
 fn refuse_flags(flags: u32) -> Rule {
     check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
 }
 
-/// Allows querying the personality, the normal personality, and addresses that are not random, which
-/// sanitizers use. Other personalities have weakened programs that were meant to be secure.
+/// Allows a process to query its personality, and to set the normal personality or the one without address
+/// randomization, which sanitizers use. Other personalities have been used to weaken the protection of
+/// programs.
 fn personality() -> Rule {
     const QUERY: u32 = u32::MAX;
     only_values(0, &[QUERY, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
 }
 
-/// Refuses a request to be traced, which programs use to detect tracing. All other requests are for
-/// debuggers, and fatal.
+/// Refuses `PTRACE_TRACEME`, which programs use to detect a debugger. All other requests are made only by
+/// debuggers, and are fatal.
 fn ptrace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Allows only the calling process or thread as the target. A limit can kill another process, and a priority
-/// can starve it. Any process of the supervisor's user may set them: neither Landlock nor missing
+/// Allows only the calling process or thread as the target. Otherwise a process could kill another process of
+/// the supervisor's user with a limit, or starve it with a priority. Neither Landlock nor missing
 /// capabilities prevent this. (Processor affinity cannot be restricted in this way, because threads of one
 /// process set the affinity of each other.)
 fn only_self(argument: u8) -> Rule {
@@ -178,10 +185,10 @@ fn only_self(argument: u8) -> Rule {
     only_values(argument, &[SELF_TARGET], REFUSE)
 }
 
-/// Allows the limits of the process itself, by `prlimit64` and by `setrlimit`, except the limit of core
-/// dumps. That limit is 1 byte. With 1 byte, the kernel writes no dump and does not start the program of
-/// `kernel.core_pattern`; with 0, it starts that program. Programs that set the limit to 0 want no dump and
-/// already have that, so their call is ignored.
+/// Allows a process to set its own limits with `prlimit64` and `setrlimit`, except the limit for core dumps,
+/// which is 1 byte. With a limit of 1 byte, the kernel writes no dump and does not start the program in
+/// `kernel.core_pattern`. With a limit of 0, the kernel starts that program. Programs that set the limit to 0
+/// want no dump, and there is none anyway, so their call is ignored.
 fn limits() -> (Rule, Rule) {
     #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
     const CORE: u32 = libc::RLIMIT_CORE as u32;
@@ -194,7 +201,7 @@ fn limits() -> (Rule, Rule) {
     (only_self, is_core(0, Verdict::Ignore.into()))
 }
 
-/// Allows only a single process as the target, not a group or all processes of a user.
+/// Allows only a single process as the target, not a process group or all processes of a user.
 fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
     let kind = kind.try_into().unwrap_or_default();
     check(0, vec![(Is(kind), rule)], REFUSE)
@@ -202,11 +209,12 @@ fn only_process_target(kind: impl TryInto<u32>, rule: Rule) -> Rule {
 
 const IOPRIO_WHO_PROCESS: u32 = 1;
 
-/// Allows the internet families, Unix sockets, and queries for addresses and routes.
+/// Allows sockets of the internet families, Unix sockets, and netlink sockets for querying addresses and
+/// routes.
 ///
-/// Without the network, all families are denied, even Unix sockets. With these, a worker could reach any
-/// program of its user that listens on a path. Programs that list interfaces then get an error; in Node this
-/// is an exception, whatever the error is.
+/// Without network access, all families are denied. Unix sockets are included, because a worker could use
+/// them to reach any program of its user that listens on a path. Programs that list network interfaces get an
+/// error. (Node throws an exception for any error.)
 fn socket(network: bool) -> Rule {
     if !network {
         return NO_FAMILY.into();
@@ -224,8 +232,8 @@ fn internet_families() -> Vec<(super::Condition, Rule)> {
     ]
 }
 
-/// Allows the network without Unix sockets. For cases in which nothing else denies sockets of other programs
-/// of the worker's user, such as a message bus that starts programs.
+/// Denies Unix sockets, but not the internet families. Used when no other layer denies access to the sockets
+/// of other programs of the worker's user, such as a message bus that starts programs.
 pub(crate) fn deny_unix_sockets(mut rules: Rules) -> Rules {
     rules.set("socket", check(0, internet_families(), NO_FAMILY));
     rules
@@ -233,7 +241,7 @@ pub(crate) fn deny_unix_sockets(mut rules: Rules) -> Rules {
 
 const SOCKET_TYPE_MASK: u32 = 0xf;
 
-/// Denies a type of the internet family that the kernel treats as the packet family.
+/// Denies `SOCK_PACKET`, a socket type of the internet family that the kernel treats like the packet family.
 fn deny_packet_sockets() -> Rule {
     const SOCK_PACKET: u32 = 10;
     let cases = vec![(Is(SOCK_PACKET), NO_FAMILY.into())];
@@ -246,11 +254,12 @@ fn routes_only() -> Rule {
 }
 
 /// Allows `bind` only with the address sizes of the internet families and of netlink, or with a size larger
-/// than any Unix address. The larger size fits all families. Most Unix addresses have another size.
+/// than any Unix address. Some programs pass the larger size for all families. Most Unix addresses have
+/// another size, so `bind` refuses them.
 ///
-/// An abstract Unix name belongs to the first process on the machine that takes it. Neither a folder nor
-/// Landlock prevents a worker from taking the name of another program. Each end of a socket pair can have a
-/// name as well.
+/// An abstract Unix name belongs to the first process on the machine that binds it. Neither file permissions
+/// nor Landlock prevent a worker from taking the name of another program. Each end of a socket pair can have
+/// a name as well.
 fn bind_address_sizes() -> Rule {
     const INTERNET: [u32; 2] =
         [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
@@ -289,14 +298,14 @@ fn only_values(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
     check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
 }
 
-/// Requests that are passed in one of the first two arguments, with the index of the argument.
+/// Allowed values of a system call's first or second argument, with the index of the argument.
 type Requests = (u8, &'static [u32]);
 
 fn only_requests((argument, requests): Requests, errno: Errno) -> Rule {
     only_values(argument, requests, Verdict::Errno(errno))
 }
 
-/// Options for the process itself: names, memory, and giving up rights.
+/// `prctl` options that a process needs for itself: names, memory, and giving up rights.
 const PROCESS_OPTIONS: Requests = (
     0,
     &[
@@ -320,8 +329,8 @@ const PROCESS_OPTIONS: Requests = (
     ],
 );
 
-/// Requests that programs make on descriptors of unknown type. Terminals answer some of them, so programs can
-/// recognise a terminal.
+/// `ioctl` requests that programs make on descriptors of unknown type. Some requests succeed only on
+/// terminals, so programs use them to detect a terminal.
 const DESCRIPTOR_REQUESTS: Requests = (
     1,
     &[
@@ -336,7 +345,7 @@ const DESCRIPTOR_REQUESTS: Requests = (
     ],
 );
 
-/// Like [`libc::TCGETS`], in newer C libraries.
+/// Request that newer C libraries make in place of [`libc::TCGETS`].
 const TCGETS2: u32 = 0x802c_542a;
 
 /// Calls needed for computing: memory, files, threads, time, and existing sockets.
@@ -381,16 +390,17 @@ const STRICT_ALLOWED_CALLS: &[&str] = &[
      setsockopt shutdown",
 ];
 
-/// Calls that are useful only for sockets created with the network. Without the network, an end of a socket
-/// pair could still get a name by `bind`.
+/// System calls that are useful only for network sockets. They are denied without network access, because
+/// `bind` could give a name to an end of a socket pair.
 const CONNECTION_CALLS: &str = "accept accept4 bind connect listen";
 
-/// Calls that ordinary programs try and can do without. Refused in addition to the calls that both profiles
-/// refuse.
+/// System calls that ordinary programs try but do not need. `strict` refuses them in addition to the calls
+/// that both profiles refuse.
 const STRICT_REFUSED_CALLS: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
      setuid setxattr setxattrat sync";
 
-/// Calls that are reported as missing, like [`UNAVAILABLE_CALLS`]. Programs fall back to older calls.
+/// System calls that fail with ENOSYS under `strict`, in addition to [`UNAVAILABLE_CALLS`]. Programs fall
+/// back to older calls.
 const STRICT_UNAVAILABLE_CALLS: &str = "io_setup listmount memfd_secret mq_open statmount";

@@ -7,15 +7,15 @@ use super::{FatalAction, allow_all, deny_siblings, sealed};
 /// A stricter filter that a worker installs itself when it is ready for its first job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seal<'a> {
-    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). The seal then also forbids to execute programs and to
-    /// create sockets.
+    /// True if the worker has [`Seccomp::AllowList`](crate::Seccomp::AllowList). In that case, the seal also
+    /// denies executing programs and creating sockets.
     pub is_strict: bool,
-    /// True if the worker has the network, and so can create sockets.
+    /// True if the worker has network access and can therefore create sockets.
     pub network: bool,
     /// Names of system calls that remain allowed.
     pub allow: &'a [&'a str],
-    /// True if a template forked the worker. The seal then forbids to fork siblings, which the template may
-    /// do.
+    /// True if a template forked the worker. In that case, the seal denies forking siblings, which only the
+    /// template is allowed to do.
     pub is_forked: bool,
 }
 
@@ -23,7 +23,7 @@ pub struct Seal<'a> {
 pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
     let Seal { is_strict, network, allow, is_forked } = *seal;
     let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
-    // Fails only for an unknown name.
+    // `sealed` fails only for unknown names, which were filtered out.
     let strict = is_strict.then(|| sealed(network, &known).ok()).flatten();
     let rules = strict.unwrap_or_else(allow_all);
     let rules = if is_forked { deny_siblings(rules) } else { rules };

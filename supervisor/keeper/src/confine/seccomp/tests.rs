@@ -1,4 +1,4 @@
-//! Tests the compiled program against its rules, for every number. Tests the profiles with real processes:
+//! Tests the compiled program against its rules, for every call number. Tests the profiles with real processes:
 //! the denied calls, the programs that must still work, and the notifications to the keeper.
 
 use std::io::{IoSliceMut, Write};
@@ -18,12 +18,12 @@ use rustix::net::{
 
 use super::*;
 
-/// Time limit of a program, after which it is killed.
+/// Time after which a test program is killed.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 // ---- The program against the rules.
 
-/// Interprets a program like the kernel, for the instructions used here.
+/// Interprets a BPF program as the kernel does. Supports only the instructions that filters use.
 fn interpret(program: &[sock_filter], architecture: u32, number: u32, arguments: [u64; 6]) -> u32 {
     let halves = arguments.iter().flat_map(|argument| [*argument as u32, (*argument >> 32) as u32]);
     let data: Vec<u32> = [number, architecture, 0, 0].into_iter().chain(halves).collect();
@@ -98,7 +98,7 @@ fn all_profiles() -> Vec<Rules> {
 }
 
 #[test]
-fn program_matches_rules_for_every_call_number() {
+fn seccomp_program_matches_rules_for_every_call() {
     const SAMPLES: [u64; 22] = [
         0,
         1,
@@ -147,7 +147,7 @@ fn program_matches_rules_for_every_call_number() {
 }
 
 #[test]
-fn kills_calls_of_other_architectures() {
+fn seccomp_kills_calls_of_other_architectures() {
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
         for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
@@ -158,7 +158,7 @@ fn kills_calls_of_other_architectures() {
 }
 
 #[test]
-fn lookup_takes_few_instructions() {
+fn seccomp_lookup_takes_fewer_than_45_instructions() {
     fn depth(block: &[sock_filter]) -> usize {
         let mut steps = vec![0_usize; block.len() + 1];
         for (at, instruction) in block.iter().enumerate().rev() {
@@ -176,15 +176,15 @@ fn lookup_takes_few_instructions() {
     }
     for rules in all_profiles() {
         let filter = rules.compile(FatalAction::Notify);
-        // Search, followed by the longest list of values of an argument.
+        // The longest path is the binary search, followed by the longest list of values of one argument.
         let steps = depth(&filter.program);
         assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
 }
 
 #[test]
-fn profiles_contain_only_known_names() {
-    // Building the profiles asserts this.
+fn seccomp_rules_reject_unknown_call_names() {
+    // Building the profiles asserts that all names are known.
     all_profiles();
     assert_eq!(default(false).with_overrides(&["read"], &["raed"]).err(), Some("raed"));
     assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
@@ -219,8 +219,8 @@ impl Confined {
         Self { child, listener: take_listener(&ours) }
     }
 
-    /// Answers notifications with this error until the child and its descendants are gone. Returns the names
-    /// of the calls, and the child's results.
+    /// Responds to notifications with this error until the child and its descendants have exited. Returns the
+    /// names of the calls, and the child's results.
     fn finish(self, errno: Errno) -> Finished {
         let Self { child, listener } = self;
         let pid = child.id() as i32;
@@ -247,8 +247,8 @@ impl Confined {
     }
 }
 
-/// Returns `None` if no process is left. Otherwise returns a notification, if one has arrived within a
-/// second.
+/// Waits at most one second for a notification. Returns `None` if no process is left, and `Some(None)` if no
+/// notification has arrived.
 fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
     let mut entries = [PollFd::new(listener, PollFlags::IN)];
     let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -281,7 +281,7 @@ struct Finished {
 }
 
 impl Finished {
-    /// Returns the results that [`helper`] printed: an error number for each call, or 0.
+    /// Returns the results that [`helper_child_makes_system_calls`] printed: an error number for each call, or 0.
     fn outcomes(&self) -> Vec<i32> {
         let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
         self.stdout.lines().filter_map(outcome).collect()
@@ -291,9 +291,10 @@ impl Finished {
 const CALLS: &str = "BULKHEAD_TEST_CALLS";
 const SEAL: &str = "BULKHEAD_TEST_SEAL";
 
-/// Not a test. This program, started again, makes the calls that a variable lists.
+/// Not a test. A test starts this program again with an environment variable that lists system calls, and
+/// this function makes the calls.
 #[test]
-fn helper() {
+fn helper_child_makes_system_calls() {
     let Ok(calls) = std::env::var(CALLS) else { return };
     if std::env::var_os(SEAL).is_some() {
         rustix::thread::set_no_new_privs(true).unwrap();
@@ -314,7 +315,7 @@ fn helper() {
     }
 }
 
-/// Stands for the kernel entry of 32-bit programs.
+/// Pseudo-number for a call through `int 0x80`, the system call entry of 32-bit programs.
 const INT_80: u64 = 1 << 40;
 
 fn enter_with_32_bits() {
@@ -328,12 +329,12 @@ fn enter_with_32_bits() {
 fn helper_command(calls: &[(u64, [u64; 3])]) -> Command {
     let lines: Vec<_> = calls.iter().map(|(number, [a, b, c])| format!("{number} {a} {b} {c}")).collect();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let name = format!("{}::helper", module_path!().split_once("::").unwrap().1);
+    let name = format!("{}::helper_child_makes_system_calls", module_path!().split_once("::").unwrap().1);
     command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CALLS, lines.join("\n"));
     command
 }
 
-/// Arguments with which each call fails if it is made.
+/// Arguments that make every call fail if the kernel executes it.
 const INVALID_ARGUMENTS: [u64; 3] = [u64::MAX; 3];
 
 fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
@@ -341,7 +342,7 @@ fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
     syscalls::number(name).map(|number| (u64::from(number), arguments))
 }
 
-/// Makes each call, and compares the error.
+/// Makes each call in a child under the filter, and compares the error numbers.
 fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
     let here: Vec<_> = expectations
         .iter()
@@ -365,7 +366,8 @@ const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
 const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOEXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
-/// Error with which the tests answer seccomp notifications. None of the tested calls returns it otherwise.
+/// Error with which the tests respond to seccomp notifications. No tested call returns this error for another
+/// reason.
 const NOTIFIED: i32 = libc::EXDEV;
 
 /// Calls that both profiles deny, with and without the network.
@@ -402,7 +404,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [UNIX, STREAM | CLOEXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
-        // The limit of core dumps can be read but not set. The rule depends on both halves of the pointer.
+        // The limit for core dumps can be read but not set. The rule depends on both halves of the pointer.
         ("prlimit64", [0, CORE, 0], 0),
         ("prlimit64", [0, CORE, 1], libc::EPERM),
         ("prlimit64", [0, CORE, 1 << 32], libc::EPERM),
@@ -415,8 +417,8 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
     all
 }
 
-/// Calls with mode bits that give a program the user or group of its file. Allowed calls fail for lack of a
-/// path.
+/// Calls with and without set-user-id or set-group-id bits in the mode. Allowed calls fail because the path is
+/// missing.
 fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
     let here = libc::AT_FDCWD as u64;
     let mut all = Vec::new();
@@ -456,7 +458,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socket", [INET, 10 | CLOEXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
-        // By the size of the address: internet, routes, or larger than all. Sizes of Unix sockets are denied.
+        // The rule depends on the size of the address. Only sizes of Unix addresses are denied.
         ("bind", [u64::MAX, 0, 12], libc::EBADF),
         ("bind", [u64::MAX, 0, 16], libc::EBADF),
         ("bind", [u64::MAX, 0, 28], libc::EBADF),
@@ -469,7 +471,7 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
 }
 
 #[test]
-fn denied_calls_fail_with_expected_errors() {
+fn denied_system_calls_fail_with_expected_errors() {
     let terminal = [
         ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
         ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
@@ -493,9 +495,9 @@ fn denied_calls_fail_with_expected_errors() {
     }
 }
 
-/// The filter serves kernels whose Landlock does not control truncation.
+/// The filter is needed on kernels whose version of Landlock does not control truncation.
 #[test]
-fn filter_denies_truncating_read_only_files() {
+fn seccomp_denies_truncation_of_read_only_files() {
     let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
     let expectations = [
         ("truncate", [0, 0, 0], libc::EPERM),
@@ -522,13 +524,13 @@ fn seal_denies_only_programs_and_sockets() {
     command.env(SEAL, "");
     let finished = Confined::start(command, strict(false).compile(FatalAction::Notify)).finish(Errno::XDEV);
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
-    // The first filter's listener is notified, whatever the second filter is.
+    // The listener of the first filter is notified even after the second filter was installed.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
 }
 
-/// The flags are compared as a whole.
+/// The rule compares all flags of `clone` at once.
 #[test]
-fn only_templates_fork_siblings() {
+fn only_templates_can_fork_siblings() {
     let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
     let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
     let refused = Verdict::Errno(Errno::PERM).action(FatalAction::Notify);
@@ -553,18 +555,18 @@ fn only_templates_fork_siblings() {
         let missing = Verdict::Errno(Errno::NOSYS).action(FatalAction::Notify);
         assert_eq!(expected(&template, clone3, [0; 6]), missing);
     }
-    // The filter is installed for each worker, and the kernel's check takes longer for longer filters.
+    // The filter is installed for each worker, and the kernel takes longer to check longer filters.
     let length = deny_siblings(allow_all()).compile(FatalAction::Kill).program.len();
     assert!(length <= 20, "{length} instructions");
 }
 
 #[test]
-fn fatal_call_is_reported_with_arguments_and_blocks() {
+fn fatal_system_call_is_reported_with_arguments() {
     let command = helper_command(&[call("bpf", [77, 0, 1]).unwrap()]);
     let mut confined = Confined::start(command, default(false).compile(FatalAction::Notify));
     let listener = confined.listener.as_ref().unwrap();
     let notification = loop {
-        if let Some(notification) = next_notification(listener).expect("it has not ended") {
+        if let Some(notification) = next_notification(listener).expect("the process has ended") {
             break notification;
         }
     };
@@ -577,12 +579,12 @@ fn fatal_call_is_reported_with_arguments_and_blocks() {
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // No process is waiting any more, which is not an error.
+    // No process is waiting for a response any more, which is not an error.
     respond_with_error(confined.listener.as_ref().unwrap(), notification.id, Errno::PERM).unwrap();
 }
 
 #[test]
-fn fatal_call_without_listener_kills() {
+fn fatal_system_call_without_listener_kills_process() {
     let command = helper_command(&[
         call("getppid", INVALID_ARGUMENTS).unwrap(),
         call("bpf", INVALID_ARGUMENTS).unwrap(),
@@ -594,7 +596,7 @@ fn fatal_call_without_listener_kills() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn kills_32_bit_and_x32_calls() {
+fn seccomp_kills_32_bit_and_x32_calls() {
     let start = |number| {
         let command = helper_command(&[(number, [0; 3])]);
         Confined::start(command, default(true).compile(FatalAction::Notify)).finish(Errno::XDEV)
@@ -610,7 +612,7 @@ fn kills_32_bit_and_x32_calls() {
 }
 
 #[test]
-fn overrides_take_precedence_over_profile() {
+fn configured_system_calls_override_profile() {
     let rules = default(false).with_overrides(&["socket", "setns"], &["getppid"]).unwrap();
     let expectations = [
         ("socket", [INET, STREAM, 0], 0),
@@ -621,7 +623,7 @@ fn overrides_take_precedence_over_profile() {
     assert_outcomes(rules.compile(FatalAction::Notify), &expectations);
 }
 
-// ---- Ordinary programs, unharmed.
+// ---- Ordinary programs.
 
 const SHELL: &str = r#"
     set -e
@@ -674,7 +676,7 @@ worker.on('message', async (answer) => {
 });
 "#;
 
-/// Runs this program. Returns `None` if the program does not exist here.
+/// Runs this program. Returns `None` if the program is not installed.
 fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
     let mut command = Command::new(program);
     command.args(arguments);
@@ -693,7 +695,7 @@ fn assert_succeeds(program: &str, arguments: &[&str], rules: &Rules) {
 }
 
 #[test]
-fn ordinary_programs_work_under_each_profile() {
+fn ordinary_programs_work_under_each_seccomp_profile() {
     for (profile, rules) in [
         ("default", default(false)),
         ("default with the network", default(true)),
@@ -708,14 +710,14 @@ fn ordinary_programs_work_under_each_profile() {
 }
 
 #[test]
-fn java_starts_under_default_profile() {
+fn java_starts_under_default_seccomp_profile() {
     let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(false)) else { return };
     assert!(finished.status.success() && finished.named.is_empty(), "{finished:#?}");
     assert!(finished.stderr.contains("version"), "{finished:#?}");
 }
 
 #[test]
-fn python_uses_loopback_with_network() {
+fn network_profile_allows_loopback_connections() {
     const TALK: &str = r#"
 import socket
 listener = socket.create_server(("127.0.0.1", 0))

@@ -1,17 +1,17 @@
-//! Attributes of a template that workers inherit and that any process of the same user can change from outside. They
-//! are recorded when the template is ready and restored before each fork, so that no job changes an attribute of later
-//! workers.
+//! Attributes of a template that workers inherit, and that any process of the same user can change from
+//! outside. The keeper records the attributes when the template is ready and restores them before each fork,
+//! so that no job can change an attribute of later workers.
 #![expect(unsafe_code, reason = "attributes of another process are read and set by raw system calls")]
 
 use std::fs;
 use std::io::Read;
 
-/// Size of a value in bytes. The largest is a set of 8,192 processors.
+/// Size of the buffer for an attribute's value, in bytes. The largest value is a set of 8,192 processors.
 const VALUE_BYTES: usize = 1024;
 
 type Value = [u8; VALUE_BYTES];
 
-/// Number of limits that Linux has, and the size of each in bytes.
+/// Number of resource limits in Linux, and the size of each in bytes.
 const LIMITS: usize = 16;
 const LIMIT_BYTES: usize = size_of::<libc::rlimit64>();
 
@@ -29,7 +29,7 @@ const ATTRIBUTES: [Attribute; 6] = [
             syscall(libc::SYS_sched_setaffinity, [pid, VALUE_BYTES, mask.as_ptr() as usize, 0]);
         },
     ),
-    // Policy, priority and time slice.
+    // Scheduling policy, priority and time slice.
     (
         "scheduling",
         |pid, to| {
@@ -76,7 +76,7 @@ const ATTRIBUTES: [Attribute; 6] = [
     ),
 ];
 
-/// Values of all [`ATTRIBUTES`].
+/// Recorded values of all [`ATTRIBUTES`].
 pub(super) struct RecordedAttributes([Option<Box<Value>>; ATTRIBUTES.len()]);
 
 impl RecordedAttributes {
@@ -84,9 +84,9 @@ impl RecordedAttributes {
         Self(ATTRIBUTES.map(|attribute| value(attribute, pid)))
     }
 
-    /// Restores each attribute that has changed. Calls `is_template` before setting anything, because the pid
-    /// of an ended process can belong to another process by now. Errors: the name of an attribute that could
-    /// not be restored.
+    /// Restores each attribute that has changed. Calls `is_template` before it sets an attribute, because the
+    /// pid of an exited process can already belong to another process. The error is the name of an attribute
+    /// that could not be restored.
     pub(super) fn restore(&self, pid: u32, is_template: impl Fn() -> bool) -> Result<(), &'static str> {
         for (attribute, recorded) in ATTRIBUTES.into_iter().zip(&self.0) {
             let Some(recorded) = recorded else { continue };
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn restores_attributes_changed_from_outside() {
+    fn changed_template_attributes_are_restored() {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let pid = child.id();
         let before = RecordedAttributes::record(pid);
@@ -135,12 +135,12 @@ mod tests {
             let recorded = recorded.as_ref().unwrap();
             let mut other = recorded.clone();
             match name {
-                // The soft limit of open files, which any process can lower and raise again.
+                // Changes the soft limit of open files, which any process can lower and raise again.
                 "limits" => other[7 * 16..7 * 16 + 8].copy_from_slice(&17_u64.to_ne_bytes()),
                 "out-of-memory score" => other[..4].copy_from_slice(b"900\0"),
                 "timer slack" => other[..6].copy_from_slice(b"77000\0"),
                 "I/O priority" => other[..2].copy_from_slice(&(3_u16 << 13).to_ne_bytes()),
-                // The policy `SCHED_BATCH`.
+                // Sets the policy `SCHED_BATCH`.
                 "scheduling" => other[4..8].copy_from_slice(&3_u32.to_ne_bytes()),
                 _ => {
                     let first = other.iter().position(|byte| *byte != 0).unwrap();
@@ -150,7 +150,7 @@ mod tests {
                 }
             }
             set(pid as usize, &other);
-            // Lowering the score again needs a privilege.
+            // Lowering the out-of-memory score again requires a privilege.
             if before.restore(pid, || true) == Err("out-of-memory score") {
                 continue;
             }

@@ -1,11 +1,11 @@
 //! Pid namespaces of templates, each with one template and the workers that the template forks.
 //!
-//! The processes are children of the namespace's first process (`spawn/init/template.rs`), which reports each
-//! exit and the remaining children. All children except the template, the workers and possible workers being
-//! forked were left behind by a worker. The keeper orders the first process to kill these. Children that
-//! survive this are killed while the whole namespace is stopped. If some survive this as well, the keeper
-//! retries at longer intervals and the worker counts as reaped. So the keeper never searches `/proc`, and
-//! namespaces do not affect each other.
+//! The first process of a namespace (`spawn/init/template.rs`) is the parent of all others, and reports each
+//! exit and the remaining children to the keeper. A child was left behind by a worker unless it is the
+//! template, a worker, or a process being forked to become a worker. The keeper orders the first process to
+//! kill leftover children. Children that survive this are killed while the whole namespace is stopped. If
+//! some survive this as well, the keeper retries at longer intervals, and the worker counts as reaped. So the
+//! keeper never searches `/proc`, and namespaces do not affect each other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -19,23 +19,23 @@ use crate::protocol::{Exit, ReportMessage, Usage};
 use crate::spawn::{ChildExit, EXIT_BYTES_MAX, InitOrder, NAMED_CHILDREN_MAX};
 use crate::wait;
 
-/// Maximum number of exits read at a time.
+/// Maximum number of exit reports that are read from a namespace at once.
 const EXITS_MAX: usize = 64;
 
-/// Maximum number of remembered exits of unknown processes. The template may report some of these processes as
-/// forked workers later.
+/// Maximum number of remembered exits of unidentified processes in a namespace. The template can later report
+/// some of these processes as forked workers.
 const REMEMBERED_EXITS_MAX: usize = 64;
 
-/// Pause between two orders to kill.
+/// Minimum and maximum pause between two orders to kill leftover processes.
 const KILL_INTERVAL_MIN: Duration = Duration::from_millis(2);
 const KILL_INTERVAL_MAX: Duration = Duration::from_millis(64);
 
-/// Time after which processes that could not be killed one by one are killed while the whole namespace is
-/// stopped.
+/// Time after which leftover processes that could not be killed one by one are killed while the whole
+/// namespace is stopped.
 const STOP_ALL_AFTER: Duration = Duration::from_millis(200);
 
-/// Time after which a worker is reported as reaped even if processes are left, and interval between later
-/// attempts to kill these.
+/// Time after which a worker is reported as reaped even if leftover processes are still running, and interval
+/// between later attempts to kill these processes.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 const LATE_KILL_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -47,17 +47,18 @@ pub(crate) struct TemplateNamespace {
     outbox: Outbox,
     /// The template's pid in the namespace, once it is known.
     pub(crate) template: Option<u32>,
-    /// Workers: the pid in the namespace, and the pid outside.
+    /// Workers in the namespace. Maps the pid in the namespace to the pid outside.
     workers: HashMap<u32, u32>,
     /// Other children of the first process, each with the time of its discovery.
     unidentified: Vec<(u32, Instant)>,
-    /// True if there may be more unknown children than listed.
+    /// True if there may be more unidentified children than listed.
     has_more: bool,
-    /// Unknown processes that have ended.
+    /// Pids of unidentified processes that exited recently.
     recent_exits: VecDeque<u32>,
-    /// Workers that have ended. All are reported as reaped when no unknown process is left.
+    /// Workers that have exited. All are reported as reaped when no unidentified process is left.
     exited: Vec<ExitedWorker>,
-    /// Set while there are processes to kill: start, time of the next order, and pause after that order.
+    /// Set while there are leftover processes to kill: the start time, the time of the next order, and the
+    /// pause after that order.
     kills: Option<(Instant, Instant, Duration)>,
 }
 
@@ -69,14 +70,14 @@ struct ExitedWorker {
     leaf: Option<Leaf>,
 }
 
-/// A worker's place in a namespace.
+/// The namespace of a worker, and the worker's pid in this namespace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NamespaceMember {
-    /// The first process of the namespace.
+    /// Pid of the namespace's first process.
     pub(crate) namespace: u32,
     /// The worker's pid in the namespace.
     pub(crate) inner: u32,
-    /// Part of the name of the worker's temporary folder, if the folder is in the namespace too.
+    /// Part of the name of the worker's temporary folder. Set only if the folder is inside of the namespace.
     pub(crate) secret: Option<u128>,
 }
 
@@ -99,12 +100,12 @@ impl TemplateNamespace {
         &self.socket
     }
 
-    /// True if the template or a worker has this pid in the namespace.
+    /// Returns true if the template or a worker has this pid in the namespace.
     pub(crate) fn contains(&self, inner: u32) -> bool {
         self.template == Some(inner) || self.workers.contains_key(&inner)
     }
 
-    /// True if an unknown process with this pid has ended.
+    /// Returns true if an unidentified process with this pid has exited recently.
     pub(crate) fn has_ended(&self, inner: u32) -> bool {
         self.recent_exits.contains(&inner)
     }
@@ -114,15 +115,15 @@ impl TemplateNamespace {
         self.unidentified.retain(|(pid, _)| *pid != inner);
     }
 
-    /// Sends an order to kill leftover processes, unless an earlier order is pending. The keeper repeats such
-    /// orders, and they would pile up if the first process is stopped.
+    /// Queues an order to kill leftover processes, unless an earlier order is still pending. The keeper
+    /// repeats such orders, and they would accumulate while the first process is stopped.
     fn order_unless_pending(&mut self, order: InitOrder<'_>) {
         if self.outbox.len() == 0 {
             self.outbox.push(order.encode(), Vec::new());
         }
     }
 
-    /// Records the current children.
+    /// Records the current children of the first process.
     fn update_children(&mut self, children: &[u32], has_more: bool, now: Instant) {
         let before: HashMap<u32, Instant> = self.unidentified.drain(..).collect();
         let since = |pid: u32| before.get(&pid).copied().unwrap_or(now);
@@ -143,10 +144,11 @@ impl EventLoop {
         self.send_namespace_orders(pid, has_more);
     }
 
-    /// Sends waiting orders. If `has_more` is true, messages may be waiting for which there is no new event.
+    /// Sends pending orders. If `has_more` is true, the socket may already contain messages for which polling
+    /// reports no new event.
     fn send_namespace_orders(&mut self, pid: u32, has_more: bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
-        // If the first process has ended, it is reaped next.
+        // If the first process has exited, it is reaped next.
         let is_blocked = !namespace.outbox.flush(&namespace.socket).unwrap_or(true);
         if !has_more && !is_blocked {
             return;
@@ -155,19 +157,19 @@ impl EventLoop {
         let _ = register_again(&self.poll, &socket, pid as usize | NAMESPACE, is_blocked);
     }
 
-    /// Handles some exits. Returns true if there may be more.
+    /// Reads and handles some exit reports. Returns true if there may be more.
     pub(crate) fn handle_exits(&mut self, pid: u32) -> bool {
         let (exits, has_more) = self.read_exits(pid);
         let child = self.children.get(&pid);
         if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
-            // A process can have identified itself before it ended.
+            // A process can have identified itself before it exited.
             self.read_pending_messages(pid);
         }
         exits.into_iter().for_each(|exit_report| self.handle_exit(pid, exit_report));
         has_more
     }
 
-    /// Reads some exits. Returns true if there may be more.
+    /// Reads some exit reports. The boolean is true if there may be more.
     fn read_exits(&mut self, pid: u32) -> (Vec<ChildExit>, bool) {
         let mut exits = Vec::new();
         let Some(namespace) = self.namespace_mut(pid) else { return (exits, false) };
@@ -178,7 +180,7 @@ impl EventLoop {
                     Some(exit_report) => exits.push(exit_report),
                     None => return (exits, false),
                 },
-                // If the socket is closed, the first process has ended, and is reaped.
+                // If the socket is closed, the first process has exited and is reaped next.
                 Ok(Received::Nothing | Received::Closed) | Err(_) => return (exits, false),
             }
         }
@@ -205,19 +207,19 @@ impl EventLoop {
                 namespace.update_children(&children, exit_report.has_more, now);
                 self.clean_namespace(pid, now);
             }
-            // A later exit of the same iteration lists the children.
+            // A later exit report of the same iteration lists the children.
             None => namespace.has_more = true,
         }
     }
 
-    /// Handles the template's end. Its workers continue.
+    /// Handles the exit of a template. Workers of the template continue.
     fn template_exited(&mut self, pid: u32, exit_report: &ChildExit) {
         self.advance_start(pid);
-        // Includes the reason for the end.
+        // The pending messages include the reason for the exit.
         self.read_pending_messages(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
         if !matches!(child.stage, Stage::Running) {
-            // The first process ends with the template.
+            // The first process exits together with the template.
             return;
         }
         child.stage = Stage::Ended;
@@ -227,7 +229,7 @@ impl EventLoop {
         template.into_iter().for_each(|template| self.template_ended(template));
     }
 
-    /// Handles the end of a worker in this namespace.
+    /// Handles the exit of a worker in this namespace.
     fn worker_exited(&mut self, namespace: u32, pid: u32, exit: Exit, usage: Usage) {
         let Some(child) = self.remove(pid) else { return };
         let (worker, exit) = (child.worker, child.exit_cause(exit));
@@ -240,11 +242,13 @@ impl EventLoop {
         }
     }
 
-    /// Reports workers of which nothing is left, and orders the remaining processes to be killed.
+    /// Reports the exited workers as reaped if no leftover process remains. Otherwise orders the first
+    /// process to kill the leftover processes.
     pub(crate) fn clean_namespace(&mut self, pid: u32, now: Instant) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         let Some(namespace) = &mut child.namespace else { return };
-        // A child that was discovered before the oldest fork in progress cannot be its result.
+        // A child that was discovered before the oldest fork in progress began cannot be the result of a
+        // fork.
         let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if namespace.unidentified.is_empty() && !namespace.has_more {
@@ -255,8 +259,8 @@ impl EventLoop {
             namespace.unidentified.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
             if let Some((since, due, pause)) = namespace.kills {
-                // Waits for the forks in progress. The next order is put off, so that the loop does not spin
-                // meanwhile.
+                // Waits for the forks in progress. Postpones the next order, so that the loop does not spin
+                // in the meantime.
                 namespace.kills = Some((since, due.max(now + KILL_INTERVAL_MIN), pause));
             }
             return;
@@ -282,7 +286,7 @@ impl EventLoop {
         self.send_namespace_orders(pid, false);
     }
 
-    /// Returns the next time at which an order to kill is due.
+    /// Returns the next time at which an order to kill leftover processes is due.
     pub(crate) fn next_namespace_kill(&self) -> Option<Instant> {
         let namespaces = self.templates.iter().filter_map(|pid| self.children.get(pid)?.namespace.as_ref());
         namespaces.filter_map(|namespace| namespace.kills.map(|(_, due, _)| due)).min()
@@ -297,7 +301,7 @@ impl EventLoop {
         due.into_iter().for_each(|pid| self.clean_namespace(pid, now));
     }
 
-    /// Reports workers of which nothing is left, or whose time limit has passed.
+    /// Reports the exited workers for which `is_reaped` returns true.
     fn report_reaped_in(&mut self, pid: u32, is_reaped: impl Fn(&ExitedWorker) -> bool) {
         let Some(namespace) = self.namespace_mut(pid) else { return };
         let reaped: Vec<ExitedWorker> = namespace.exited.extract_if(.., |exited| is_reaped(exited)).collect();
@@ -310,7 +314,7 @@ impl EventLoop {
         }
     }
 
-    /// Orders a worker in a namespace to be killed, with its process group.
+    /// Orders the first process to kill a worker in the namespace, with the worker's process group.
     pub(crate) fn kill_in_namespace(&mut self, NamespaceMember { namespace, inner, .. }: NamespaceMember) {
         if let Some(found) = self.namespace_mut(namespace) {
             found.outbox.push(InitOrder::Kill(&[inner]).encode(), Vec::new());
@@ -318,7 +322,7 @@ impl EventLoop {
         }
     }
 
-    /// Orders a template to be killed. Its workers continue.
+    /// Kills a template. Workers of the template continue.
     pub(crate) fn kill_template(&mut self, pid: u32) {
         let Some(child) = self.children.get_mut(&pid) else { return };
         match (&child.stage, &mut child.namespace) {
@@ -326,13 +330,14 @@ impl EventLoop {
                 namespace.outbox.push(InitOrder::KillTemplate.encode(), Vec::new());
                 self.send_namespace_orders(pid, false);
             }
-            // The template has ended already.
+            // The template has already exited.
             (Stage::Ended, Some(_)) => {}
             (Stage::Starting(_) | Stage::Running | Stage::Failed | Stage::Ended, _) => wait::kill_group(pid),
         }
     }
 
-    /// Handles the end of a namespace's first process. All processes in the namespace have ended with it.
+    /// Handles the exit of a namespace's first process. All processes in the namespace have been killed with
+    /// it.
     pub(crate) fn namespace_ended(&mut self, pid: u32, namespace: TemplateNamespace) {
         const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
         let TemplateNamespace { workers, mut exited, .. } = namespace;
@@ -356,7 +361,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeated_orders_do_not_pile_up() {
+    fn repeated_kill_order_is_queued_once() {
         let (ours, _theirs) = socket::pair().unwrap();
         let mut namespace = TemplateNamespace::new(ours);
         namespace.order_unless_pending(InitOrder::Kill(&[2]));

@@ -1,13 +1,13 @@
 //! The first process of a pid namespace that contains a template and the workers forked by the template.
 //!
-//! Template and workers are children of this process, because a template forks siblings of itself. Processes
-//! that a worker leaves behind become children as well. This process reports each exit to the keeper, and lists
-//! the remaining children with the last exit of an iteration. The keeper names the children to kill. This
-//! process decides nothing, and knows only the template. When this process exits, the kernel kills everything
-//! in the namespace.
+//! The template and the workers are children of this process, because a template forks siblings of itself.
+//! Processes that a worker leaves behind become children as well. This process reports each exit to the
+//! keeper. The last report of an iteration also lists the remaining children. The keeper chooses the children
+//! to kill. This process decides nothing, and can identify only the template among its children. When this
+//! process exits, the kernel kills all other processes in the namespace.
 //!
-//! This process is a copy of the keeper that keeps only the right to signal the others. The code makes only
-//! system calls.
+//! This process is a fork of the keeper that keeps only the capability to signal the other processes. The
+//! code makes only system calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -24,13 +24,14 @@ use super::{STATUS_BYTES, become_init, decode, encode};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// File in which the kernel lists the children of a thread. Some kernels are built without it.
+/// File in which the kernel lists the children of a thread. Some kernels are built without this file.
 const CHILDREN_FILE: &std::ffi::CStr = c"/proc/thread-self/children";
 
 /// Maximum number of children listed in an exit report. The report says if there are more.
 const CHILDREN_MAX: usize = 4096;
 
-/// Fixed part of an exit report, in bytes: the pid, the status and usage, and the kind of list that follows.
+/// Size of the fixed part of an exit report, in bytes. This part contains the pid, the status and resource
+/// usage, and the kind of list that follows.
 const FIXED_BYTES: usize = 4 + STATUS_BYTES + 1;
 
 /// Maximum size of an exit report with the list of children, in bytes.
@@ -41,33 +42,35 @@ pub(crate) const NAMED_CHILDREN_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_CHILDREN_MAX;
 
-/// Maximum number of orders, and maximum number of exits, in one iteration. A job can cause exits faster than
-/// this process reports them, so each iteration handles orders first.
+/// Maximum number of orders, and maximum number of exits, handled in one iteration. A job can cause exits
+/// faster than this process reports them, so each iteration handles orders first.
 const ORDERS_PER_ITERATION: usize = 16;
 const EXITS_PER_ITERATION: usize = 64;
 
-/// Maximum time for which one order stops everything in the namespace.
+/// Maximum time for which one order stops the other processes in the namespace.
 const STOP_TIME_MAX: Duration = Duration::from_millis(250);
 
-/// Longest wait for a killed process while the namespace is stopped, and number of unsuccessful waits after
-/// which the namespace continues. A process that waits for a disk does not exit at once.
+/// Maximum time of one wait for killed processes while the namespace is stopped, and number of unsuccessful
+/// waits after which the remaining processes continue. A killed process that waits for a disk does not exit
+/// immediately.
 const EXIT_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 const FAILED_WAITS_MAX: u32 = 8;
 
-/// An order of the keeper. Pids are those in the namespace.
+/// An order of the keeper to the first process. All pids are those inside the namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order<'a> {
     /// Kills these children, and their process groups.
     Kill(&'a [u32]),
     /// Kills the template.
     KillTemplate,
-    /// Stops all processes, and kills each child except the template and these. Also kills the descendants that
-    /// become children of this process meanwhile. Then continues the remaining processes.
+    /// Stops all processes, and kills each child except the template and the listed children. Also kills
+    /// descendants that become children of the first process in the meantime. Then lets the remaining
+    /// processes continue.
     KillAllExcept(&'a [u32]),
 }
 
 impl Order<'_> {
-    /// Encodes the order. Names beyond [`NAMED_CHILDREN_MAX`] are left out.
+    /// Encodes the order. Leaves out children beyond [`NAMED_CHILDREN_MAX`].
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, named): (u8, &[u32]) = match self {
             Self::Kill(named) => (b'K', named),
@@ -82,25 +85,25 @@ impl Order<'_> {
 /// Report of a child's exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChildExit {
-    /// Pid in the namespace.
+    /// Pid of the child inside the namespace.
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// Remaining children, by their pids in the namespace. `None` if another exit of the same iteration
-    /// follows.
+    /// Pids of the remaining children inside the namespace. `None` if another exit report of the same
+    /// iteration follows.
     pub(crate) children: Option<Vec<u32>>,
-    /// True if there may be children that are not listed.
+    /// True if there may be more children than listed.
     pub(crate) has_more: bool,
 }
 
-/// Last byte of the fixed part: the kind of list that follows (complete, incomplete, or none because another
-/// exit follows).
+/// Values of the last byte of an exit report's fixed part, which is the kind of list that follows: complete,
+/// incomplete, or none because another exit report follows.
 const ALL_CHILDREN: u8 = 0;
 const SOME_CHILDREN: u8 = 1;
 const ANOTHER_EXIT: u8 = 2;
 
 impl ChildExit {
-    /// Returns `None` if the bytes are not an exit report.
+    /// Decodes an exit report. Returns `None` if the bytes are not an exit report.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let (pid, rest) = bytes.split_first_chunk()?;
         let (end, rest) = rest.split_first_chunk()?;
@@ -123,11 +126,11 @@ pub(crate) fn open_children() -> Result<OwnedFd, Errno> {
     rustix::fs::open(CHILDREN_FILE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Becomes the first process, with the child `template`.
+/// Runs the first process of the namespace. `template` is the pid of its child that becomes the template.
 pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     let Ok(sigchld) = watch_sigchld() else { exit(FAILED_EXIT_CODE) };
-    // The processes in the namespace can have another user. CAP_KILL reaches only these, because no others
-    // are visible here.
+    // The processes in the namespace can run as another user, so killing them requires CAP_KILL. This process
+    // cannot kill any other process, because it sees only the namespace.
     let mut kept = [socket.as_raw_fd(), children.as_raw_fd(), sigchld.as_raw_fd()];
     become_init(CapabilitySet::KILL, &mut kept);
     let init = TemplateInit { template, socket, children, sigchld };
@@ -142,7 +145,7 @@ pub(crate) fn run(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     }
 }
 
-/// Creates a descriptor that is readable when a child may have ended.
+/// Creates a descriptor that becomes readable when a child may have exited.
 fn watch_sigchld() -> Result<OwnedFd, Errno> {
     // SAFETY: the set is a local, which the calls fill and read. The new descriptor is owned only here.
     unsafe {
@@ -161,7 +164,7 @@ struct TemplateInit<'s> {
     template: u32,
     socket: &'s OwnedFd,
     children: OwnedFd,
-    /// Readable when a child may have ended.
+    /// Becomes readable when a child may have exited.
     sigchld: OwnedFd,
 }
 
@@ -172,8 +175,8 @@ impl TemplateInit<'_> {
         let _ = rustix::io::read(&self.sigchld, &mut info);
     }
 
-    /// Waits for exited children and reports each. Returns their number; at `EXITS_PER_ITERATION` more may be waiting. Exits
-    /// when no child is left.
+    /// Reaps and reports at most `EXITS_PER_ITERATION` exited children. Returns the number of reaped
+    /// children. Exits this process when no child is left.
     fn reap(&self) -> usize {
         let (mut count, mut last) = (0, None);
         let has_no_child = loop {
@@ -201,8 +204,8 @@ impl TemplateInit<'_> {
         count
     }
 
-    /// Reports an exit. If `lists` is true, which it is for the last report of an iteration, the report lists
-    /// the children.
+    /// Reports an exit to the keeper. If `lists` is true, the report also lists the remaining children.
+    /// `lists` is true only for the last report of an iteration.
     fn report_exit(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
         let mut bytes = [0; EXIT_BYTES_MAX];
         let mut length = 0;
@@ -224,20 +227,20 @@ impl TemplateInit<'_> {
         numbers[..count].iter().for_each(|number| put(&number.to_le_bytes()));
         let send = || rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL);
         if rustix::io::retry_on_intr(send).is_err() {
-            // The keeper is gone, so everything in the namespace must end.
+            // The keeper is gone, so all processes in the namespace must be killed.
             exit(0)
         }
     }
 
-    /// Fills `numbers` with remaining children. Returns the number of children read, and true if there may be
-    /// more.
+    /// Fills `numbers` with the pids of remaining children. Returns the number of pids, and true if there may
+    /// be more children.
     fn list_children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
         let (mut count, mut offset, mut number) = (0, 0, 0_u32);
         let mut text = [0; 4096];
         loop {
             let read = rustix::io::retry_on_intr(|| rustix::io::pread(&self.children, &mut text, offset));
             let read = match read {
-                // A read error is handled like too many children.
+                // After a read error, there may be more children.
                 Err(_) => return (count, true),
                 Ok(0) => return (count, false),
                 Ok(read) => read,
@@ -258,7 +261,7 @@ impl TemplateInit<'_> {
         }
     }
 
-    /// Executes orders. Returns true if there may be more.
+    /// Executes pending orders. Returns true if more orders may be pending.
     fn execute_orders(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
         for _ in 0..ORDERS_PER_ITERATION {
@@ -266,7 +269,7 @@ impl TemplateInit<'_> {
                 rustix::io::retry_on_intr(|| rustix::net::recv(self.socket, &mut bytes, RecvFlags::DONTWAIT));
             let length = match received {
                 Err(Errno::AGAIN) => return false,
-                // The keeper is gone, so everything in the namespace must end.
+                // The keeper is gone, so all processes in the namespace must be killed.
                 Ok((0, _)) | Err(_) => exit(0),
                 Ok((length, _)) => length.min(ORDER_BYTES_MAX),
             };
@@ -281,8 +284,8 @@ impl TemplateInit<'_> {
         true
     }
 
-    /// Kills all children except the named ones and the template. Nothing can fork while all processes are
-    /// stopped, so each round removes one level of a process tree.
+    /// Kills all children except the template and the children in `named`. No process can fork while all
+    /// processes are stopped, so each round removes one level of a process tree.
     fn kill_all_except(&self, named: &[[u8; 4]]) {
         let end = Instant::now() + STOP_TIME_MAX;
         let mut failed_waits = 0;
@@ -308,8 +311,8 @@ impl TemplateInit<'_> {
     }
 }
 
-/// Kills a child, and the process group that it may lead. Does nothing if the child has been reaped, because
-/// the pid is then no longer valid.
+/// Kills a child and, if the child leads a process group, the whole group. Does nothing if the child has been
+/// reaped, because the pid is then no longer valid.
 fn kill_child(pid: u32) {
     if pid > 1 && bulkhead_linux::wait::is_child(pid) {
         kill(-(pid as i32));
@@ -318,7 +321,7 @@ fn kill_child(pid: u32) {
 }
 
 fn kill(pid: i32) {
-    // SAFETY: signals only processes in the namespace. It does not matter if they have ended.
+    // SAFETY: signals only processes in the namespace. It does not matter if they have already exited.
     unsafe { libc::kill(pid, libc::SIGKILL) };
 }
 
@@ -327,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_exit_reports_and_encodes_orders() {
+    fn exit_report_of_template_child_survives_encoding() {
         let (ours, theirs) = crate::protocol::socket::pair().unwrap();
         let sigchld = watch_sigchld().unwrap();
         let init = TemplateInit { template: 2, socket: &theirs, children: open_children().unwrap(), sigchld };
@@ -350,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_many_children() {
+    fn template_init_lists_all_its_children() {
         std::thread::scope(|scope| {
             let counted = scope.spawn(|| {
                 let init = TemplateInit {
@@ -359,7 +362,7 @@ mod tests {
                     children: open_children().unwrap(),
                     sigchld: watch_sigchld().unwrap(),
                 };
-                // Counts only the children of this thread.
+                // Only the children of this thread are listed.
                 let mut sleeping: Vec<_> = (0..40)
                     .map(|_| std::process::Command::new("sleep").arg("100").spawn().unwrap())
                     .collect();

@@ -1,10 +1,11 @@
 //! The first process of a worker's pid namespace.
 //!
-//! The first process reaps every process that ends in the namespace. When the worker has ended, the first
-//! process reports how, and exits. The kernel then kills everything else in the namespace.
+//! The first process reaps its children, which include all orphans in the namespace. When the worker has
+//! exited, the first process reports the worker's exit status to the keeper and exits. The kernel then kills
+//! all other processes in the namespace.
 //!
-//! The first process is a copy of the keeper without rights. Signals from the namespace do not reach it. The
-//! code makes only system calls.
+//! The first process is a fork of the keeper without capabilities. Signals from the namespace do not reach
+//! the first process. The code makes only system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -16,7 +17,7 @@ use super::{STATUS_BYTES, become_init, decode, encode};
 use crate::protocol::{Exit, Usage};
 use crate::wait;
 
-/// Becomes the first process, with the child `worker`.
+/// Runs the first process of the namespace. `worker` is the pid of its child that becomes the worker.
 pub(crate) fn run(worker: u32, status: &OwnedFd) -> ! {
     become_init(CapabilitySet::empty(), &mut [status.as_raw_fd()]);
     loop {
@@ -48,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_written_status() {
+    fn written_exit_status_can_be_read() {
         let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
         assert_eq!(read_status(&ours), None);
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };

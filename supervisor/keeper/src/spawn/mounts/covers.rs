@@ -1,8 +1,8 @@
-//! Shows granted paths that the worker's user cannot reach, at their usual place.
+//! Makes granted paths visible that the worker's user cannot reach in the system's root folder.
 //!
-//! Each folder that denies access to the user is covered with an empty folder, in a private mount namespace.
-//! The empty folder contains only the granted paths. The keeper decides the layout before the fork. The child
-//! makes the mounts while it is still root, with system calls only.
+//! Each folder that denies access to the user is covered with a new folder, in a private mount namespace. The
+//! new folder contains only the granted paths. The keeper decides the layout before the fork. The child makes
+//! the mounts while it is still root, with system calls only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
@@ -19,19 +19,19 @@ use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Purpose, Unreachable};
 use bulkhead_linux::errno::{self, check};
 
-/// Maximum number of covered folders. Each needs a descriptor in the child.
+/// Maximum number of covered folders. Each covered folder needs a descriptor in the child.
 const COVERS_MAX: usize = 32;
 
-/// Maximum number of a folder's entries that are shown individually.
+/// Maximum number of entries that are shown individually in place of a folder.
 const ENTRIES_MAX: usize = 4096;
 
-/// Mount options of an empty folder, which holds only folders and mount points, and becomes read-only at the
-/// end.
+/// Mount options of the file system that covers a folder. It contains only folders and mount points, and
+/// becomes read-only at the end.
 const COVER_OPTIONS: &CStr = c"size=1m,nr_inodes=16384,mode=0755";
 
 /// Layout of the mounts, decided in advance.
 pub(crate) struct Covers {
-    /// Folders that are covered with an empty folder.
+    /// Folders that are covered.
     covers: Vec<CString>,
     /// Folders and files that serve as mount points.
     nodes: Vec<LayoutStep>,
@@ -43,17 +43,18 @@ pub(crate) struct Covers {
 struct Bind {
     /// Index of the covered folder that contains the source. `None` means the root folder.
     cover: Option<usize>,
-    /// Path of the source, relative to that folder.
+    /// Path of the source, relative to the covered folder or the root folder.
     from: CString,
     at: CString,
     access: Access,
 }
 
-/// First number of the steps that are the same for all layouts. Other numbers are lower.
+/// Number of the first step that is the same for all layouts. Steps that depend on the layout have lower
+/// numbers.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 
 impl Covers {
-    /// Decides the layout. Returns `None` if the user can reach everything. Fails with a folder that cannot
+    /// Decides the layout. Returns `None` if the user can reach everything. The error is a folder that cannot
     /// be covered.
     pub(crate) fn prepare(unreachable: &Unreachable, withheld: &[&Path]) -> Result<Option<Self>, PathBuf> {
         if unreachable.folders.is_empty() {
@@ -113,7 +114,8 @@ impl Covers {
         }
         for (place, (real, access)) in binds {
             let above = above(place);
-            // The path is visible with the folder above, or is not in a covered folder.
+            // Skips a path that is already visible as part of the folder above, or that is not in a covered
+            // folder.
             if above.is_some_and(|above| *access <= above) || (above.is_none() && covered(place).is_none()) {
                 continue;
             }
@@ -137,7 +139,7 @@ impl Covers {
         shown
     }
 
-    /// Adds the folders that lead from a covered folder to this folder, and the folder itself.
+    /// Adds the folders on the way from a covered folder to `folder`, and `folder` itself.
     fn make_folders(&mut self, unreachable: &Unreachable, folder: &Path, made: &mut BTreeSet<PathBuf>) {
         let mut missing: Vec<&Path> = folder
             .ancestors()
@@ -153,7 +155,7 @@ impl Covers {
         }
     }
 
-    /// Describes a step for people.
+    /// Describes a step for an error message.
     pub(crate) fn describe(&self, step: u32) -> String {
         let shown = |path: &CString| path.to_string_lossy().into_owned();
         match step.checked_sub(COMMON_STEPS_FIRST) {
@@ -172,8 +174,8 @@ impl Covers {
         }
     }
 
-    /// Makes the mounts in a private mount namespace, which the process may already have, and adds the mounts
-    /// to the rules. Runs in the forked child, and makes only system calls.
+    /// Makes the mounts in a private mount namespace, and adds the mounts to the rules. Creates the namespace
+    /// if `has_mount_namespace` is false. Runs in the forked child, and makes only system calls.
     pub(crate) fn enter(
         &self,
         ruleset: Option<&Ruleset>,
@@ -185,7 +187,7 @@ impl Covers {
         if !has_mount_namespace {
             common(0, create_mount_namespace())?;
         }
-        // Once a folder is covered, its content is reachable only by this descriptor.
+        // When a folder is covered, its content can be reached only through the descriptor opened here.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -235,7 +237,8 @@ fn entries(folder: &Path, withheld_paths: &BTreeSet<PathBuf>) -> Vec<(PathBuf, P
 fn create_mount_namespace() -> Result<(), Errno> {
     // SAFETY: the process has one thread, and shares no state that the call changes.
     check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
-    // Later unmounts of the system propagate here, but nothing from here propagates to the system.
+    // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate
+    // to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)
 }
 

@@ -1,6 +1,7 @@
-//! Hides the machine's entries in a private `/proc`, except entries that language runtimes read.
+//! Hides the entries of a private `/proc` that describe the machine, except entries that language runtimes
+//! read.
 //!
-//! (The kernel's own option, `subset=pid`, would hide these too.)
+//! (The kernel's mount option `subset=pid` would also hide the entries that language runtimes read.)
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
@@ -28,13 +29,13 @@ const VISIBLE_ENTRIES: [&str; 11] = [
     "version",
 ];
 
-/// Files mounted over hidden entries. No process may open these files. Both are removed from the root folder
-/// when all entries are hidden.
+/// File and folder that are mounted over hidden entries. No process has permission to open them. Both are
+/// removed from the root folder when all entries are hidden.
 const EMPTY_FILE: &CStr = c"/no-file";
 const EMPTY_FOLDER: &CStr = c"/no-folder";
 
-/// All other entries of `/proc` that are not processes. Looked up once, because they are the same for all
-/// workers.
+/// Entries of `/proc` that are neither visible entries nor processes. Looked up once, because they are the
+/// same for all workers.
 static HIDDEN_ENTRIES: OnceLock<Vec<HiddenEntry>> = OnceLock::new();
 
 struct HiddenEntry {
@@ -59,8 +60,8 @@ pub(crate) fn prepare() {
     });
 }
 
-/// Hides the entries. Runs in the forked child, and makes only system calls. Skips entries that no longer
-/// exist.
+/// Hides the entries that [`prepare`] has found. Skips entries that no longer exist. Runs in the forked
+/// child, and makes only system calls.
 pub(super) fn hide() -> Result<(), Errno> {
     let flags = OFlags::CREATE | OFlags::CLOEXEC | OFlags::RDONLY;
     drop(rustix::fs::open(EMPTY_FILE, flags, Mode::empty())?);
@@ -72,7 +73,7 @@ pub(super) fn hide() -> Result<(), Errno> {
             Err(errno) => return Err(errno),
         }
     }
-    // Also restricts the mounts that hide the entries.
+    // The mounts that hide the entries are restricted as well.
     restrict(c"/proc", Access::Read)?;
     rustix::fs::unlink(EMPTY_FILE)?;
     rustix::fs::rmdir(EMPTY_FOLDER)

@@ -20,22 +20,22 @@ use crate::confine::paths;
 use crate::confine::reach::{GrantedPaths, Unreachable};
 use crate::protocol::confinement::{Identity, Layers, TemporaryFiles};
 
-/// Location of the system's root folder while the new one is being made.
+/// Path of the system's root folder while the private root folder is being made.
 const OLD_ROOT: &CStr = c"/old";
 
-/// First mount point of the new root folder. Every system has this folder, and nothing in it is needed before
-/// the root is changed.
+/// Folder at which the new root folder is first mounted. Every system has this folder, and nothing in it is
+/// needed before the root is changed.
 const STAGING_FOLDER: &CStr = c"/proc";
 
-/// Mount options of the file system with the folders and links of the new root, which becomes read-only at
-/// the end.
+/// Mount options of the file system with the folders and links of the new root. This file system becomes
+/// read-only at the end.
 const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
 
-/// Number of bytes of a private `/tmp` per file that it can hold, and minimum number of files.
+/// Size of a private `/tmp` for each file that it can contain, in bytes, and minimum number of files.
 const BYTES_PER_FILE: u64 = 4096;
 const FILES_MIN: u64 = 1024;
 
-/// Targets and names of links that programs expect in `/dev`. Named shared memory is a file in the private
+/// Targets and names of links that programs expect in `/dev`. Named shared memory is stored in the private
 /// `/tmp`.
 const LINKS: [(&CStr, &CStr); 5] = [
     (c"/proc/self/fd", c"/dev/fd"),
@@ -74,17 +74,18 @@ pub(crate) struct PrivateRoot {
     tmp_options: Option<CString>,
 }
 
-/// Maximum number of a folder's entries that are shown individually. A larger folder is shown as a whole, and
-/// withheld paths inside are hidden.
+/// Maximum number of entries that are shown individually in place of a folder. A larger folder is shown as a
+/// whole, and withheld paths inside are hidden.
 const SHOWN_ENTRIES_MAX: usize = 512;
 
-/// First number of the steps that are the same for every root. Numbers of [`PrivateRoot::steps`] are lower.
+/// Number of the first step that is the same for every root folder. The steps in [`PrivateRoot::steps`] have
+/// lower numbers.
 const COMMON_STEPS_FIRST: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl PrivateRoot {
-    /// Decides the layout. Fails with a path of the configuration that does not exist.
+    /// Decides the layout. The error is a configured path that does not exist.
     pub(crate) fn prepare<'v>(
         granted: &GrantedPaths<'v>,
         withheld: &'v [&'v Path],
@@ -147,15 +148,16 @@ impl PrivateRoot {
         }
     }
 
-    /// Makes this the root folder of the current process. The process must be alone in its mount namespace.
-    /// In a new pid namespace, the process must be the first.
+    /// Makes this folder the root folder of the calling process, which must be the only process in its mount
+    /// namespace. If the process is in a new pid namespace, it must be the first process there.
     pub(crate) fn enter(&self) -> Result<(), StepError> {
         let common = |number, result: Result<(), Errno>| {
             result.map_err(|errno| StepError { errno, detail: COMMON_STEPS_FIRST + number })
         };
         common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
         common(1, change_root())?;
-        // Must come before the system's paths are shown, because some can be inside of these folders.
+        // `/proc` and `/tmp` are mounted before the system's paths are shown, because some of the paths can
+        // be inside of these folders.
         common(2, self.mount_proc())?;
         common(3, self.mount_tmp())?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -211,17 +213,17 @@ impl LayoutStep {
     }
 }
 
-/// Content of the root folder by path. Parents come before their content.
+/// Content of the root folder, ordered by path, so that a folder comes before its content.
 #[derive(Default)]
 struct Layout {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
-    /// Folders that are not shown as a whole. Their entries are shown instead.
+    /// Folders whose entries are shown individually in place of the whole folder.
     expanded: BTreeSet<PathBuf>,
 }
 
 impl Layout {
-    /// Adds a folder of the system, or the link that newer systems have in its place.
+    /// Adds a system folder. If the system has a link in place of the folder, adds the link.
     fn add_system_folder(&mut self, path: &Path) {
         match std::fs::read_link(path) {
             Ok(to) => drop(self.links.insert(path.to_owned(), to)),
@@ -229,8 +231,8 @@ impl Layout {
         }
     }
 
-    /// Shows the granted paths. Returns the links in program folders, with targets. Fails with a path that does
-    /// not exist.
+    /// Adds the granted paths. Returns the links in program folders, each with its target. The error is a
+    /// path that does not exist.
     fn add_granted<'v>(
         &mut self,
         granted: &GrantedPaths<'v>,
@@ -257,7 +259,7 @@ impl Layout {
         Ok(links)
     }
 
-    /// Shows a path under the given name and under its real path.
+    /// Adds a path under the given name and under its real path.
     fn bind(&mut self, path: &Path, access: Access) {
         let Ok(real) = std::fs::canonicalize(path) else { return };
         if real == Path::new("/") {
@@ -269,10 +271,10 @@ impl Layout {
         }
     }
 
-    /// Shows a folder. If paths inside are withheld, shows the other present entries individually. A mount
-    /// over a withheld path would not be enough, because the path becomes visible again when another file
-    /// gets the name. A folder that denies access to the worker's user is also shown by its entries. Returns
-    /// the links in the folder, with targets.
+    /// Adds a folder. If paths inside of the folder are withheld, adds the other entries individually. A
+    /// mount over a withheld path would not be enough, because the path becomes visible again when it is
+    /// replaced with another file. The entries are also added individually if the folder denies access to the
+    /// worker's user. Returns the links in the folder, each with its target.
     fn add_program_folder(
         &mut self,
         folder: &Path,
@@ -308,7 +310,7 @@ impl Layout {
         links.collect()
     }
 
-    /// Shows the whole system, except folders of which the worker has private ones.
+    /// Adds all folders in the system's root folder, except the folders that are private to the worker.
     fn bind_root(&mut self, access: Access) {
         for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
             if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
@@ -317,7 +319,7 @@ impl Layout {
         }
     }
 
-    /// Shows a file of the system under the given name, if every user can read the file.
+    /// Adds a system file under the given name, if every user can read the file.
     fn add_world_readable_file(&mut self, path: &Path) {
         use std::os::unix::fs::PermissionsExt;
         let is_world_readable = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
@@ -337,7 +339,7 @@ impl Layout {
             .collect();
         for (at, (from, access)) in &self.binds {
             let above = self.access_above(at);
-            // The path is already visible, or is reached by a link.
+            // Skips a path that is already visible, or that is reached through a link.
             if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
                 continue;
             }
@@ -354,7 +356,8 @@ impl Layout {
         steps
     }
 
-    /// Returns how the nearest folder above this path is shown, if there is one.
+    /// Returns the access with which the nearest folder above this path is shown. Returns `None` if no folder
+    /// above is shown.
     fn access_above(&self, path: &Path) -> Option<Access> {
         path.ancestors().skip(1).find_map(|above| {
             let (_, access) = self.binds.get(above)?;
@@ -388,19 +391,19 @@ pub(crate) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString
     CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
-/// True if a folder denies access to the worker's user, so that it is shown by its entries.
+/// Returns true if a folder denies access to the worker's user, so that its entries are shown individually.
 pub(crate) fn is_expanded(folder: &Path, unreachable: &Unreachable) -> bool {
     !unreachable.expanded.is_empty()
         && std::fs::canonicalize(folder).is_ok_and(|real| unreachable.expanded.contains(&real))
 }
 
-/// Returns the folders that lead to a path, from the top, without the root.
+/// Returns the folders above a path from the top, without the root folder.
 fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
 }
 
-/// Returns the folders that lead to a path, and the path itself. If the path contains `..`, includes folders
-/// that it enters and leaves again.
+/// Returns the folders above a path, and the path itself. If the path contains `..`, the result includes the
+/// folders that the path enters and leaves again.
 fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
@@ -421,15 +424,16 @@ pub(crate) fn c_string(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
-/// Returns the location of a system path while the new root is being made.
+/// Returns the path of a system file while the new root is being made.
 fn old_path(path: &Path) -> Option<CString> {
     CString::new([OLD_ROOT.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
-/// Covers the system's `/proc` with a new one for the pid namespace of this process, which must be the first
-/// process there. The new `/proc` is visible only to this process and its descendants.
+/// Mounts a new `/proc` over the system's `/proc`, for the pid namespace of this process. This process must
+/// be the first process in the namespace. Only this process and its descendants see the new `/proc`.
 pub(crate) fn mount_private_proc() -> Result<(), Errno> {
-    // Later unmounts of the system propagate here, but nothing from here propagates to the system.
+    // Later unmounts in the system propagate to this namespace, but mounts in this namespace do not propagate
+    // to the system.
     mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
@@ -469,7 +473,7 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
     }
 }
 
-/// Shows `from` also at `at`, with all mounts below.
+/// Makes `from` visible at `at` as well, with all mounts below `from`.
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
     restrict(at, access)

@@ -17,13 +17,14 @@ use super::{Process, descendants, read_process};
 /// Maximum number of scans for processes that were forked while their parents were being stopped.
 const STOP_SCANS_MAX: usize = 32;
 
-/// Finds and kills the descendants of this process, in one run after another; see [`DescendantKiller::begin`].
+/// Finds and kills the descendants of this process. Works in runs, each of which begins with
+/// [`DescendantKiller::begin`].
 #[derive(Default)]
 pub struct DescendantKiller {
     stage: Stage,
-    /// Number of scans begun in this run.
+    /// Number of scans that have begun in the current run.
     run_scans: usize,
-    /// Number of scans begun in all runs.
+    /// Number of scans that have begun in all runs.
     scans: u64,
     /// Descendants that existed in the latest complete scan.
     found: HashMap<u32, Found>,
@@ -46,19 +47,19 @@ struct Found {
     parent: u32,
     /// Number of the scan that saw the process first.
     first_seen: u64,
-    /// True if the process was sent SIGSTOP. The signal can have failed.
+    /// True if SIGSTOP was sent to the process, even if sending it failed.
     is_stopped: bool,
 }
 
-/// State of a run.
+/// State of a run after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// The run is not finished.
     InProgress,
-    /// The run is not finished, and a scan is complete. Only now can the result of
-    /// [`DescendantKiller::has_nothing_new_since`] change.
+    /// The run is not finished, but a scan is complete. Only a complete scan can change the result of
+    /// [`DescendantKiller::has_nothing_new_since`].
     ScanComplete,
-    /// The run is finished, with the number of killed processes. 0 means that nothing was left.
+    /// The run is finished. Contains the number of killed processes. 0 means that no descendant was left.
     Finished(usize),
 }
 
@@ -72,31 +73,32 @@ impl std::fmt::Debug for DescendantKiller {
 }
 
 impl DescendantKiller {
-    /// Begins the next run. Errors: `/proc` cannot be read.
+    /// Begins the next run. Fails if `/proc` cannot be read.
     pub fn begin(&mut self) -> io::Result<()> {
         self.run_scans = 0;
         self.begin_scan()
     }
 
-    /// True if a run is in progress.
+    /// Returns true if a run is in progress.
     pub fn is_active(&self) -> bool {
         !matches!(self.stage, Stage::Idle)
     }
 
-    /// Returns the number of scans begun so far. See [`DescendantKiller::has_nothing_new_since`].
+    /// Returns the number of scans that have begun so far. See [`DescendantKiller::has_nothing_new_since`].
     pub fn scan_number(&self) -> u64 {
         self.scans
     }
 
-    /// True if the latest scan began after scan `scan_number` and found only processes that earlier scans had
-    /// seen. A process that died during scan `scan_number` has then left nothing behind. Call this when a scan
-    /// is complete.
+    /// Returns true if the latest scan began after scan `scan_number`, and found only processes that scan
+    /// `scan_number` or an earlier scan had seen. In that case, a process that died during scan `scan_number`
+    /// has left nothing behind. Call this when a scan is complete.
     pub fn has_nothing_new_since(&self, scan_number: u64) -> bool {
         self.scans > scan_number && self.latest_first_seen <= scan_number
     }
 
-    /// Performs a step of the run, with at most `processes_max` processes. Children for which `is_spared`
-    /// returns true are left alone, with their descendants. An error (`/proc` cannot be read) ends the run.
+    /// Performs one step of the run, which handles at most `processes_max` processes. Spares children for
+    /// which `is_spared` returns true, and their descendants. If `/proc` cannot be read, the step fails and
+    /// the run ends.
     pub fn step(&mut self, processes_max: usize, is_spared: impl FnMut(u32) -> bool) -> io::Result<Progress> {
         match std::mem::take(&mut self.stage) {
             Stage::Idle => Ok(Progress::Finished(self.found.len())),
@@ -145,8 +147,8 @@ impl DescendantKiller {
         Ok(())
     }
 
-    /// Evaluates a complete scan. Stops the processes that the scan found for the first time. If there are
-    /// none, kills all.
+    /// Evaluates a complete scan. Stops the processes that have not been stopped yet. If there are none,
+    /// kills all processes that the scan found.
     fn evaluate_scan(
         &mut self,
         table: &HashMap<u32, Process>,
@@ -154,8 +156,7 @@ impl DescendantKiller {
     ) -> Progress {
         let own = std::process::id();
         let mut before = std::mem::take(&mut self.found);
-        // Parents come before children, so that the parent of each process has been stopped before the
-        // process is.
+        // Parents come before children, so that each process is stopped after its parent.
         let mut fresh = Vec::new();
         for (pid, started) in descendants(table, own, is_spared) {
             let known = before.remove(&pid).filter(|found| found.started == started);
@@ -183,12 +184,12 @@ impl DescendantKiller {
 
     /// Sends a signal to a process that was found, if the pid still belongs to that process. Pids are reused,
     /// and some time has passed since the scan. A process that was not yet stopped and now has another parent
-    /// may not be a descendant, so it is left to the next scan.
+    /// might not be a descendant any more, so it is left to the next scan.
     fn signal(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-        // From here on the descriptor identifies the process, so what the following read of `/proc` finds
-        // cannot change.
+        // From here on, the descriptor identifies the process. So the signal reaches the process that the
+        // following read of `/proc` finds.
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
         let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
             self.found.remove(&pid);
@@ -220,16 +221,17 @@ mod tests {
         }
     }
 
-    /// Runs the case in a separate process, because a run kills all other descendants of this process.
+    /// Runs a test case in a separate process, because a run kills all other descendants of this process.
     fn in_separate_process(case: &str, run: impl FnOnce()) {
         if std::env::var_os("BULKHEAD_TEST_CASE").is_some_and(|chosen| chosen == case) {
             return run();
         }
-        let name = format!("process_tree::killer::tests::{case}");
+        let name = format!("{}::{case}", module_path!().split_once("::").unwrap().1);
         let mut command = Command::new("/proc/self/exe");
         command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env("BULKHEAD_TEST_CASE", case);
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
     }
 
     fn shell(script: &str) -> std::process::Child {
@@ -243,8 +245,8 @@ mod tests {
     }
 
     #[test]
-    fn kills_unspared_descendants_in_small_steps() {
-        in_separate_process("kills_unspared_descendants_in_small_steps", || {
+    fn killer_spares_chosen_descendants() {
+        in_separate_process("killer_spares_chosen_descendants", || {
             let script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & done; wait";
             let (mut goes, mut stays) = (shell(script), shell(script));
             [goes.id(), stays.id()].into_iter().for_each(|pid| wait_for_descendants(pid, 10));
@@ -259,14 +261,14 @@ mod tests {
     }
 
     #[test]
-    fn distinguishes_new_processes_from_known_ones() {
-        in_separate_process("distinguishes_new_processes_from_known_ones", || {
+    fn killer_distinguishes_new_processes_from_known_ones() {
+        in_separate_process("killer_distinguishes_new_processes_from_known_ones", || {
             let mut first = shell("exec sleep 1000");
             let mut killer = DescendantKiller::default();
             killer.begin().unwrap();
             while killer.step(usize::MAX, |_| false).unwrap() != Progress::ScanComplete {}
             let scan_number = killer.scan_number();
-            assert!(!killer.has_nothing_new_since(scan_number), "the scan was begun before");
+            assert!(!killer.has_nothing_new_since(scan_number), "the scan began before the number was read");
             // The process is stopped and scanned again. It is not new, because the first scan has seen it.
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::InProgress);
             assert_eq!(killer.step(usize::MAX, |_| false).unwrap(), Progress::ScanComplete);

@@ -1,4 +1,4 @@
-//! Checks that each action is allowed, and applies its effect.
+//! Checks that each action is allowed, and applies its effect to the model.
 
 use std::time::Duration;
 
@@ -9,14 +9,14 @@ use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
 use crate::support::Tag;
 
-/// Maximum time for an idle worker to exit.
+/// Maximum time that an idle worker may take to exit.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Maximum number of replaced workers without jobs that may still be exiting. One more causes the oldest to
-/// be killed.
+/// Maximum number of replaced workers without jobs that may still be exiting. If the number is exceeded, the
+/// oldest one is killed.
 const LEAVING_MAX: usize = 16;
 
-/// Maximum time until an ordered process runs.
+/// Maximum time between the order to start a process and the report that it is running.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Worker {
@@ -72,14 +72,17 @@ impl Model {
             Action::Dispatch { worker, job, remaining, .. } => self.dispatch(*worker, *job, *remaining),
             Action::Recalled { worker, job } => self.recalled(*worker, *job),
             Action::Cancel { worker, job } => {
-                assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
+                assert!(
+                    self.step.to_cancel.remove(&(*worker, *job)),
+                    "{job:?} was cancelled without a reason"
+                );
             }
             Action::Drain { worker } => self.drain_worker(*worker),
             Action::RecordCpuTime { worker } => self.record_cpu_time(*worker),
             Action::CheckCpuTime { worker } => self.check_cpu_time(*worker),
             Action::SetMaxInFlight { worker, max_in_flight } => {
                 let required = self.step.to_resize.remove(worker);
-                assert_eq!(required, Some(*max_in_flight), "{worker:?} is told of a limit for no reason");
+                assert_eq!(required, Some(*max_in_flight), "{worker:?} was sent a limit without a reason");
             }
             Action::Kill { worker, reason } => self.kill(*worker, reason),
             Action::SendOutcome(answer) => self.answer(answer),
@@ -91,7 +94,7 @@ impl Model {
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job_id)) {
             return self.resend(id, job_id, remaining);
         }
-        assert!(self.mode == Mode::Open, "a job is given out while draining");
+        assert!(self.mode == Mode::Open, "a job was dispatched while the bulkhead is draining");
         self.release_withheld();
         if self.next_suspect() == Some(job_id) {
             self.take_suspect(id, job_id);
@@ -99,16 +102,20 @@ impl Model {
             let preferred = self.step.preferred.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
             let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
             let expected = preferred.or_else(|| self.least_loaded());
-            assert_eq!(expected, Some(id), "the wrong worker was given a job");
+            assert_eq!(expected, Some(id), "a job was dispatched to the wrong worker");
             let next = self.next_candidates();
-            assert!(next.contains(&job_id), "{job_id:?} was given out, and one of {next:?} comes first");
+            assert!(next.contains(&job_id), "{job_id:?} was dispatched before one of {next:?}");
             self.queue.retain(|&waiting| waiting != job_id);
         }
         let bound = (self.limits.processes * self.limits.max_in_flight) as usize;
-        assert!(self.running() < bound, "{job_id:?} is given out while {} run, of {bound}", self.running());
-        let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
-        assert!(!job.is_answered, "{job_id:?} is given out after its answer");
-        assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");
+        assert!(
+            self.running() < bound,
+            "{job_id:?} was dispatched while {} jobs run and the limit is {bound}",
+            self.running()
+        );
+        let job = self.jobs.get_mut(&job_id).expect("a waiting job must be in the model");
+        assert!(!job.is_answered, "{job_id:?} was dispatched after its outcome");
+        assert!(job.deadline_at > self.now, "{job_id:?} was dispatched after its deadline");
         let run_limit = job.run_limits[0].unwrap_or(Duration::MAX);
         assert_eq!(remaining, job.deadline_at.since(self.now).min(run_limit));
         job.since = self.now;
@@ -120,7 +127,7 @@ impl Model {
         self.begin(id);
     }
 
-    /// Checks that a job recalled together with others is sent to the same worker again.
+    /// Checks that a job that was recalled along with others is sent to the same worker again.
     fn resend(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         self.coverage.see("sent again");
         let job = &self.jobs[&job_id];
@@ -141,9 +148,9 @@ impl Model {
             let says_so = self.step.cause == Cause::Stopping(id);
             self.is_stopping() || says_so || worker.is_at_job_limit || !self.is_current(worker)
         });
-        assert!(is_due, "{id:?} is drained for no reason");
-        let worker = self.live_mut(id).expect("it is live");
-        assert!(worker.phase == Phase::Ready && worker.killed.is_none(), "{id:?} is drained twice");
+        assert!(is_due, "{id:?} was drained without a reason");
+        let worker = self.live_mut(id).expect("the worker must be alive");
+        assert!(worker.phase == Phase::Ready && worker.killed.is_none(), "{id:?} was drained twice");
         worker.phase = Phase::Draining { idle_since: worker.jobs.is_empty().then_some(now) };
     }
 
@@ -152,15 +159,18 @@ impl Model {
     fn kill(&mut self, id: WorkerId, reason: &KillReason) {
         self.coverage.see(&format!("kill {}", kill_name(reason)));
         let is_late = |worker: &Worker| matches!(worker.phase, Phase::Draining { idle_since: Some(since) } if since + EXIT_PATIENCE <= self.now);
-        // Leaving slots may cause a kill of the oldest exiting worker. A worker that is late itself is killed
-        // before others leave.
+        // Workers that leave their slots can cause the oldest exiting worker to be killed. A worker that has
+        // exceeded its own time limit is killed before others leave their slots.
         if *reason == KillReason::ExitTimeout && !self.is_stopping() && !self.live(id).is_some_and(is_late) {
             self.release_slots();
         }
-        let worker = self.live(id).expect("only what lives is killed");
-        assert_eq!(worker.killed, None, "{id:?} is killed twice");
-        assert!(self.is_kill_allowed(worker, reason), "{id:?} is killed against the rules: {reason:?}");
-        self.live_mut(id).expect("it is live").killed = Some(reason.clone());
+        let worker = self.live(id).expect("only a living worker can be killed");
+        assert_eq!(worker.killed, None, "{id:?} was killed twice");
+        assert!(
+            self.is_kill_allowed(worker, reason),
+            "{id:?} was killed although the rules do not allow it: {reason:?}"
+        );
+        self.live_mut(id).expect("the worker must be alive").killed = Some(reason.clone());
         self.step.sent_invalid_reply = self.step.sent_invalid_reply.filter(|&liar| liar != id);
     }
 
@@ -191,18 +201,21 @@ impl Model {
 
     fn record_cpu_time(&mut self, id: WorkerId) {
         let now = self.now;
-        let worker = self.live(id).expect("only what lives is watched");
-        assert!(self.is_silent(worker) && worker.observed_since.is_none(), "{id:?} is watched for no reason");
-        self.coverage.see("watched");
-        self.live_mut(id).expect("it is live").observed_since = Some(now);
+        let worker = self.live(id).expect("only a living worker can be observed");
+        assert!(
+            self.is_silent(worker) && worker.observed_since.is_none(),
+            "{id:?} was observed without a reason"
+        );
+        self.coverage.see("cpu time recorded");
+        self.live_mut(id).expect("the worker must be alive").observed_since = Some(now);
     }
 
     fn check_cpu_time(&mut self, id: WorkerId) {
         let now = self.now;
-        let worker = self.live(id).expect("only what lives is looked at");
+        let worker = self.live(id).expect("only a living worker can be checked");
         let is_due = worker.observed_since.is_some_and(|at| at + worker.heartbeat <= now);
-        assert!(self.is_silent(worker) && is_due && !worker.was_checked, "{id:?} is looked at too soon");
-        self.live_mut(id).expect("it is live").was_checked = true;
+        assert!(self.is_silent(worker) && is_due && !worker.was_checked, "{id:?} was checked too soon");
+        self.live_mut(id).expect("the worker must be alive").was_checked = true;
     }
 
     pub(super) fn is_silent(&self, worker: &Worker) -> bool {
@@ -228,40 +241,61 @@ impl Model {
         }
     }
 
-    /// Checks that every worker that had to be killed or drained by now has been.
+    /// Checks that every worker that should have been killed or drained by now was killed or drained.
     pub(super) fn update_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
         for (place, killed_at) in stuck {
-            self.workers.get_mut(&place).expect("it is live").killed_at = killed_at;
+            self.workers.get_mut(&place).expect("the worker must be alive").killed_at = killed_at;
         }
         if let Cause::CpuTimeChecked(id) = self.step.cause
             && !self.step.is_excused
             && let Some(worker) = self.live(id)
         {
-            // A worker that got a job meanwhile need not send heartbeats.
+            // A worker without a dispatch thread that was given a job in the meantime need not send
+            // heartbeats.
             let is_due = worker.was_checked && (worker.has_dispatch_thread || worker.jobs.is_empty());
-            assert!(!is_due || worker.killed.is_some(), "{id:?} hangs and lives");
+            assert!(!is_due || worker.killed.is_some(), "{id:?} is hung but was not killed");
         }
         for worker in self.workers.values().filter(|worker| worker.is_alive()) {
             let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
             assert!(
                 !has_not_begun || !worker.is_outdated || !self.is_wanted(worker),
-                "{:?} begins in vain",
+                "{:?} is starting with an outdated program but was not killed",
                 worker.id
             );
-            assert!(self.step.cause != Cause::ProtocolViolated(worker.id), "{:?} broke and lives", worker.id);
+            assert!(
+                self.step.cause != Cause::ProtocolViolated(worker.id),
+                "{:?} violated the protocol but was not killed",
+                worker.id
+            );
             if self.step.cause == Cause::Tick {
                 self.check_kill_time(worker);
             }
             let is_ready = worker.phase == Phase::Ready;
             let is_exiting = matches!(worker.phase, Phase::Draining { .. });
-            assert!(is_exiting || self.is_wanted(worker), "{:?} is too many and goes on", worker.id);
-            assert!(!is_ready || !self.is_stopping(), "{:?} was not told to stop", worker.id);
+            assert!(
+                is_exiting || self.is_wanted(worker),
+                "{:?} is a surplus worker but was not drained",
+                worker.id
+            );
+            assert!(
+                !is_ready || !self.is_stopping(),
+                "{:?} was not drained although the bulkhead is stopping",
+                worker.id
+            );
             let is_in_place = self.is_current(worker) || self.is_standby(worker);
-            assert!(!is_ready || is_in_place, "{:?} was replaced and goes on", worker.id);
-            assert!(!is_ready || !worker.is_at_job_limit, "{:?} is spent and goes on", worker.id);
-            assert!(!self.is_surplus_standby(worker), "{:?} waits for its turn in vain", worker.id);
+            assert!(!is_ready || is_in_place, "{:?} was replaced but not drained", worker.id);
+            assert!(
+                !is_ready || !worker.is_at_job_limit,
+                "{:?} was given its last job but was not drained",
+                worker.id
+            );
+            assert!(
+                !self.is_surplus_standby(worker),
+                "{:?} is no longer needed on standby but was not killed",
+                worker.id
+            );
         }
     }
 
@@ -269,18 +303,18 @@ impl Model {
         use KillReason::{Deadline, ExitTimeout, NoHello, NotNeeded, NotReady};
         let is_watched = worker.observed_since.is_some_and(|at| self.now < at + worker.heartbeat);
         let is_fine = !self.is_silent(worker) || is_watched || worker.was_checked;
-        assert!(is_fine, "{:?} is silent, and is not asked", worker.id);
-        assert!(!self.needs_successor(worker), "{:?} is spent, and nothing follows", worker.id);
+        assert!(is_fine, "{:?} is silent but is not being checked", worker.id);
+        assert!(!self.needs_successor(worker), "{:?} was given its last job but has no successor", worker.id);
         for reason in [Deadline, NoHello, NotReady, ExitTimeout, NotNeeded] {
             assert!(
                 !self.is_kill_allowed(worker, &reason),
-                "{:?} lives on in spite of {reason:?}",
+                "{:?} was not killed in spite of {reason:?}",
                 worker.id
             );
         }
     }
 
-    // Answers.
+    // Outcomes.
 
     fn answer(&mut self, answer: &JobOutcome<Tag>) {
         self.count(&answer.verdict);
@@ -292,9 +326,9 @@ impl Model {
         let is_late = is_same(&answer.verdict, &told(Verdict::DeadlineQueued));
         let is_poison = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Quarantined)));
         let is_quarantined = self.is_quarantined(self.jobs[&id].digest);
-        let job = self.jobs.get_mut(&id).expect("an answer for an unknown job");
-        assert!(!job.is_answered, "{id:?} is answered twice");
-        assert_eq!(answer.record.0, job.tag, "the answer for another job");
+        let job = self.jobs.get_mut(&id).expect("an outcome was sent for an unknown job");
+        assert!(!job.is_answered, "{id:?} has two outcomes");
+        assert_eq!(answer.record.0, job.tag, "the outcome has the record of another job");
         let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
         let is_either = self.step.ambiguous.contains(&id)
             && matches!(
@@ -307,17 +341,20 @@ impl Model {
         match self.step.required.remove(&id) {
             _ if is_either => {}
             Some(required) => {
-                assert!(is_same(&required, &answer.verdict), "{id:?} got {answer:?}, not {required:?}")
+                assert!(
+                    is_same(&required, &answer.verdict),
+                    "{id:?} got the outcome {answer:?} instead of {required:?}"
+                )
             }
-            // A job with an earlier attempt gets the outcome of that attempt.
+            // If an earlier attempt of the job crashed, the outcome is that of the earlier attempt.
             None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
             None if is_next && self.is_breaking && is_broken => {}
             None if is_expired_at_the_head && is_late => {}
-            None if is_evicted => panic!("{id:?} is evicted, and others come first"),
-            None => panic!("{id:?} got {answer:?} before it was due"),
+            None if is_evicted => panic!("{id:?} was evicted although another job must be evicted first"),
+            None => panic!("{id:?} got the outcome {answer:?} too early"),
         }
-        // An answered job that is still prefetched has begun, which counts as an attempt.
+        // A job that gets its outcome while it is prefetched has begun, which counts as an attempt.
         assert_eq!(answer.attempts, job.attempts + u32::from(job.is_prefetched()));
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
@@ -326,8 +363,8 @@ impl Model {
         self.leave(id, &answer.verdict);
     }
 
-    /// Removes an answered job from the queue. If a worker has the job, the worker keeps it and must be asked
-    /// to cancel.
+    /// Removes a job that has its outcome from the queue. If a worker has the job, the worker keeps it and
+    /// must be asked to cancel it.
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
@@ -350,7 +387,7 @@ impl Model {
     }
 
     fn rejected(&mut self, answer: &JobOutcome<Tag>) {
-        let submission = self.step.submission.take().expect("a refusal of nothing");
+        let submission = self.step.submission.take().expect("a rejection was sent without a submission");
         assert_eq!(answer.record.0, submission.tag);
         if self.is_breaking && answer.verdict == Verdict::rejected(RejectReason::CircuitOpen) {
             // The breaker is checked before the queue.
@@ -365,8 +402,12 @@ impl Model {
             self.step.evictable.clear();
             return;
         }
-        let expected = submission.rejection.unwrap_or_else(|| panic!("refused for no reason: {answer:?}"));
-        assert!(is_same(&expected, &answer.verdict), "refused with {answer:?}, not {expected:?}");
+        let expected =
+            submission.rejection.unwrap_or_else(|| panic!("a job was rejected without a reason: {answer:?}"));
+        assert!(
+            is_same(&expected, &answer.verdict),
+            "a job was rejected with {answer:?} instead of {expected:?}"
+        );
         assert_eq!(answer.deadline, submission.limit);
     }
 
@@ -387,7 +428,7 @@ impl Model {
         }
     }
 
-    // Notes.
+    // Operator events.
 
     fn operator_event(&mut self, note: &OperatorEvent) {
         match note {
@@ -400,7 +441,11 @@ impl Model {
                 self.recycled(*pid, *reason);
             }
             OperatorEvent::BulkheadFailed { reason, .. } => {
-                assert_eq!(self.live_slots(), 0, "it is said to have failed, and a slot lives");
+                assert_eq!(
+                    self.live_slots(),
+                    0,
+                    "the bulkhead was reported as failed although a slot is live"
+                );
                 self.coverage.see(match reason {
                     StopReason::Failed => "bulkhead failed",
                     StopReason::Policy => "bulkhead failed by policy",
@@ -411,14 +456,14 @@ impl Model {
                 let is_served = matches!(self.slots[*slot as usize].state, SlotState::Occupied { .. });
                 assert!(
                     is_served || self.is_stopping(),
-                    "slot {slot} lost its worker to one that does not start"
+                    "slot {slot} lost its worker although the replacement failed to start"
                 );
             }
             OperatorEvent::SpareTookOver { worker, slot, .. } => self.spare_took_over(*worker, *slot),
             OperatorEvent::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
             OperatorEvent::JobQuarantined { digest, .. } => {
                 let at = self.step.to_quarantine.iter().position(|d| d == digest);
-                self.step.to_quarantine.remove(at.expect("quarantined for no reason"));
+                self.step.to_quarantine.remove(at.expect("a payload was quarantined without a reason"));
             }
             OperatorEvent::WorkerExited { slot, .. } => {
                 if matches!(self.slots[*slot as usize].state, SlotState::Occupied { .. }) {
@@ -437,8 +482,8 @@ fn kill_name(reason: &KillReason) -> &'static str {
         KillReason::Protocol(_) => "protocol",
         KillReason::NoHello => "no hello",
         KillReason::NotReady => "not ready",
-        KillReason::ExitTimeout => "overdue",
-        KillReason::NotNeeded => "unwanted",
+        KillReason::ExitTimeout => "exit timeout",
+        KillReason::NotNeeded => "not needed",
         KillReason::KeeperDied => "keeper died",
     }
 }

@@ -1,4 +1,4 @@
-//! The adaptive limit, computed from the list of all runs of a window.
+//! The adaptive limit, computed from a list of all runs in a window.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -43,16 +43,16 @@ impl Adaptive {
         self.runs.clear();
     }
 
-    /// Returns the 90th percentile of a tenant's newest runs.
+    /// Returns the 90th percentile of a tenant's most recent run times.
     fn latency(mut runs: Vec<Duration>) -> Duration {
         let mut runs = runs.split_off(runs.len().saturating_sub(128));
         runs.sort();
         let at_most =
             |ran: &&Duration| runs.iter().filter(|other| other <= ran).count() * 10 >= runs.len() * 9;
-        *runs.iter().find(at_most).expect("the longest is one")
+        *runs.iter().find(at_most).expect("the list of run times must not be empty")
     }
 
-    /// Adjusts the limit by the smallest latency that at least half of the tenants do not exceed.
+    /// Adjusts the limit based on the smallest latency that at least half of the tenants do not exceed.
     fn adjust(&mut self, now: Time) {
         let mut by_tenant: BTreeMap<TenantId, Vec<Duration>> = BTreeMap::new();
         for &(tenant, ran) in &self.runs {
@@ -61,7 +61,7 @@ impl Adaptive {
         let votes: Vec<Duration> = by_tenant.into_values().map(Self::latency).collect();
         let is_kept =
             |latency: &&Duration| votes.iter().filter(|vote| vote <= latency).count() * 2 >= votes.len();
-        let latency = *votes.iter().filter(is_kept).min().expect("the longest is one");
+        let latency = *votes.iter().filter(is_kept).min().expect("the list of run times must not be empty");
         let ratio = |count: u32| {
             let count = u128::from(count) * self.limits.target.as_nanos() / latency.as_nanos().max(1);
             u32::try_from(count).unwrap_or(u32::MAX)
@@ -107,14 +107,14 @@ impl Model {
         }
     }
 
-    /// Returns the number of permits that the adaptive limit allows.
+    /// Returns the number of permits after applying the adaptive limit.
     pub(super) fn adaptive_limit(&self, permits: usize) -> usize {
         let enforced = self.adaptive.as_ref().filter(|a| a.limits.mode == AdaptiveMode::Enforce);
         enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
     }
 
-    /// Returns the jobs recalled before the limit changed: together with a job that ended, and not because
-    /// another worker could begin them.
+    /// Returns the jobs that were recalled before the limit changed. They were recalled together with a job
+    /// that ended, and not because another worker could begin them.
     fn recalled_early(&self, actions: &[Action<Tag>]) -> Vec<JobId> {
         let is_due = |id: &JobId| {
             let job = &self.jobs[id];
@@ -155,7 +155,7 @@ impl Model {
                 _ => ran > adaptive.limits.target,
             };
             if job.worker.is_some() && is_telling && job.since >= adaptive.fell_at {
-                // A run that was late in an earlier window was counted there.
+                // A run that exceeded the target in an earlier window was already counted in that window.
                 let was_late = job.since + adaptive.limits.target < adaptive.since;
                 adaptive.runs.extend((!was_late).then_some((job.tenant, ran)));
                 adaptive.in_use = adaptive.in_use.max(self.in_use_before_event);
@@ -184,12 +184,12 @@ impl Model {
             match adaptive.limit.cmp(&before) {
                 std::cmp::Ordering::Less => {
                     self.counters.limit_lowered += 1;
-                    self.coverage.see(&format!("limit fell {mode}"));
+                    self.coverage.see(&format!("limit lowered {mode}"));
                 }
-                std::cmp::Ordering::Equal => self.coverage.see("limit stayed"),
+                std::cmp::Ordering::Equal => self.coverage.see("limit unchanged"),
                 std::cmp::Ordering::Greater => {
                     self.counters.limit_raised += 1;
-                    self.coverage.see(&format!("limit grew {mode}"));
+                    self.coverage.see(&format!("limit raised {mode}"));
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Effect of each event on the model.
+//! Effects of events on the model.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use super::slots::SlotState;
 use super::{Cause, Dead, Job, Mode, Model, PendingSubmission, Phase, Step, Worker};
 use crate::support::Tag;
 
-/// Number of workers that may die with a job unread before the job is no longer requeued.
+/// Maximum number of workers that may die before reading a job. After that, the job is not requeued again.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
-/// Number of consecutive silences that are blamed on the machine.
+/// Maximum number of consecutive silences that can be blamed on the machine.
 const FORGIVEN_MAX: u32 = 20;
 
 impl Worker {
@@ -27,7 +27,7 @@ impl Worker {
 }
 
 impl Model {
-    /// Records an event before policy handles it.
+    /// Applies an event to the model before policy handles it.
     pub(crate) fn handle_event(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.registry.next_step();
@@ -39,7 +39,7 @@ impl Model {
             let before = self.withheld.len();
             self.withheld.retain(|&(.., until)| until > now);
             if self.withheld.len() < before {
-                self.coverage.see("place given back for its age");
+                self.coverage.see("withheld permit returned after its time");
             }
         }
         match event {
@@ -57,7 +57,11 @@ impl Model {
             Event::LostWithKeeper { worker } => {
                 let is_dead =
                     self.workers.get(&worker.place).is_some_and(|w| w.id == *worker && w.dead.is_some());
-                self.coverage.see(if is_dead { "lost while it is swept" } else { "lost" });
+                self.coverage.see(if is_dead {
+                    "lost with the keeper while reaped"
+                } else {
+                    "lost with the keeper"
+                });
                 if let Some(worker) = self.live_mut(*worker) {
                     worker.killed = Some(KillReason::KeeperDied);
                 }
@@ -127,7 +131,7 @@ impl Model {
                 worker.record_sign_of_life(now);
                 worker.excused_silences = 0;
             }
-            None => self.coverage.see("ghost"),
+            None => self.coverage.see("stale message"),
         }
     }
 
@@ -139,7 +143,7 @@ impl Model {
         if worker.last_heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
             (worker.observed_since, worker.was_checked) = (None, false);
             if was_watched {
-                self.coverage.see("was alive");
+                self.coverage.see("alive according to the timestamp");
             }
         }
     }
@@ -155,7 +159,7 @@ impl Model {
             worker.excused_silences += 1;
             worker.record_sign_of_life(now);
             self.step.is_excused = true;
-            self.coverage.see("forgiven");
+            self.coverage.see("silence excused");
         }
     }
 
@@ -187,7 +191,7 @@ impl Model {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
             _ if self.is_quarantined(digest) => {
-                // Quarantine is checked before the queue.
+                // The quarantine is checked before the queue.
                 self.step = Step { cause: self.step.cause, ..Step::default() };
                 Some(Verdict::rejected(RejectReason::Quarantined))
             }
@@ -209,7 +213,7 @@ impl Model {
         self.step.submission = Some(submitted);
     }
 
-    /// Returns the reason for rejecting a job that arrives now, or `None` if the job is accepted.
+    /// Returns the reason for rejecting a job that arrives now, or `None` if the job must be accepted.
     fn rejection(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_quota(tenant);
@@ -225,7 +229,7 @@ impl Model {
         } else if has_share && priority >= self.lowest_admitted() && self.least_loaded().is_some() {
             None
         } else if self.limits.tenants.max_queue.is_some_and(|most| of_tenant >= most as usize)
-            || !has_share && self.queue_capacity() == 0
+            || !has_share && self.limits.max_queue == 0
         {
             reject(RejectReason::TenantQuota)
         } else if self.next_start() > Some(self.now + limit) {
@@ -243,8 +247,8 @@ impl Model {
         self.queue_places() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
-    /// Determines the job that must leave a full queue for a job of this priority. Returns the rejection if
-    /// there is none.
+    /// Determines the job that must leave a full queue to make room for a job of this priority. If there is
+    /// no such job, returns the rejection.
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
@@ -273,20 +277,20 @@ impl Model {
         None
     }
 
-    /// Determines the prefetched job that must leave, if no queued job can.
+    /// Determines the prefetched job that must be recalled and rejected if no queued job can make room.
     fn make_room_by_recall(&mut self, priority: Priority) -> Option<Verdict> {
         let Some(leaving) = self.shed_prefetched(priority) else {
             return Some(Verdict::rejected(RejectReason::QueueFull));
         };
-        self.coverage.see("shed ahead");
+        self.coverage.see("prefetched job shed");
         self.step.shed = Some(leaving);
         let verdict = self.overall_verdict_of_waiting(leaving, Verdict::rejected(RejectReason::Shed));
         self.step.required.insert(leaving, verdict);
         None
     }
 
-    /// Returns the earliest time at which a worker may be available, which is now if a worker exists in any
-    /// state.
+    /// Returns the earliest time at which a worker can become available. If a worker exists in any state,
+    /// this is now.
     fn next_start(&self) -> Option<Time> {
         let at_work = self.slots.iter().filter(|slot| !slot.is_spare_slot);
         let starts = at_work.filter_map(|slot| match slot.state {
@@ -297,12 +301,12 @@ impl Model {
         starts.min()
     }
 
-    /// Records the acceptance of a submission.
+    /// Records that a submitted job was accepted.
     pub(super) fn submitted(&mut self, taken: Option<JobId>) {
         let Some(id) = taken else { return };
-        let submission = self.step.submission.take().expect("a job came from nowhere");
-        assert_eq!(submission.rejection, None, "taken, though it should have been refused");
-        assert!(id > self.newest_job, "a job's number was used twice");
+        let submission = self.step.submission.take().expect("a job was accepted without a submission");
+        assert_eq!(submission.rejection, None, "a job was accepted that must be rejected");
+        assert!(id > self.newest_job, "a job id was used twice");
         self.newest_job = id;
         self.step.preferred = submission.preferred_worker.map(|worker| (id, worker));
         let job = Job {
@@ -341,10 +345,10 @@ impl Model {
         let (has_worker, has_run) = (job.worker.is_some() || job.is_prefetched(), job.before.is_some());
         let (can_be_recalled, _) = self.can_be_recalled(id);
         if unless_begun && has_worker && !can_be_recalled {
-            return self.coverage.see("goes on since it has begun");
+            return self.coverage.see("continues because it has begun");
         }
         if can_be_recalled {
-            self.coverage.see("cancelled ahead");
+            self.coverage.see("prefetched job cancelled");
         }
         let executed = if has_run || has_worker && !can_be_recalled { Executed::Yes } else { Executed::No };
         self.step.required.insert(id, Verdict::Cancelled { executed });
@@ -352,7 +356,7 @@ impl Model {
 
     fn memory_exhausted(&mut self, id: JobId) {
         if self.queue.contains(&id) || self.suspects.contains(&id) {
-            self.coverage.see("waiting job given up");
+            self.coverage.see("waiting job rejected for memory");
             let verdict = self.overall_verdict(id, Verdict::rejected(RejectReason::Overloaded));
             self.step.required.insert(id, verdict);
         }
@@ -463,7 +467,7 @@ impl Model {
             let replaced = self.workers.get_mut(&replaced).filter(|worker| is_killed(worker));
             if let Some(replaced) = replaced {
                 replaced.killed_before_replacement = true;
-                self.coverage.see("written off");
+                self.coverage.see("killed before replacement");
             }
         }
     }
@@ -472,7 +476,7 @@ impl Model {
         let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
         let Some(at) = held else {
             self.kill_for_invalid_reply(id, job);
-            self.coverage.see("reply for nothing");
+            self.coverage.see("reply without a job");
             self.counters.late_replies += 1;
             return;
         };
@@ -496,7 +500,7 @@ impl Model {
             self.crashed_as_only_job(job);
         }
         if self.jobs[&job].is_oversized {
-            self.coverage.see("oversized and ended");
+            self.coverage.see("oversized result ended");
             self.jobs.remove(&job);
             return;
         }
@@ -517,7 +521,7 @@ impl Model {
         self.step.required.insert(job, verdict);
     }
 
-    /// The client is answered now. The worker keeps the job.
+    /// The client gets its outcome now. The job stays in its worker.
     fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
         let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
         let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
@@ -530,12 +534,12 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         if worker.killed_at.is_some() && self.is_sending(worker) {
             let killed_at = self.now + self.kill_delay(worker);
-            self.coverage.see("oversized and goes on");
+            self.coverage.see("oversized result continues");
             self.live_mut(id).into_iter().for_each(|worker| worker.killed_at = Some(killed_at));
         }
     }
 
-    /// Limits the remaining time to `grace` for workers whose first job has just become overdue.
+    /// Reduces the remaining time to `grace` for workers whose first job has just become overdue.
     fn shorten_kill_time(&mut self, were_in_time: &BTreeSet<u32>) {
         let at = self.now + self.limits.grace;
         for (place, worker) in &mut self.workers {
@@ -546,7 +550,7 @@ impl Model {
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId, is_by_journal: bool) {
-        // The worker's own record is believed once per job.
+        // The worker's own record is trusted once per job.
         if is_by_journal && self.jobs.get(&job).is_some_and(|job| job.unread_returns > 0) {
             return;
         }
@@ -594,13 +598,13 @@ impl Model {
         {
             self.crashed_as_only_job(job);
         }
-        // Reverse order, so that the oldest job ends up first.
+        // The order is reversed, so that the oldest job ends up first.
         for &job in unread.iter().rev() {
             if self.can_be_requeued(job) {
                 self.coverage.see(if begun.is_empty() {
-                    "taken back unread"
+                    "unread job requeued"
                 } else {
-                    "taken back beside others"
+                    "unread job requeued beside others"
                 });
                 self.requeue(job);
                 self.jobs.entry(job).and_modify(|job| {
@@ -641,7 +645,7 @@ impl Model {
         self.workers.values_mut().for_each(|worker| worker.next_replacement_at = now);
     }
 
-    /// New workers run another program.
+    /// New workers run another program from now on.
     fn replace(&mut self) {
         self.step.is_replaced = true;
         self.restart();
@@ -706,20 +710,20 @@ fn cause(event: &Event<Tag>) -> Cause {
 
 fn event_name(event: &Event<Tag>) -> &'static str {
     match event {
-        Event::SupervisorPaused => "event HeldUp",
+        Event::SupervisorPaused => "event SupervisorPaused",
         Event::Reset => "event Reset",
         Event::Restart => "event Restart",
         Event::Reconfigure(_) => "event Reconfigure",
-        Event::ReplaceWorkers => "event Replace",
+        Event::ReplaceWorkers => "event ReplaceWorkers",
         Event::Stopping { .. } => "event Stopping",
         Event::Cancel { .. } => "event Cancel",
-        Event::MemoryExhausted { .. } => "event GiveUp",
+        Event::MemoryExhausted { .. } => "event MemoryExhausted",
         Event::Stop { .. } => "event Stop",
         _ => "event",
     }
 }
 
-/// Returns the outcome of jobs whose worker ended in this way.
+/// Returns the verdict for jobs whose worker ended in this way.
 fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),

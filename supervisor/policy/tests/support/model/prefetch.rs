@@ -1,4 +1,5 @@
-//! Prefetched jobs: which jobs may be prefetched, and what happens to jobs that a worker has not begun.
+//! Prefetched jobs. Checks which jobs may be prefetched, and what happens to jobs that a worker has not
+//! begun.
 
 use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
 use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
@@ -15,7 +16,7 @@ impl Job {
 }
 
 impl Model {
-    /// Returns the number of places in use in the queue.
+    /// Returns the number of places in the queue that are in use.
     pub(super) fn queue_places(&self) -> usize {
         self.queue.len() + self.prefetched_waiting()
     }
@@ -25,43 +26,46 @@ impl Model {
     }
 
     pub(super) fn prefetch(&mut self, id: WorkerId, job: JobId) {
-        self.coverage.see("ahead");
+        self.coverage.see("prefetched");
         assert!(self.mode == Mode::Open && self.suspects.is_empty() && self.limits.critical_reserve == 0.0);
-        assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "nothing may be ahead now");
+        assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "prefetching is not allowed now");
         assert_eq!(self.limits.overflow, Overflow::Reject);
         let (in_use, limit) = self.permits();
-        assert!(in_use <= limit, "{in_use} run, of {limit} that may");
-        let worker = self.live(id).expect("only what lives is sent something");
+        assert!(in_use <= limit, "{in_use} jobs run although the limit is {limit}");
+        let worker = self.live(id).expect("only a living worker can be sent jobs");
         let is_full = worker.jobs.len() >= self.capacity(worker);
         assert!(worker.has_journal && !worker.is_exclusive && self.is_available(worker) && is_full);
-        assert!(worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)), "too many are ahead");
+        assert!(
+            worker.prefetched.len() < JOBS_MAX.min(self.jobs_left(worker)),
+            "too many jobs are prefetched"
+        );
         let tenant = self.jobs[&job].tenant;
         let is_of_same = |other: &JobId| self.jobs[other].tenant == tenant;
         assert!(
             worker.jobs.iter().chain(&worker.prefetched).chain(&self.queue).all(is_of_same),
-            "of another tenant"
+            "the prefetched job belongs to another tenant"
         );
         let class = self.queue.iter().map(|id| self.jobs[id].priority).max();
         let first = self.queue.iter().find(|id| Some(self.jobs[id].priority) == class);
-        assert_eq!(first, Some(&job), "it is not its turn");
+        assert_eq!(first, Some(&job), "another job must be prefetched first");
         self.queue.retain(|&waiting| waiting != job);
-        let entry = self.jobs.get_mut(&job).expect("a job that waits is known");
+        let entry = self.jobs.get_mut(&job).expect("a waiting job must be in the model");
         assert!(!entry.is_answered && entry.deadline_at > self.now && entry.before.is_none());
-        assert!(entry.is_resendable, "{job:?} is prefetched and cannot be taken back");
+        assert!(entry.is_resendable, "{job:?} was prefetched although it cannot be recalled");
         entry.prefetched = Some(id.place);
-        self.live_mut(id).expect("it is live").prefetched.push(job);
+        self.live_mut(id).expect("the worker must be alive").prefetched.push(job);
         self.sent(id, job);
     }
 
-    /// Records a job as the next in its worker's order of jobs.
+    /// Records that a job was sent to a worker after all its previous jobs.
     pub(super) fn sent(&mut self, id: WorkerId, job: JobId) {
-        let worker = self.live_mut(id).expect("only what lives is sent something");
+        let worker = self.live_mut(id).expect("only a living worker can be sent jobs");
         worker.sent += 1;
         let sent = worker.sent;
-        self.jobs.get_mut(&job).expect("it is known").send_number = sent;
+        self.jobs.get_mut(&job).expect("the job must be in the model").send_number = sent;
     }
 
-    /// Records an answer of a worker: its oldest prefetched job begins.
+    /// Handles a reply from a worker, after which the worker's oldest prefetched job begins.
     pub(super) fn begin_prefetched(&mut self, id: WorkerId) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -70,7 +74,7 @@ impl Model {
         }
         let job = worker.prefetched.remove(0);
         worker.jobs.push(job);
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.prefetched = None;
         entry.attempts += 1;
         entry.worker = Some(id.place);
@@ -79,13 +83,14 @@ impl Model {
         if entry.is_answered {
             self.step.to_cancel.insert((id, job));
         }
-        self.coverage.see("begun ahead");
+        self.coverage.see("prefetched job begun");
         self.begin(id);
     }
 
-    // Jobs that were sent but have not begun.
+    // Jobs that were sent to a worker but have not begun.
 
-    /// Returns the jobs that a worker has not begun, in the order of their recall, newest first.
+    /// Returns the jobs that a worker has not begun, newest first. This is the order in which they are
+    /// recalled.
     fn unbegun(&self, worker: &Worker) -> Vec<JobId> {
         let begun = self.registry.begun_at_recall(worker.id);
         let is_unbegun = |job: &JobId| worker.has_journal && self.jobs[job].send_number > begun;
@@ -95,14 +100,15 @@ impl Model {
         jobs
     }
 
-    /// Returns true if the worker has an unbegun job, other than `other`, whose payload is kept nowhere else.
+    /// Returns true if the worker has a job, other than `other`, that has not begun and whose payload is
+    /// stored nowhere else.
     fn is_fixed(&self, worker: &Worker, other: Option<JobId>) -> bool {
         let unbegun = self.unbegun(worker);
         unbegun.iter().any(|job| Some(*job) != other && !self.jobs[job].is_resendable)
     }
 
-    /// Returns true if a job can end as if it still waited, because its worker has not begun it. The second
-    /// value is true if this depends on the order in which several such jobs are handled.
+    /// Returns true if a job can end as if it were still waiting, because its worker has not begun it. The
+    /// second value is true if this depends on the order in which several such jobs are handled.
     pub(super) fn can_be_recalled(&self, id: JobId) -> (bool, bool) {
         let job = &self.jobs[&id];
         let worker = job.worker.or(job.prefetched).and_then(|place| self.workers.get(&place));
@@ -114,13 +120,19 @@ impl Model {
 
     pub(super) fn recalled(&mut self, id: WorkerId, job: JobId) {
         let seen = self.registry.begun_at_recall(id);
-        // The prefetched jobs of a dead worker were handled before.
+        // The prefetched jobs of a dead worker have already been handled.
         let Some(worker) = self.live(id) else { return };
         let returns_job = self.step.returned == Some((id, job));
-        assert!(returns_job || self.jobs[&job].send_number > seen, "{job:?} has begun, and is taken back");
-        assert!(worker.prefetched.contains(&job) || worker.jobs.contains(&job), "{job:?} is not there");
+        assert!(
+            returns_job || self.jobs[&job].send_number > seen,
+            "{job:?} was recalled although it has begun"
+        );
+        assert!(
+            worker.prefetched.contains(&job) || worker.jobs.contains(&job),
+            "{job:?} is not in the worker"
+        );
         let now = self.now;
-        let worker = self.live_mut(id).expect("it is live");
+        let worker = self.live_mut(id).expect("the worker must be alive");
         let had_permit = worker.jobs.contains(&job);
         worker.prefetched.retain(|&prefetched| prefetched != job);
         worker.jobs.retain(|&held| held != job);
@@ -136,11 +148,11 @@ impl Model {
             *idle_since = Some(now);
         }
         self.coverage.see(match (returns_job, had_permit) {
-            (true, _) => "given back",
-            (false, true) => "taken back with a permit",
-            (false, false) => "taken back ahead",
+            (true, _) => "recalled job returned",
+            (false, true) => "job with a permit recalled",
+            (false, false) => "prefetched job recalled",
         });
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.attempts -= u32::from(had_permit);
         entry.queue_timeout_at = entry.queue_timeout_at.filter(|_| !had_permit);
         (entry.worker, entry.prefetched, entry.is_overdue) = (None, None, false);
@@ -156,16 +168,16 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         let lives = worker.killed.is_none();
         if send_number > taken {
-            self.coverage.see("given back and not taken");
+            self.coverage.see("returned job not recalled");
             self.step.sent_invalid_reply = lives.then_some(id);
             return;
         }
-        let worker = self.live(id).expect("it is live");
+        let worker = self.live(id).expect("the worker must be alive");
         let has_it = worker.jobs.contains(&job) || worker.prefetched.contains(&job);
         if has_it && self.jobs[&job].send_number == send_number && !self.jobs[&job].is_oversized {
             self.step.returned = Some((id, job));
         } else {
-            self.coverage.see("given back too late");
+            self.coverage.see("recalled job returned too late");
         }
     }
 
@@ -193,18 +205,18 @@ impl Model {
         self.step.required.insert(id, verdict);
     }
 
-    /// Recalls the prefetched jobs of a dead worker, because it has not begun them.
+    /// Recalls the prefetched jobs of a dead worker. None of them has begun.
     pub(super) fn requeue_prefetched(&mut self, place: u32) {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.prefetched).into_iter().rev() {
-            self.coverage.see("ahead of one that died");
-            let entry = self.jobs.get_mut(&job).expect("it is known");
+            self.coverage.see("prefetched to a worker that died");
+            let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
             (entry.prefetched, entry.is_overdue) = (None, false);
             self.end_or_requeue(job);
         }
     }
 
-    /// Returns the prefetched job that is recalled and shed when the queue is full and a job of this class
+    /// Returns the prefetched job that is recalled and rejected if the queue is full and a job of this class
     /// arrives.
     pub(super) fn shed_prefetched(&self, priority: Priority) -> Option<JobId> {
         let has_lower =
@@ -216,7 +228,7 @@ impl Model {
         leaves.min_by_key(|id| self.jobs[id].priority)
     }
 
-    /// Checks that prefetched jobs are recalled as soon as prefetching is not allowed.
+    /// Checks that prefetched jobs are recalled as soon as prefetching is no longer allowed.
     pub(super) fn check_prefetched(&self, breaker: BreakerState, is_tick: bool) {
         let is_open = self.mode == Mode::Open && self.suspects.is_empty() && breaker == BreakerState::Closed;
         for worker in self.workers.values().filter(|worker| worker.is_alive()) {
@@ -225,20 +237,24 @@ impl Model {
             if let Some(first) = unbegun.filter(|_| !self.is_fixed(worker, None)) {
                 assert!(
                     self.is_available(worker) && !worker.is_exclusive,
-                    "{first:?} is ahead of {:?}",
+                    "{first:?} is prefetched by {:?}, which takes no jobs",
                     worker.id
                 );
-                assert!(is_open || !is_tick, "{first:?} is ahead, and nothing may be");
-                assert!(!self.jobs[first].is_answered, "{first:?} has ended, and may begin");
+                assert!(is_open || !is_tick, "{first:?} is prefetched although prefetching is not allowed");
+                assert!(!self.jobs[first].is_answered, "{first:?} has an outcome but is still prefetched");
             }
         }
         for worker in self.workers.values() {
             let is_alone = worker.jobs.is_empty();
-            assert!(worker.prefetched.is_empty() || !is_alone, "{:?} has nothing to wait for", worker.id);
+            assert!(
+                worker.prefetched.is_empty() || !is_alone,
+                "{:?} has prefetched jobs but runs none",
+                worker.id
+            );
         }
     }
 
-    /// Handles an answer for a prefetched or recalled job, which is a protocol violation.
+    /// Handles the result of a job that was prefetched or recalled, which is a protocol violation.
     pub(super) fn kill_for_invalid_reply(&mut self, id: WorkerId, job: JobId) {
         let Some(worker) = self.live(id) else { return };
         let is_too_soon = worker.prefetched.contains(&job);
@@ -247,18 +263,21 @@ impl Model {
         if !is_too_soon && !was_taken {
             return;
         }
-        self.coverage.see(if is_too_soon { "answered too soon" } else { "answered and taken back" });
+        self.coverage.see(if is_too_soon { "reply before the job began" } else { "reply after a recall" });
         self.step.sent_invalid_reply = lives.then_some(id);
-        // The job has run, and must not run again unless it already does.
+        // The job has run, and must not run again unless another worker already runs it.
         let reason = CrashReason::Protocol;
         let crash = Verdict::Crashed { reason, status: None, message: String::new() };
         if is_too_soon {
-            self.live_mut(id).expect("it is live").prefetched.retain(|&prefetched| prefetched != job);
+            self.live_mut(id)
+                .expect("the worker must be alive")
+                .prefetched
+                .retain(|&prefetched| prefetched != job);
         } else if !self.queue.contains(&job) && !self.suspects.contains(&job) {
             return;
         }
         let crash = self.overall_verdict_of_waiting(job, crash);
-        let entry = self.jobs.get_mut(&job).expect("it is known");
+        let entry = self.jobs.get_mut(&job).expect("the job must be in the model");
         entry.prefetched = None;
         entry.attempts += 1;
         if entry.is_answered {

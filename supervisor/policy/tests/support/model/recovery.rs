@@ -10,7 +10,7 @@ use bulkhead_shared::{Executed, JobId, Verdict};
 use super::{Mode, Model, Phase};
 use crate::support::Tag;
 
-/// Number of retries that any budget allows.
+/// Minimum number of retries that every budget allows.
 const RETRIES_FLOOR: u64 = 10;
 
 /// Crashes and quarantined payloads.
@@ -39,7 +39,7 @@ impl Model {
         since.is_some_and(|&since| self.now.since(since) < limits.within)
     }
 
-    /// Records that a worker or program died while this was its only job.
+    /// Records that a worker or program died while this job was its only job.
     pub(super) fn crashed_as_only_job(&mut self, job: JobId) {
         let digest = self.jobs[&job].digest;
         let was_quarantined = self.is_quarantined(digest);
@@ -57,7 +57,8 @@ impl Model {
         }
     }
 
-    /// Marks a job as retryable, if it is, after the loss of its worker. The budget then decides.
+    /// Marks a job that lost its worker as retryable if its limits allow another attempt. The retry budget
+    /// decides afterwards.
     pub(super) fn allow_retry(&mut self, id: JobId, is_suspect: bool) {
         let Some(limits) = &self.limits.retry else { return };
         let job = &self.jobs[&id];
@@ -70,17 +71,19 @@ impl Model {
     }
 
     pub(super) fn retried(&mut self, id: JobId, attempts: u32) {
-        let is_suspect = self.step.retryable.remove(&id).expect("tried again against the rules");
-        self.coverage.see(if is_suspect { "retried alone" } else { "retried" });
+        let is_suspect =
+            self.step.retryable.remove(&id).expect("a job was retried although the rules do not allow it");
+        self.coverage.see(if is_suspect { "suspect retried" } else { "retried" });
         self.counters.retries += 1;
-        let crash = self.step.required.remove(&id).expect("it is owed an answer otherwise");
-        let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
+        let crash =
+            self.step.required.remove(&id).expect("a job that can be retried must have a required outcome");
+        let job = self.jobs.get_mut(&id).expect("a retried job must be in the model");
         assert_eq!(attempts, job.attempts);
         (job.before, job.worker, job.is_suspect) = (Some(crash.clone()), None, is_suspect);
         job.is_unread = false;
         self.requeue(id);
         if self.live_slots() == 0 {
-            // The last worker has gone.
+            // No other worker will start.
             self.step.required.insert(id, crash);
         }
     }
@@ -92,8 +95,8 @@ impl Model {
         }
     }
 
-    /// Returns the verdict as the client sees it. For a waiting job with an earlier attempt, this is the
-    /// outcome of that attempt.
+    /// Returns the verdict that the client gets. For a waiting job with an earlier attempt, this is the
+    /// verdict of the earlier attempt.
     pub(super) fn overall_verdict(&self, id: JobId, verdict: Verdict) -> Verdict {
         match self.jobs[&id].worker {
             Some(_) => verdict,
@@ -101,7 +104,7 @@ impl Model {
         }
     }
 
-    /// Returns the verdict as the client sees it, for a job that waits or is about to wait.
+    /// Returns the verdict that the client gets, for a job that is waiting or about to wait.
     pub(super) fn overall_verdict_of_waiting(&self, id: JobId, verdict: Verdict) -> Verdict {
         match (&self.jobs[&id].before, &verdict) {
             (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
@@ -116,8 +119,8 @@ impl Model {
         for view in bulkhead.workers(self.now) {
             if let Some(worker) = self.live_mut(view.id) {
                 worker.is_exclusive = view.is_exclusive;
-                // A worker that got a job in this step was not stalled before, so the job must have been
-                // recalled.
+                // A worker that got a job in this step was not stalled before the job was sent, so the job
+                // must have been recalled.
                 let is_given = |action: &Action<Tag>| matches!(action, Action::Dispatch { worker, is_prefetched: false, .. } if *worker == view.id);
                 worker.stalls = view.is_stalled;
                 worker.is_stalled = view.is_stalled && !actions.iter().any(is_given);
@@ -128,17 +131,17 @@ impl Model {
         }
     }
 
-    /// Returns the oldest suspect whose tenant is below its share.
+    /// Returns the oldest suspect whose tenant has not reached its quota.
     pub(super) fn next_suspect(&self) -> Option<JobId> {
         self.suspects.iter().copied().find(|id| !self.is_at_quota(self.jobs[id].tenant))
     }
 
     pub(super) fn take_suspect(&mut self, id: WorkerId, job: JobId) {
-        let worker = self.live(id).expect("only what lives is given a job");
-        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect is not alone");
-        self.coverage.see("alone");
+        let worker = self.live(id).expect("only a living worker can be given a job");
+        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect does not run alone");
+        self.coverage.see("suspect runs alone");
         if self.suspects.front() != Some(&job) {
-            self.coverage.see("suspect at its share");
+            self.coverage.see("suspect at its quota");
         }
         self.suspects.retain(|&waiting| waiting != job);
     }
@@ -146,24 +149,28 @@ impl Model {
     pub(super) fn check_suspects(&self) {
         let step = &self.step;
         let was_within_budget = self.limits.retry.is_some() && self.counters.retries < RETRIES_FLOOR;
-        assert!(!was_within_budget || step.retryable.is_empty(), "not tried again: {:?}", step.retryable);
+        assert!(
+            !was_within_budget || step.retryable.is_empty(),
+            "jobs were not retried: {:?}",
+            step.retryable
+        );
         let available = || self.workers.values().filter(|worker| self.is_available(worker));
         let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
         if self.next_suspect().is_some() {
             assert!(
                 available().all(|w| !w.jobs.is_empty() || w.is_stalled || !self.has_permit(w)),
-                "a suspect waits beside an idle worker"
+                "a suspect waits although a worker is idle"
             );
             let has_one = available().any(|worker| worker.is_exclusive);
-            assert!(has_one || self.least_loaded().is_none(), "no worker is kept for a suspect");
+            assert!(has_one || self.least_loaded().is_none(), "no worker is reserved for a suspect");
         }
         for worker in available() {
             let has_suspect = worker.jobs.iter().any(is_suspect);
-            assert!(!has_suspect || worker.jobs.len() == 1, "a suspect has company");
+            assert!(!has_suspect || worker.jobs.len() == 1, "a suspect does not run alone");
             assert!(!has_suspect || worker.is_exclusive);
             assert!(
                 !worker.is_exclusive || has_suspect || !self.suspects.is_empty(),
-                "{:?} is idle",
+                "{:?} is reserved although there is no suspect",
                 worker.id
             );
         }
@@ -201,7 +208,7 @@ impl Model {
         self.apply_limits(change.max_in_flight.is_some());
     }
 
-    /// Applies new numbers of permits, workers and places in the queue.
+    /// Applies new numbers of permits, workers and queue places.
     fn apply_limits(&mut self, is_resized: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
@@ -210,7 +217,7 @@ impl Model {
         for worker in self.workers.values_mut().filter(|worker| worker.is_alive()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
             if is_resized && is_told && worker.can_resize && worker.sent_max_in_flight != most {
-                self.coverage.see("told of the limit");
+                self.coverage.see("sent its maximum");
                 worker.sent_max_in_flight = most;
                 self.step.to_resize.insert(worker.id, most);
             }

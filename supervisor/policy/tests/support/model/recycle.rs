@@ -8,7 +8,7 @@ use super::slots::SlotState;
 use super::{Cause, Model, Phase, Worker};
 
 impl Model {
-    /// Returns the number of jobs that the worker may still be given.
+    /// Returns the number of jobs that the worker can still be given.
     pub(super) fn jobs_left(&self, worker: &Worker) -> usize {
         let left = self.limits.recycle.jobs.map(|most| most.saturating_sub(worker.begun));
         left.map_or(usize::MAX / 2, |left| left as usize)
@@ -18,7 +18,7 @@ impl Model {
     pub(super) fn begin(&mut self, id: WorkerId) {
         self.workers.entry(id.place).and_modify(|worker| worker.begun += 1);
         let most = self.limits.recycle.jobs.unwrap_or(u64::MAX);
-        assert!(self.workers[&id.place].begun <= most, "{id:?} begins more than {most} jobs");
+        assert!(self.workers[&id.place].begun <= most, "{id:?} was given more than {most} jobs");
         self.reach_job_limit(id.place);
     }
 
@@ -28,7 +28,7 @@ impl Model {
         places.into_iter().for_each(|place| self.reach_job_limit(place));
     }
 
-    /// Marks a worker that was given its last job. A successor on standby takes over.
+    /// Marks a worker as having been given its last job. A successor on standby takes over the slot.
     fn reach_job_limit(&mut self, place: u32) {
         let worker = &self.workers[&place];
         let is_at_work = worker.phase == Phase::Ready && worker.is_alive() && self.is_current(worker);
@@ -46,7 +46,7 @@ impl Model {
         let standby = &self.workers[&next];
         let is_ready = standby.phase == Phase::Ready && standby.is_alive();
         if current == place && is_ready {
-            self.coverage.see("its turn");
+            self.coverage.see("standby takes over");
             self.slots[slot].state = SlotState::Occupied { current: next, successor: None };
             return true;
         }
@@ -60,21 +60,23 @@ impl Model {
         }
     }
 
-    /// Handles a report that a worker is replaced. A successor on standby takes over, whatever the reason.
+    /// Handles a report that a worker is being replaced. A successor on standby takes over the slot, whatever
+    /// the reason.
     pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
         let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
         let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
         if reason == RecycleReason::Jobs && !self.workers[&place].is_at_job_limit {
-            assert!(self.has_standby_waited(slot), "slot {slot}: it was not its turn");
-            self.coverage.see("its turn since nothing comes");
+            assert!(self.has_standby_waited(slot), "slot {slot}: the standby took over too early");
+            self.coverage.see("standby takes over an idle slot");
             assert!(self.hand_over_to_standby(place) && self.workers[&place].jobs.is_empty());
         } else if reason != RecycleReason::Jobs && self.hand_over_to_standby(place) {
-            self.coverage.see("its turn for another reason");
+            self.coverage.see("standby takes over for another reason");
             self.check_standby(slot, place);
         }
     }
 
-    /// Returns true if a successor has been on standby for at least a second and four times its start time.
+    /// Returns true if a successor has been on standby for at least one second and at least four times its
+    /// start time.
     pub(super) fn has_standby_waited(&self, slot: u32) -> bool {
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
         of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {
@@ -84,7 +86,7 @@ impl Model {
         })
     }
 
-    /// Checks that there is another reason to replace a healthy worker.
+    /// Checks that there is a reason other than `recycle.jobs` to replace a healthy worker.
     pub(super) fn check_standby(&mut self, slot: u32, current: u32) {
         let worker = &self.workers[&current];
         let recycle = &self.limits.recycle;
@@ -94,15 +96,15 @@ impl Model {
             _ => false,
         };
         if is_due {
-            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
+            assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
+        assert!(self.rolling.remove(&slot), "slot {slot} was recycled without a reason");
         let on_their_way = self.workers.values().filter(|w| self.is_successor(w) && !self.is_standby(w));
-        assert_eq!(on_their_way.count(), 0, "a rolling restart replaces one after the other");
+        assert_eq!(on_their_way.count(), 0, "a rolling restart must replace one worker at a time");
     }
 
-    /// Returns true if the slot's worker may still be given a job before its successor takes over.
+    /// Returns true if the slot's worker can still be given a job before its successor takes over.
     pub(super) fn has_jobs_left(&self, current: u32, next: u32) -> bool {
         let is_counted = self.workers[&next].stands_by && self.limits.recycle.jobs.is_some();
         let worker = &self.workers[&current];
@@ -120,7 +122,7 @@ impl Model {
         worker.phase == Phase::Ready && worker.is_alive() && self.is_successor(worker)
     }
 
-    /// Returns true if the worker is on standby or a spare and is no longer useful.
+    /// Returns true if the worker is a spare or on standby, and is no longer needed.
     pub(super) fn is_surplus_standby(&self, worker: &Worker) -> bool {
         let is_behind = self.step.is_resized && worker.sent_max_in_flight < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
@@ -129,13 +131,13 @@ impl Model {
         self.is_standby(worker) && is_unwanted && !self.is_stopping() || is_dismissed_spare
     }
 
-    /// Returns true if the worker was given its last job and has no successor although one is allowed.
+    /// Returns true if the worker was given its last job and should have a successor, but has none.
     pub(super) fn needs_successor(&self, worker: &Worker) -> bool {
         let is_exiting = matches!(worker.phase, Phase::Draining { .. }) && worker.is_alive();
         let is_other = |other: &&Worker| other.id != worker.id && Self::is_in(other, worker.slot);
         let others = self.workers.values().filter(is_other).count();
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.next_replacement_at <= self.now;
-        // A silent worker is not followed before the cause of the silence is known.
+        // A silent worker gets no successor before the cause of the silence is known.
         let has_reserve = self.limits.start.spares > 0;
         worker.is_at_job_limit
             && is_exiting

@@ -1,4 +1,4 @@
-//! Slots: their workers, their successors, and the times of starts.
+//! Slots: their workers, their successors, and the times at which workers start.
 
 use std::time::Duration;
 
@@ -7,27 +7,30 @@ use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
 
-/// A worker that was ready for this long and has answered a job clears the failure history of its slot.
+/// Time that a worker must have been ready, and have completed a job, before it clears the failure history of
+/// its slot.
 const HISTORY_CLEARED_AFTER: Duration = Duration::from_secs(60);
 
-/// Minimum time between two starts in a bulkhead after more than ten consecutive workers answered no job.
+/// Minimum time between two starts in a bulkhead after more than ten consecutive workers died during their
+/// first jobs.
 const RESTART_INTERVAL_MIN: Duration = Duration::from_millis(10);
 
-/// Minimum time between probes of a failed slot.
+/// Minimum time between two attempts to start a worker in a slot that has failed too often.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// Minimum time between a failed successor and the next.
+/// Minimum time between the failure of a successor and the start of the next one.
 const SUCCESSOR_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
-    /// True if the slot belongs to the reserve, for spares.
+    /// True if the slot is a spare slot.
     pub(super) is_spare_slot: bool,
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
-    /// State before the bulkhead rested, if the next worker was not due then.
+    /// State that the slot had before the bulkhead was scaled to zero, if the slot was waiting for its next
+    /// worker at that time.
     saved_state: Option<SlotState>,
 }
 
@@ -35,9 +38,9 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
-    /// The slot gets a worker later.
+    /// The slot will get a worker later.
     Awaiting,
-    /// The slot exceeds the configured number.
+    /// The slot is not needed for the configured number of workers.
     Closed,
     Occupied {
         current: u32,
@@ -49,14 +52,14 @@ pub(super) enum SlotState {
     Stopped {
         probe_at: Option<Time>,
     },
-    /// The worker has gone in the current step, and `NextStart` must follow.
+    /// The slot's worker was removed in the current step. `NextStart` must follow.
     Vacant(NextStart),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NextStart {
     Now,
-    /// At this time, after many workers that answered no job.
+    /// At this time, because many workers died during their first jobs.
     At(Time),
     /// After a delay of at most this duration.
     AfterAtMost(Duration),
@@ -83,18 +86,19 @@ impl Slot {
 }
 
 impl Model {
-    /// Returns the number of slots that have a worker or will get one without a probe.
+    /// Returns the number of slots that have a worker or will get one without having to recover from too many
+    /// failures.
     pub(super) fn live_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.is_live() && !slot.is_spare_slot).count()
     }
 
-    /// Returns true if a worker occupies a slot, so that other workers of the slot must wait.
+    /// Returns true if a worker occupies the slot, so that other workers must wait for it.
     pub(super) fn is_in(worker: &Worker, slot: u32) -> bool {
         worker.slot == slot && worker.left.is_none()
     }
 
-    /// Lets replaced workers leave their slots once all their jobs are answered, however long their exit
-    /// takes.
+    /// Lets replaced workers leave their slots once all their jobs have ended, however long the workers take
+    /// to exit.
     pub(super) fn release_slots(&mut self) {
         let leaves = |worker: &&Worker| {
             let is_done = worker.jobs.is_empty() && worker.prefetched.is_empty() && worker.is_alive();
@@ -105,7 +109,7 @@ impl Model {
             self.workers.values().filter(leaves).map(|worker| (worker.id.place, worker.slot)).collect();
         self.release_count += 1;
         for (place, slot) in leaving {
-            self.coverage.see("left its slot");
+            self.coverage.see("released its slot");
             let left = Some(self.release_count);
             self.workers.entry(place).and_modify(|worker| worker.left = left);
             if self.slots[slot as usize].state == SlotState::Awaiting && self.activity == Activity::Started {
@@ -116,26 +120,27 @@ impl Model {
 
     pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, restart_cause: Option<RestartCause>) {
         self.release_slots();
-        assert!(!self.is_stopping(), "a worker is started while all are being stopped");
+        assert!(!self.is_stopping(), "a worker was started while the bulkhead is stopping");
         assert!(id.generation > self.newest_generation, "a generation was used twice");
-        assert!(!self.workers.contains_key(&id.place), "two workers in one place");
+        assert!(!self.workers.contains_key(&id.place), "a place was used by two workers");
         self.newest_generation = id.generation;
         let state = self.slots[slot as usize].state;
         let successor_to = match state {
             SlotState::Occupied { current, successor: None } => Some(current),
-            SlotState::Occupied { .. } => panic!("slot {slot} has a successor already"),
+            SlotState::Occupied { .. } => panic!("slot {slot} already has a successor"),
             SlotState::Vacant(NextStart::Now | NextStart::AfterAtMost(_)) => None,
             SlotState::Waiting { until } if until <= self.now => None,
             SlotState::Stopped { probe_at } if probe_at.is_some_and(|at| at <= self.now) => {
                 self.coverage.see("probe");
                 None
             }
-            // A rolling restart that waited for a spare can reach a slot whose worker has gone meanwhile.
+            // A rolling restart that was waiting for a spare can reach a slot whose worker has gone in the
+            // meantime.
             SlotState::Vacant(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
-            SlotState::Vacant(_) => panic!("slot {slot} is to have no worker: {state:?}"),
+            SlotState::Vacant(_) => panic!("slot {slot} must not get a worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
-            _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
+            _ => panic!("slot {slot} got a worker although the rules do not allow it: {state:?}"),
         };
         if let Some(current) = successor_to {
             self.check_no_spare_expected(slot);
@@ -148,7 +153,7 @@ impl Model {
         let worker = Worker::new(id, slot, self.now, &self.limits);
         let stands_by = successor_to.is_some() && restart_cause == Some(RestartCause::Jobs);
         self.workers.insert(id.place, Worker { stands_by, ..worker });
-        // A slot has its worker, and at most one successor or one replaced worker.
+        // A slot has one worker, and at most one successor or one replaced worker.
         let of_slot = self.workers.values().filter(|worker| Self::is_in(worker, slot)).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
     }
@@ -159,14 +164,14 @@ impl Model {
         if cause == Some(RestartCause::Jobs) {
             assert!(
                 worker.is_at_job_limit || self.limits.recycle.jobs.is_some() && worker.begun > 0,
-                "slot {slot} is recycled for no reason"
+                "slot {slot} was recycled without a reason"
             );
             let is_at_it = worker.phase == Phase::Ready || worker.is_at_job_limit;
-            assert!(is_at_it && worker.is_alive(), "it is on its way out already");
-            assert!(worker.next_replacement_at <= self.now, "the next successor comes too soon");
+            assert!(is_at_it && worker.is_alive(), "the worker is already leaving");
+            assert!(worker.next_replacement_at <= self.now, "the next successor was started too soon");
             return;
         }
-        assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
+        assert!(worker.phase == Phase::Ready && worker.is_alive(), "the worker is already leaving");
         self.check_standby(slot, current);
     }
 
@@ -179,11 +184,11 @@ impl Model {
         let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= HISTORY_CLEARED_AFTER);
         let (slot, served) = (worker.charged_slot as usize, worker.served);
         if is_proven && served > 0 {
-            self.coverage.see("proven");
+            self.coverage.see("history cleared");
             self.slots[slot].forget();
         }
         if self.hand_over_to_standby(id.place) {
-            self.coverage.see("its turn after a death");
+            self.coverage.see("standby takes over after a death");
         }
     }
 
@@ -195,19 +200,19 @@ impl Model {
         }
     }
 
-    /// Removes a worker and decides how its slot continues.
+    /// Removes a worker and decides what happens to its slot.
     pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
         let Dead { is_failure, is_clean, is_early_death } = dead;
-        let worker = self.workers.remove(&id.place).expect("it is there");
+        let worker = self.workers.remove(&id.place).expect("the worker must be in the model");
         let slot = worker.slot as usize;
-        // The worker was killed while starting, because new workers run another program.
+        // The worker was killed while it was starting, because new workers run another program.
         let is_unwanted = worker.killed == Some(KillReason::NotNeeded);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
         }
         let SlotState::Occupied { current, successor } = self.slots[slot].state else { return };
         if successor == Some(id.place) {
-            self.coverage.see("successor gone");
+            self.coverage.see("successor failed");
             self.slots[slot].state = SlotState::Occupied { current, successor: None };
             if is_unwanted {
                 return;
@@ -243,8 +248,8 @@ impl Model {
         }
     }
 
-    /// Returns the next start after a fit worker: now, unless more than ten consecutive workers of any slots
-    /// answered no job. Starts are then spaced.
+    /// Returns the next start after the end of a healthy worker. The start is immediate, unless more than ten
+    /// consecutive workers of the bulkhead died during their first jobs. Starts are then delayed.
     fn next_fit(&mut self, is_early_death: bool) -> NextStart {
         self.early_deaths = if is_early_death { self.early_deaths + 1 } else { 0 };
         if self.early_deaths <= 10 {
@@ -255,18 +260,20 @@ impl Model {
         if at <= self.now {
             return NextStart::Now;
         }
-        self.coverage.see("many in vain");
+        self.coverage.see("many early deaths");
         NextStart::At(at)
     }
 
-    /// Applies the restart rules after an unfit worker: the first restart at once, later ones after a random
-    /// delay with a doubling maximum, and a stop after more than `max` failures within `within`.
+    /// Applies the restart rules after the failure of a worker. The first restart is immediate. Later
+    /// restarts are delayed by a random time whose maximum doubles. After more than `max` failures within
+    /// `within`, the slot stops.
     fn next(&mut self, slot: usize) -> NextStart {
         let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
-        // Failures beyond the previous maximum were dropped, and do not count under a larger maximum either.
+        // Failures in excess of the previous `max` were dropped, and do not count under a higher `max`
+        // either.
         let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
         slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
@@ -286,15 +293,17 @@ impl Model {
     pub(super) fn backoff(&mut self, slot: u32, delay: Duration) {
         match self.slots[slot as usize].state {
             SlotState::Vacant(NextStart::AfterAtMost(ceiling)) => {
-                assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
+                assert!(delay <= ceiling, "slot {slot} waits {delay:?}, but must wait at most {ceiling:?}");
             }
-            SlotState::Vacant(NextStart::At(at)) => assert_eq!(self.now + delay, at, "slot {slot}"),
-            _ => panic!("slot {slot} waits {delay:?} for no reason"),
+            SlotState::Vacant(NextStart::At(at)) => {
+                assert_eq!(self.now + delay, at, "slot {slot} starts its next worker at the wrong time")
+            }
+            _ => panic!("slot {slot} waits {delay:?} without a reason"),
         }
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
-    /// Allows due replacements of outdated workers.
+    /// Allows the replacements of outdated workers that are due.
     pub(super) fn replace_again(&mut self) {
         let now = self.now;
         for worker in self.workers.values_mut() {
@@ -318,7 +327,7 @@ impl Model {
             SlotState::Occupied { current, successor } if current == place || successor == Some(place))
     }
 
-    /// Allows workers in slots that the previous restart policy has stopped.
+    /// Allows workers in slots that were stopped by the previous restart policy.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
         for slot in 0..self.slots.len() {
@@ -330,7 +339,7 @@ impl Model {
         }
     }
 
-    /// Adjusts the number of slots to the limits.
+    /// Opens and closes slots until there are as many as the limits require.
     pub(super) fn resize_slots(&mut self) {
         let at_work = self.limits.processes as usize;
         let wanted = at_work + self.limits.start.spares as usize;
@@ -353,7 +362,7 @@ impl Model {
         self.reject_without_workers();
     }
 
-    /// Lets a slot get its worker now, or later if another worker still occupies the slot.
+    /// Allows a worker in a slot. If another worker still occupies the slot, the new worker starts later.
     pub(super) fn open(&mut self, slot: usize) {
         if self.activity != Activity::ScaledToZero && self.restore_backoff(slot) {
             return;
@@ -366,7 +375,7 @@ impl Model {
         };
     }
 
-    /// Restores the backoff or stop that the slot had before the bulkhead rested.
+    /// Restores the backoff or stop that the slot had before the bulkhead was scaled to zero.
     fn restore_backoff(&mut self, slot: usize) -> bool {
         let now = self.now;
         let waits = |state: &SlotState| match state {
@@ -375,7 +384,7 @@ impl Model {
         };
         let state = self.slots[slot].saved_state.take().filter(waits);
         if let Some(state) = state {
-            self.coverage.see("waits on after a rest");
+            self.coverage.see("backoff continues after scaling to zero");
             self.slots[slot].state = state;
         }
         state.is_some()
@@ -397,7 +406,7 @@ impl Model {
         if self.activity != Activity::ScaledToZero || self.is_stopping() {
             return;
         }
-        self.coverage.see("awaits");
+        self.coverage.see("start announced");
         self.activity = Activity::StartAnnounced;
         for slot in 0..self.slots.len() {
             if self.slots[slot].state == SlotState::Empty && !self.restore_backoff(slot) {
@@ -410,7 +419,7 @@ impl Model {
         if self.activity == Activity::ScaledToZero || self.is_stopping() {
             return;
         }
-        self.coverage.see("rests");
+        self.coverage.see("scales to zero");
         self.activity = Activity::ScaledToZero;
         self.idle_since = None;
         for slot in self.slots.iter_mut().filter(|slot| slot.state != SlotState::Closed) {
@@ -435,15 +444,15 @@ impl Model {
             slot.state = match slot.state {
                 SlotState::Vacant(NextStart::Failed) => SlotState::Stopped { probe_at: Some(probe_at) },
                 SlotState::Vacant(NextStart::Never) => SlotState::Stopped { probe_at: None },
-                SlotState::Vacant(next) => panic!("{next:?} was to follow, and nothing did"),
+                SlotState::Vacant(next) => panic!("{next:?} did not follow"),
                 state => state,
             };
             let (SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) }) = slot.state
             else {
                 continue;
             };
-            assert!(cause != Cause::Tick || at > now, "a slot should have a worker since {at:?}");
-            assert!(cause != Cause::Reset || is_stopping, "a reset leaves no slot empty");
+            assert!(cause != Cause::Tick || at > now, "a slot should have had a worker since {at:?}");
+            assert!(cause != Cause::Reset || is_stopping, "a reset must not leave a slot empty");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Spares: workers in the reserve, and the slots that they may take over.
+//! Spares: workers in spare slots, and the slots that they can take over.
 
 use bulkhead_policy::{KillReason, RestartPolicy, WorkerId};
 
@@ -11,7 +11,7 @@ impl Model {
         is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.is_alive()
     }
 
-    /// Returns true if the worker could take over a slot now. A silent worker may hang.
+    /// Returns true if the worker can take over a slot now. A silent worker cannot, because it may be hung.
     fn can_take_over(&self, worker: &Worker) -> bool {
         let others = self.workers.values().filter(|other| Self::is_in(other, worker.slot)).count();
         self.is_ready_spare(worker) && others <= 1 && worker.observed_since.is_none()
@@ -26,31 +26,31 @@ impl Model {
             && !self.is_silent(worker)
     }
 
-    /// Checks and records that a spare took over a slot, and that the slot's previous worker moved to the
-    /// reserve.
+    /// Checks that a spare was allowed to take over a slot, and moves the slot's previous worker to the spare
+    /// slot.
     pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
-        let spare = self.live(id).expect("only what lives takes over");
-        assert!(self.can_take_over(spare), "{id:?} is no spare that is ready");
-        assert!(!self.slots[slot as usize].is_spare_slot, "{id:?} takes over from a spare");
-        assert!(!self.is_stopping(), "{id:?} takes over while all are being stopped");
+        let spare = self.live(id).expect("only a living spare can take over");
+        assert!(self.can_take_over(spare), "{id:?} is not a ready spare");
+        assert!(!self.slots[slot as usize].is_spare_slot, "{id:?} took over a spare slot");
+        assert!(!self.is_stopping(), "{id:?} took over while the bulkhead is stopping");
         let reserved_permits = spare.slot;
         let before = self.slots[slot as usize].state;
         if self.needs_spare(slot) {
             self.coverage.see("spare took over");
         } else {
             let SlotState::Occupied { current, successor: None } = before else {
-                panic!("slot {slot} was not to have a spare: {before:?}")
+                panic!("slot {slot} must not be taken over by a spare: {before:?}")
             };
             let worker = &self.workers[&current];
-            assert!(worker.phase == Phase::Ready && worker.is_alive(), "it is on its way out already");
-            self.coverage.see("spare instead of a successor");
+            assert!(worker.phase == Phase::Ready && worker.is_alive(), "the worker is already leaving");
+            self.coverage.see("spare replaces a worker");
             if !worker.is_at_job_limit {
                 self.check_standby(slot, current);
             }
         }
         self.slots[slot as usize].state = SlotState::Occupied { current: id.place, successor: None };
         let now = self.now;
-        let spare = self.live_mut(id).expect("it is live");
+        let spare = self.live_mut(id).expect("the worker must be alive");
         (spare.slot, spare.charged_slot, spare.next_replacement_at) = (slot, slot, now);
         self.slots[reserved_permits as usize].state = match before {
             SlotState::Occupied { current, .. } => self.move_to_spare_slot(current, reserved_permits),
@@ -59,17 +59,17 @@ impl Model {
     }
 
     fn move_to_spare_slot(&mut self, place: u32, reserved_permits: u32) -> SlotState {
-        let worker = self.workers.get_mut(&place).expect("it had the slot");
+        let worker = self.workers.get_mut(&place).expect("the previous worker must be in the model");
         worker.slot = reserved_permits;
         let stays = SlotState::Occupied { current: place, successor: None };
         if worker.killed.is_some() || worker.dead.is_some() {
-            self.coverage.see("spare for one that was killed or is dead");
+            self.coverage.see("spare for a killed or dead worker");
             worker.killed_before_replacement = true;
             return stays;
         }
         match worker.phase {
             Phase::Spawned | Phase::Initializing { .. } => {
-                self.coverage.see("spare for one that starts");
+                self.coverage.see("spare for a starting worker");
                 worker.charged_slot = reserved_permits;
                 stays
             }
@@ -77,13 +77,13 @@ impl Model {
         }
     }
 
-    /// Returns true if a slot should have a working worker and has none.
+    /// Returns true if a slot should have a working worker but has none.
     fn needs_spare(&self, slot: u32) -> bool {
         let state = self.slots[slot as usize].state;
         let current = match state {
             SlotState::Occupied { current, successor: None } => &self.workers[&current],
             SlotState::Waiting { .. } | SlotState::Stopped { probe_at: Some(_) } => return true,
-            // The slot would have to wait. With the spare it does not.
+            // Without a spare, the slot would have to wait.
             SlotState::Vacant(next) => return !matches!(next, super::slots::NextStart::Never),
             _ => return false,
         };
@@ -103,15 +103,15 @@ impl Model {
         }
     }
 
-    /// Checks that no successor is started while a spare is ready or starting, so that there are never more
+    /// Checks that no successor is started while a spare is ready or starting. Otherwise, there could be more
     /// workers than slots plus spares.
     pub(super) fn check_no_spare_expected(&self, slot: u32) {
         let is_coming = |state| matches!(state, SlotState::Occupied { .. } | SlotState::Awaiting);
         let comes = self.slots.iter().any(|slot| slot.is_spare_slot && is_coming(slot.state));
-        assert!(!comes, "slot {slot} gets a successor, and there are spares");
+        assert!(!comes, "slot {slot} got a successor although there are spares");
     }
 
-    /// Checks that no ready spare is idle while a slot has no working worker.
+    /// Checks that no spare is ready while a slot has no working worker.
     pub(super) fn check_spares(&self) {
         if self.is_stopping() {
             return;
@@ -119,7 +119,7 @@ impl Model {
         let spare = self.workers.values().find(|worker| self.can_take_over(worker));
         for slot in 0..self.slots.len() as u32 {
             let needs_spare = !self.slots[slot as usize].is_spare_slot && self.needs_spare(slot);
-            assert!(spare.is_none() || !needs_spare, "slot {slot} waits beside a spare");
+            assert!(spare.is_none() || !needs_spare, "slot {slot} waits although a spare is ready");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Places withheld from the share of tenants whose jobs have ended a worker.
+//! Places that are withheld from the quotas of tenants whose jobs have ended a worker.
 
 use bulkhead_policy::{KillReason, TenantId, WorkerId};
 use bulkhead_shared::JobId;
@@ -30,9 +30,9 @@ impl Model {
         tenants.sort();
         tenants.dedup();
         self.coverage.see(match tenants.len() {
-            0 => "nobody pays for a worker",
-            1 => "a tenant pays for a worker",
-            _ => "tenants pay for a worker",
+            0 => "death withholds no permit",
+            1 => "death withholds the permit of a tenant",
+            _ => "death withholds permits of several tenants",
         });
         let (slot, until) = (worker.charged_slot as usize, self.now + self.limits.start.ready);
         self.withheld.extend(tenants.into_iter().map(|tenant| (tenant, slot, until)));
@@ -43,7 +43,7 @@ impl Model {
         self.withheld.iter().filter(|&&(of, slot, _)| of == tenant && self.is_without_worker(slot)).count()
     }
 
-    /// Returns true if a slot needs a worker and has no ready worker.
+    /// Returns true if a slot should have a worker but has no ready one.
     fn is_without_worker(&self, slot: usize) -> bool {
         let entry = &self.slots[slot];
         let is_ready = match entry.state {
@@ -56,14 +56,14 @@ impl Model {
         entry.is_live() && !entry.is_spare_slot && !is_ready && !self.is_stopping()
     }
 
-    /// Returns the places of slots that have a ready worker again. A later end of that worker does not
-    /// withhold the places again.
+    /// Releases the withheld places of slots that have a ready worker again. When that worker ends later, the
+    /// places are not withheld again.
     pub(super) fn release_withheld(&mut self) {
         let mut withheld = std::mem::take(&mut self.withheld);
         let before = withheld.len();
         withheld.retain(|&(_, slot, _)| self.is_without_worker(slot));
         if withheld.len() < before {
-            self.coverage.see("place given back");
+            self.coverage.see("withheld permit returned");
         }
         self.withheld = withheld;
     }

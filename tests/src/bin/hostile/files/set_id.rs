@@ -1,5 +1,5 @@
-//! Attempts with set-user-id and set-group-id bits. A user who executes such a program outside gains the
-//! rights of its owner.
+//! Attempts to create files with set-user-id and set-group-id bits. A user outside the sandbox who executes such a
+//! program gains the rights of its owner.
 //!
 //! The files are empty, no user can execute them, and each attempt removes them.
 

@@ -1,0 +1,223 @@
+//! The listener of the jobs socket, which can be replaced at runtime, and the time budget for accepting
+//! connections.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use bulkhead_api::EventKind;
+use bulkhead_policy::Time;
+use mio::unix::SourceFd;
+use mio::{Interest, Poll};
+
+use super::LISTENER;
+use super::time_budget::TimeBudget;
+
+/// Minimum delay in accepting connections that is reported as an event.
+const DELAY_MIN: Duration = Duration::from_secs(1);
+const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Reciprocal of the share of processor time that may be used for accepting connections.
+const ACCEPT_PART: i64 = 8;
+
+pub(super) struct Acceptor {
+    /// `None` in an embedded supervisor, whose clients are in the same process.
+    listener: Option<UnixListener>,
+    /// True if connections may be waiting to be accepted.
+    is_pending: bool,
+    /// True if the listener is not registered with the event loop, so that new connections do not wake the
+    /// data plane while the time budget is used up.
+    is_deregistered: bool,
+    /// True if accepting a connection has failed. The event loop does not report waiting connections a second
+    /// time, so accepting must be retried.
+    needs_retry: bool,
+    budget: TimeBudget,
+    /// Start of the current delay, or `None` if no connection is delayed.
+    delayed_since: Option<Time>,
+    /// Number of connections accepted since `delayed_since`.
+    accepted: u64,
+    delay_reported_at: Option<Time>,
+}
+
+impl Acceptor {
+    pub(super) fn new(poll: &Poll, listener: Option<UnixListener>) -> io::Result<Self> {
+        listener.as_ref().map_or(Ok(()), |listener| register(poll, listener))?;
+        Ok(Self {
+            listener,
+            is_pending: false,
+            is_deregistered: false,
+            needs_retry: false,
+            budget: TimeBudget::one_in(ACCEPT_PART),
+            delayed_since: None,
+            accepted: 0,
+            delay_reported_at: None,
+        })
+    }
+
+    /// Replaces the listener. No client can connect to the previous listener any more, because its socket
+    /// file is gone.
+    pub(super) fn replace_listener(&mut self, poll: &Poll, listener: UnixListener) -> io::Result<()> {
+        register(poll, &listener)?;
+        if let Some(before) = self.listener.replace(listener) {
+            let _ = poll.registry().deregister(&mut SourceFd(&before.as_raw_fd()));
+        }
+        (self.is_pending, self.is_deregistered) = (true, false);
+        Ok(())
+    }
+
+    /// Records that the event loop has reported waiting connections.
+    pub(super) fn arrived(&mut self) {
+        self.is_pending = true;
+    }
+
+    pub(super) fn is_pending(&self) -> bool {
+        self.is_pending
+    }
+
+    /// Returns true if accepting connections has failed and must be retried.
+    pub(super) fn needs_checks(&self) -> bool {
+        self.needs_retry
+    }
+
+    /// Returns the earliest time at which a connection can be accepted, or `None` if no connection is
+    /// waiting.
+    pub(super) fn accept_at(&self) -> Option<Time> {
+        self.is_pending.then(|| self.budget.resume_at())
+    }
+
+    /// Returns true if the time budget allows accepting a connection. Otherwise, deregisters the listener.
+    pub(super) fn can_accept(&mut self, poll: &Poll, now: Time) -> bool {
+        let has_time = self.budget.has_time(now);
+        if !has_time && !self.is_deregistered {
+            let listener = self.listener.as_ref().map(AsRawFd::as_raw_fd);
+            self.is_deregistered =
+                listener.is_some_and(|listener| poll.registry().deregister(&mut SourceFd(&listener)).is_ok());
+        }
+        has_time
+    }
+
+    /// Accepts a connection. Returns `None` if no connection is waiting, or if the call was interrupted.
+    /// Returns the errors of `accept(2)`, usually because no descriptors are free, and of `epoll_ctl(2)`.
+    pub(super) fn accept(&mut self, poll: &Poll) -> io::Result<Option<UnixStream>> {
+        self.needs_retry = false;
+        let Some(listener) = &self.listener else {
+            self.backlog_accepted();
+            return Ok(None);
+        };
+        let error = match listener.accept() {
+            Ok((socket, _)) => {
+                self.accepted += 1;
+                return Ok(Some(socket));
+            }
+            Err(error) => error,
+        };
+        if error.kind() == io::ErrorKind::Interrupted {
+            return Ok(None);
+        }
+        self.backlog_accepted();
+        let error = self.resume_listening(poll).err().unwrap_or(error);
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return Ok(None);
+        }
+        self.needs_retry = true;
+        Err(error)
+    }
+
+    /// Charges the time since `began` to the time budget.
+    pub(super) fn charge(&mut self, began: Instant) {
+        self.budget.charge(began);
+    }
+
+    /// Records that no connection is waiting, or that none can be accepted.
+    fn backlog_accepted(&mut self) {
+        self.is_pending = false;
+        (self.delayed_since, self.accepted) = (None, 0);
+    }
+
+    /// Records that connections may be waiting while the time budget is used up. Returns an event if the
+    /// delay must be reported now.
+    pub(super) fn delayed(&mut self, now: Time) -> Option<EventKind> {
+        let delay = now.since(*self.delayed_since.get_or_insert(now));
+        let is_due = self.delay_reported_at.is_none_or(|at| now.since(at) >= REPEAT_INTERVAL);
+        if delay < DELAY_MIN || !is_due {
+            return None;
+        }
+        self.delay_reported_at = Some(now);
+        let for_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
+        Some(EventKind::ClientsDelayed { for_ms, accepted: self.accepted })
+    }
+
+    /// Registers the listener again, because no connection is waiting. If a connection has arrived in the
+    /// meantime, the event loop reports it at once. Returns the errors of `epoll_ctl(2)`.
+    fn resume_listening(&mut self, poll: &Poll) -> io::Result<()> {
+        if self.is_deregistered
+            && let Some(listener) = &self.listener
+        {
+            register(poll, listener)?;
+            self.is_deregistered = false;
+        }
+        Ok(())
+    }
+}
+
+/// Registers a listener with the event loop.
+fn register(poll: &Poll, listener: &UnixListener) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixStream};
+
+    use mio::Events;
+
+    use super::*;
+
+    /// The connection is reported once the time budget allows accepting connections again.
+    #[test]
+    fn connection_that_arrives_before_registration_is_reported() {
+        let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
+        let mut poll = Poll::new().unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        let mut acceptor = Acceptor::new(&poll, Some(listener)).unwrap();
+        let mut events = Events::with_capacity(8);
+        let mut is_announced = |poll: &mut Poll| {
+            poll.poll(&mut events, Some(Duration::ZERO)).unwrap();
+            !events.is_empty()
+        };
+        let now = Time::ZERO + Duration::from_secs(1);
+        let mut crowd = vec![UnixStream::connect_addr(&address).unwrap()];
+        assert!(is_announced(&mut poll));
+        while acceptor.can_accept(&poll, now) {
+            acceptor.budget.charge(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
+        }
+        crowd.push(UnixStream::connect_addr(&address).unwrap());
+        assert!(!is_announced(&mut poll), "the listener must not be registered while the budget is used up");
+        let later = now + Duration::from_secs(1);
+        for _ in 0..2 {
+            assert!(acceptor.can_accept(&poll, later));
+            acceptor.listener.as_ref().unwrap().accept().unwrap();
+        }
+        // This connection arrives between the last accept and the registration of the listener.
+        crowd.push(UnixStream::connect_addr(&address).unwrap());
+        acceptor.resume_listening(&poll).unwrap();
+        assert!(is_announced(&mut poll));
+    }
+
+    #[test]
+    fn delays_of_one_second_are_reported_at_intervals() {
+        let poll = Poll::new().unwrap();
+        let mut acceptor = Acceptor::new(&poll, None).unwrap();
+        let at = |ms| Time::ZERO + Duration::from_millis(ms);
+        assert!(acceptor.delayed(at(1000)).is_none() && acceptor.delayed(at(1999)).is_none());
+        let delayed = acceptor.delayed(at(2000));
+        assert!(matches!(delayed, Some(EventKind::ClientsDelayed { for_ms: 1000, accepted: 0 })));
+        assert!(acceptor.delayed(at(11_999)).is_none());
+        assert!(acceptor.delayed(at(12_000)).is_some());
+        acceptor.backlog_accepted();
+        assert!(acceptor.delayed(at(22_000)).is_none(), "a new delay must have begun");
+    }
+}

@@ -1,0 +1,82 @@
+//! All compartments, by index, together with their timers.
+
+use bulkhead_policy::{Time, Timers};
+
+use super::{Compartment, CompartmentIndex, Slab, owns_slab};
+use crate::slab::SlabIndex;
+
+#[derive(Default)]
+pub(crate) struct Compartments {
+    slab: Slab<CompartmentIndex, Compartment>,
+    timers: Timers,
+    /// Compartments to which events were applied since their timers were set.
+    touched: Vec<CompartmentIndex>,
+    /// Random seed that differs in each run of the supervisor.
+    seed: u64,
+    /// Number of compartment seeds that were derived from `seed`.
+    seeds: u64,
+    /// Number of jobs submitted to all compartments so far, including compartments that were removed.
+    jobs: u64,
+}
+
+owns_slab!(Compartments, CompartmentIndex, Compartment);
+
+impl Compartments {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self { seed, ..Self::default() }
+    }
+
+    /// Returns a seed for a new compartment. Each compartment gets a different seed.
+    pub(crate) fn next_seed(&mut self, now: Time) -> u64 {
+        self.seeds += 1;
+        self.seed ^ self.seeds.rotate_left(32) ^ now.0
+    }
+
+    /// Returns the sequence number of the next job. The number is unique within a run of the supervisor.
+    #[inline]
+    pub(crate) fn next_job(&mut self) -> u64 {
+        self.jobs += 1;
+        self.jobs
+    }
+
+    /// Marks a compartment to which an event was applied.
+    #[inline]
+    pub(crate) fn touch(&mut self, index: CompartmentIndex) {
+        if !std::mem::replace(&mut self.slab[index].is_touched, true) {
+            self.touched.push(index);
+        }
+    }
+
+    /// Returns a marked compartment and removes the mark. The compartment may have been removed in the
+    /// meantime.
+    pub(crate) fn next_touched(&mut self) -> Option<CompartmentIndex> {
+        let index = self.touched.pop()?;
+        if let Some(compartment) = self.slab.get_mut(index) {
+            compartment.is_touched = false;
+        }
+        Some(index)
+    }
+
+    /// Sets the timer of a compartment to the next deadline of its policy.
+    pub(crate) fn set_timer(&mut self, index: CompartmentIndex) {
+        match self.slab.get(index).and_then(|compartment| compartment.policy.next_deadline()) {
+            Some(at) => self.timers.set(index.number() as u32, at),
+            None => self.timers.clear(index.number() as u32),
+        }
+    }
+
+    pub(crate) fn next_timer(&self) -> Option<Time> {
+        self.timers.next()
+    }
+
+    /// Returns a compartment whose timer has expired.
+    pub(crate) fn pop_due(&mut self, now: Time) -> Option<CompartmentIndex> {
+        self.timers.pop_due(now).map(|number| CompartmentIndex::from_number(number as usize))
+    }
+
+    /// Removes an empty compartment. Its index can be reused at once.
+    pub(crate) fn vacate(&mut self, index: CompartmentIndex) {
+        self.timers.clear(index.number() as u32);
+        drop(self.slab.remove(index));
+    }
+}

@@ -1,0 +1,248 @@
+//! Statistics of bulkheads: counters for the metrics, recent outcomes, latencies, and demand.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_plane::command::WorkerProcess;
+use bulkhead_plane::demand::{Load, Observation, sizes_of};
+use bulkhead_policy::{Counters, JobOutcome, OperatorEvent, RestartCause, Time};
+use bulkhead_shared::{Priority, RejectReason, Verdict};
+
+use super::{BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, CompartmentIndex, Compartments, Layout};
+use crate::JobData;
+
+/// Minimum time between two events about the same fallback.
+const FALLBACK_REPORT_INTERVAL: Duration = Duration::from_secs(10);
+
+impl Bulkheads {
+    // Jobs.
+
+    /// Counts a job that was rejected before it reached a compartment.
+    pub(crate) fn count_rejected(
+        &mut self,
+        compartments: &mut Compartments,
+        now: Time,
+        bulkhead: BulkheadIndex,
+        (priority, label): (Priority, u32),
+        reason: RejectReason,
+    ) {
+        let verdict = Verdict::rejected(reason);
+        let entry = &mut self.slab[bulkhead];
+        entry.counters.count_submitted(priority);
+        entry.count_outcome(now, (priority, label), &verdict);
+        match &mut entry.layout {
+            Layout::Shared(compartment) => compartments[*compartment].policy.count_rejected(reason),
+            Layout::Isolated(isolated) => isolated.forgotten_counters.count_rejected(reason),
+        }
+    }
+
+    /// Counts the outcome of a job in a compartment. Includes jobs that another bulkhead has passed on.
+    pub(crate) fn count_answer(&mut self, compartment: &Compartment, answer: &JobOutcome<Box<JobData>>) {
+        let counters = &mut self.slab[compartment.bulkhead].counters;
+        if answer.job.is_some() {
+            counters.record_times(answer.queued, (answer.attempts > 0).then_some(answer.ran));
+        }
+        let is_evicted = matches!(answer.verdict, Verdict::Rejected { reason: RejectReason::Evicted, .. });
+        if is_evicted && let Some(tenant) = counters.tenants.get_mut(answer.record.label as usize) {
+            tenant.evicted += 1;
+        }
+    }
+
+    /// Records the queue time and the run time of a job that a worker has run.
+    pub(crate) fn record_run(
+        &mut self,
+        compartment: &mut Compartment,
+        now: Time,
+        answer: &JobOutcome<Box<JobData>>,
+    ) {
+        let (ran, queued) = (answer.ran, answer.queued);
+        if compartment.tenant.is_some() {
+            compartment.latency.record(now, ran, queued);
+        }
+        let entry = &mut self.slab[compartment.bulkhead];
+        entry.latency.record(now, ran, queued);
+        entry.demand.record_run(ran, queued);
+        if answer.verdict == Verdict::DeadlineRunning {
+            let own = compartment.policy.limits().deadline;
+            let is_long = answer.run_limit.is_some_and(|limit| ran >= limit);
+            entry.demand.record_deadline_miss(!is_long && answer.deadline >= own);
+        }
+    }
+
+    /// Counts the outcome of a job for the bulkhead to which the client sent the job.
+    pub(crate) fn count_end(
+        &mut self,
+        compartment: &Compartment,
+        now: Time,
+        record: &JobData,
+        verdict: &Verdict,
+    ) {
+        let bulkhead = record.fallback.as_ref().map_or(compartment.bulkhead, |it| it.origin());
+        self.slab[bulkhead].count_outcome(now, (record.priority, record.label), verdict);
+    }
+
+    pub(crate) fn count_late_replies(&mut self, compartment: &Compartment, count: u64) {
+        if !compartment.is_replay {
+            self.slab[compartment.bulkhead].counters.late_replies += count;
+        }
+    }
+
+    // Fallbacks.
+
+    /// Counts the outcome of a job that another bulkhead has passed on to this fallback.
+    pub(crate) fn count_guest_end(
+        &mut self,
+        compartment: &Compartment,
+        (origin, target): (BulkheadIndex, &str),
+        verdict: &Verdict,
+    ) {
+        let host = &mut self.slab[compartment.bulkhead].counters;
+        host.guests = host.guests.saturating_sub(1);
+        self.slab[origin].counters.count_fallback(target, verdict);
+    }
+
+    /// Counts a job that `origin` passes on to a fallback. If an event must be reported now, returns the
+    /// number of jobs since the last event.
+    pub(crate) fn count_fallback(
+        &mut self,
+        now: Time,
+        origin: BulkheadIndex,
+        target: &Arc<str>,
+    ) -> Option<u64> {
+        let (reported_at, jobs) = self.slab[origin].fallback_events.entry(target.clone()).or_default();
+        *jobs += 1;
+        if reported_at.is_some_and(|at| now < at + FALLBACK_REPORT_INTERVAL) {
+            self.has_unreported_fallbacks = true;
+            return None;
+        }
+        *reported_at = Some(now);
+        Some(std::mem::take(jobs))
+    }
+
+    /// Returns true if jobs that went to a fallback have not been reported yet.
+    pub(crate) fn needs_checks(&self) -> bool {
+        self.has_unreported_fallbacks
+    }
+
+    /// Returns the fallbacks for which an event must be reported now, with the number of jobs since the last
+    /// event.
+    pub(crate) fn due_fallback_reports(&mut self, now: Time) -> Vec<(BulkheadIndex, String, u64)> {
+        self.has_unreported_fallbacks = false;
+        let mut due = Vec::new();
+        for index in self.slab.indices() {
+            let Some(entry) = self.slab.get_mut(index) else { continue };
+            for (target, (reported_at, jobs)) in &mut entry.fallback_events {
+                if *jobs > 0 && reported_at.is_some_and(|at| now >= at + FALLBACK_REPORT_INTERVAL) {
+                    *reported_at = Some(now);
+                    due.push((index, target.as_ref().to_owned(), std::mem::take(jobs)));
+                }
+                self.has_unreported_fallbacks |= *jobs > 0;
+            }
+        }
+        due.sort_unstable();
+        due
+    }
+
+    // Workers.
+
+    /// Counts the start of a worker that replaces another worker.
+    pub(crate) fn count_restart(&mut self, compartment: &Compartment, cause: Option<RestartCause>) {
+        if let Some(cause) = cause.filter(|_| !compartment.is_replay) {
+            self.slab[compartment.bulkhead].counters.restarts[cause as usize] += 1;
+        }
+    }
+
+    /// Counts an event of policy, unless other code already counts events of this kind.
+    pub(crate) fn count_note(&mut self, compartment: &Compartment, note: &OperatorEvent) {
+        let counters = &mut self.slab[compartment.bulkhead].counters;
+        match note {
+            _ if compartment.is_replay => {}
+            OperatorEvent::JobRetried { .. } => counters.retries += 1,
+            OperatorEvent::Breaker(transition) => counters.count_transition(transition),
+            _ => {}
+        }
+    }
+
+    // Demand.
+
+    /// Records the load of a compartment since its last event. Called once per iteration for each compartment
+    /// with events.
+    pub(crate) fn record_load(
+        &mut self,
+        compartments: &mut Compartments,
+        index: CompartmentIndex,
+        now: Time,
+    ) {
+        let Some(compartment) = compartments.get_mut(index) else { return };
+        let load = Load::of(&compartment.policy, now);
+        let before = std::mem::replace(&mut compartment.load, load);
+        if compartment.is_replay {
+            return;
+        }
+        let entry = &mut self.slab[compartment.bulkhead];
+        if entry.demand.is_due(now, entry.limits(compartments)) {
+            entry.update_demand(compartments, now);
+        }
+        entry.demand.record_load(before, now);
+    }
+
+    /// Returns the recent measurements of a bulkhead, or `None` if no bulkhead has this name.
+    pub(crate) fn observation(
+        &mut self,
+        compartments: &mut Compartments,
+        now: Time,
+        name: &str,
+    ) -> Option<Box<Observation>> {
+        let bulkhead = self.find(name)?;
+        for compartment in self.slab[bulkhead].compartments() {
+            self.record_load(compartments, compartment, now);
+        }
+        let entry = &mut self.slab[bulkhead];
+        entry.update_demand(compartments, now);
+        let (limits, counters) = (entry.limits(compartments), entry.counters(compartments));
+        let observation = entry.demand.observation(now, limits, counters);
+        Some(Box::new(Observation { adaptive: entry.adaptive(compartments), ..observation }))
+    }
+
+    /// Describes the process of a worker, which has the process id `pid`.
+    pub(crate) fn worker_process(
+        &self,
+        compartment: &Compartment,
+        pid: u32,
+        generation: u32,
+    ) -> WorkerProcess {
+        let owner = self.owner(compartment);
+        WorkerProcess {
+            bulkhead: owner.name.clone(),
+            pid,
+            generation,
+            answered: owner.counters.duration.buckets.iter().sum(),
+            is_busy: compartment.policy.in_flight() > 0,
+        }
+    }
+}
+
+impl BulkheadEntry {
+    fn count_outcome(&mut self, now: Time, (priority, label): (Priority, u32), verdict: &Verdict) {
+        self.counters.count_outcome(priority, label, verdict);
+        self.service.count(now, verdict);
+    }
+
+    #[cold]
+    fn update_demand(&mut self, compartments: &Compartments, now: Time) {
+        let (sizes, counters) = (sizes_of(self.limits(compartments)), self.counters(compartments));
+        self.demand.update(now, sizes, counters);
+    }
+
+    /// Returns the counters since the start of the supervisor, including those of removed compartments.
+    pub(super) fn counters(&self, compartments: &Compartments) -> Counters {
+        let mut sum = Counters::default();
+        if let Layout::Isolated(isolated) = &self.layout {
+            sum.add(&isolated.forgotten_counters);
+        }
+        for compartment in self.compartments() {
+            sum.add(compartments[compartment].policy.counters());
+        }
+        sum
+    }
+}

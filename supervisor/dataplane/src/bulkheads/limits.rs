@@ -1,0 +1,428 @@
+//! Limits of bulkheads and tenants, from the configuration and from live changes by operators.
+
+use std::collections::BTreeMap;
+
+use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use bulkhead_config::{self as config, Overflow, TenantConfig};
+use bulkhead_plane::command::SteerError;
+use bulkhead_plane::confinement::Sandbox;
+use bulkhead_plane::reload::{BulkheadSpec, ChangedBulkhead, LiveDropped, Reload};
+use bulkhead_policy::{Event, LimitChange, Limits, RatePer};
+use bulkhead_shared::limits::TENANT_BYTES_MAX;
+
+use super::{BulkheadEntry, Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
+
+/// Maximum number of tenants with individual limits, per bulkhead.
+const TENANT_LIMITS_MAX: usize = 16_384;
+
+impl Bulkheads {
+    /// Returns the live changes that a reload would drop, because they are not compatible with the new
+    /// configuration.
+    pub(crate) fn dropped_changes(&self, compartments: &Compartments, reload: &Reload) -> LiveDropped {
+        let of = |reconfigured: &ChangedBulkhead| {
+            let bulkhead = self.find(&reconfigured.spec.name)?;
+            let dropped = self[bulkhead].merge_live_changes(compartments, reconfigured).dropped;
+            (!dropped.is_empty()).then(|| (reconfigured.spec.name.clone(), dropped))
+        };
+        reload.changed.iter().filter_map(of).collect()
+    }
+}
+
+impl BulkheadEntry {
+    /// Returns the current limits that apply to all tenants of a bulkhead.
+    pub(crate) fn limits<'a>(&'a self, compartments: &'a Compartments) -> &'a Limits {
+        match &self.layout {
+            Layout::Shared(compartment) => compartments[*compartment].policy.limits(),
+            Layout::Isolated(isolated) => &isolated.limits,
+        }
+    }
+
+    /// Returns the individual limits of tenants, by tenant name.
+    pub(super) fn tenant_limits(&self) -> &BTreeMap<String, TenantConfig> {
+        match &self.layout {
+            Layout::Shared(_) => &self.own,
+            Layout::Isolated(isolated) => &isolated.own,
+        }
+    }
+
+    fn fixed_settings(&self) -> FixedSettings<'_> {
+        FixedSettings {
+            sandbox: self.program.sandbox(),
+            max_active: self.isolated().map(|isolated| isolated.max_active),
+            has_own_pressure: self.has_own_pressure,
+        }
+    }
+
+    // The configuration.
+
+    /// Applies a configuration to this entry. Does not change the program of workers or the limits in
+    /// compartments.
+    pub(super) fn configure(
+        &mut self,
+        spec: &BulkheadSpec,
+        limits: Limits,
+        own: BTreeMap<String, TenantConfig>,
+    ) {
+        self.max_payload = spec.max_payload;
+        self.max_result = spec.max_result;
+        self.heartbeat = limits.health.heartbeat;
+        self.has_retries = limits.retry.is_some();
+        self.has_poison_detection = limits.poison.is_some();
+        self.has_own_pressure = spec.has_own_pressure;
+        self.memory_limit = spec.memory_limit;
+        self.loaned_bytes_max = spec.lent_max;
+        self.counters.add_fallbacks(&spec.fallback);
+        if self.fallback != spec.fallback {
+            self.fallback = spec.fallback.clone();
+            self.fallback_events.clear();
+        }
+        if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, spec.max_active) {
+            isolated.max_active = max_active;
+            isolated.limits = limits;
+            isolated.own.clone_from(&own);
+        }
+        self.own = own;
+    }
+
+    /// Applies a reloaded configuration. Returns the events that must be applied to the compartments.
+    pub(crate) fn reconfigure(
+        &mut self,
+        compartments: &Compartments,
+        spec: &BulkheadSpec,
+        merged: MergedLimits,
+    ) -> Vec<CompartmentEvent> {
+        let MergedLimits { limits, own, .. } = merged;
+        let mut shared = limits.clone();
+        if spec.max_active.is_none() {
+            shared.tenants.overrides =
+                own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
+        }
+        self.configure(spec, limits, own);
+        let limits_of = |compartment: &Compartment| {
+            let tenant = compartment.tenant.as_deref();
+            self.isolated()
+                .zip(tenant)
+                .map_or_else(|| shared.clone(), |(isolated, it)| isolated.limits_of(it))
+        };
+        let event = |index| (index, Event::Reconfigure(Box::new(limits_of(&compartments[index]))));
+        self.compartments().into_iter().map(event).collect()
+    }
+
+    /// Merges a configuration with live changes. A live change is kept if the key has not changed in the file
+    /// and the merged limits are valid.
+    pub(crate) fn merge_live_changes(
+        &self,
+        compartments: &Compartments,
+        reconfigured: &ChangedBulkhead,
+    ) -> MergedLimits {
+        let ChangedBulkhead { spec, limits_before, tenants_before, .. } = reconfigured;
+        let own = own_with_live(tenants_before, &spec.tenants, self.tenant_limits());
+        let limits = limits_with_live(limits_before, &spec.limits, self.limits(compartments));
+        let fixed = FixedSettings {
+            sandbox: spec.program.sandbox(),
+            max_active: spec.max_active,
+            has_own_pressure: spec.has_own_pressure,
+        };
+        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_limits(limits, own, fixed).is_ok();
+        if fits(&limits, &own) {
+            return MergedLimits { limits, own, dropped: Vec::new() };
+        }
+        let mut merged =
+            MergedLimits { limits: spec.limits.clone(), own: spec.tenants.clone(), dropped: Vec::new() };
+        for (key, take) in LIVE_LIMITS {
+            let mut with = merged.limits.clone();
+            take(&mut with, &limits);
+            if with == merged.limits {
+                continue;
+            }
+            match fits(&with, &merged.own) {
+                true => merged.limits = with,
+                false => merged.dropped.push((*key).to_owned()),
+            }
+        }
+        // The live changes of tenants are either all kept or all dropped, because there can be thousands of
+        // tenants.
+        if fits(&merged.limits, &own) {
+            merged.own = own;
+        } else if merged.own != own {
+            merged.dropped.push("tenant".to_owned());
+        }
+        merged
+    }
+
+    // Live changes.
+
+    /// Checks and applies a live change that concerns all tenants. Individual limits of tenants are kept.
+    /// Returns the events that must be applied to the compartments.
+    pub(crate) fn change(
+        &mut self,
+        compartments: &Compartments,
+        numbers: &LimitChange,
+    ) -> Result<Vec<CompartmentEvent>, SteerError> {
+        let mut limits = self.limits(compartments).clone();
+        numbers.apply_to(&mut limits);
+        check_limits(&limits, &self.own, self.fixed_settings())?;
+        let event = |index| {
+            let own = self.own_limits_of(&compartments[index]);
+            let numbers = LimitChange {
+                processes: numbers.processes.filter(|_| own.processes.is_none()),
+                max_in_flight: numbers.max_in_flight.filter(|_| own.max_in_flight.is_none()),
+                max_queue: numbers.max_queue.filter(|_| own.max_queue.is_none()),
+                rate_limit: numbers.rate_limit.filter(|_| own.rate_limit.is_none()),
+            };
+            (index, Event::ChangeLimits(numbers))
+        };
+        let events = self.compartments().into_iter().map(event).collect();
+        if let Some(isolated) = self.isolated_mut() {
+            numbers.apply_to(&mut isolated.limits);
+        }
+        Ok(events)
+    }
+
+    /// Returns the individual limits of the compartment's tenant, or no limits if several tenants share the
+    /// compartment.
+    fn own_limits_of(&self, compartment: &Compartment) -> TenantConfig {
+        match (self.isolated(), &compartment.tenant) {
+            (Some(isolated), Some(tenant)) => isolated.own.get(&**tenant).copied().unwrap_or_default(),
+            _ => TenantConfig::default(),
+        }
+    }
+
+    /// Checks and applies a live change that concerns one tenant. Returns all individual limits of the
+    /// tenant, and the event that must be applied to the tenant's compartment.
+    pub(crate) fn change_tenant(
+        &mut self,
+        compartments: &Compartments,
+        tenant: &str,
+        change: TenantConfig,
+    ) -> Result<(TenantConfig, Option<CompartmentEvent>), SteerError> {
+        let numbers = change.of_workers();
+        self.check_tenant(compartments, tenant, &numbers)?;
+        Ok(match &mut self.layout {
+            Layout::Isolated(isolated) => {
+                let own = isolated.own.entry(tenant.to_owned()).or_default();
+                *own = change.or(*own);
+                let compartment = isolated.by_tenant.get(tenant).copied();
+                (*own, compartment.map(|compartment| (compartment, Event::ChangeLimits(numbers))))
+            }
+            Layout::Shared(compartment) => {
+                let own = self.own.entry(tenant.to_owned()).or_default();
+                *own = change.or(*own);
+                let event =
+                    Event::ChangeTenantLimits { tenant: tenant.to_owned(), overrides: own.of_share() };
+                (*own, Some((*compartment, event)))
+            }
+        })
+    }
+
+    fn check_tenant(
+        &self,
+        compartments: &Compartments,
+        tenant: &str,
+        numbers: &LimitChange,
+    ) -> Result<(), SteerError> {
+        let unfit = |message: String| Err(SteerError::Conflict(message));
+        if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
+            return unfit(format!("a tenant's name has 1 to {TENANT_BYTES_MAX} bytes, and no NUL"));
+        }
+        match &self.layout {
+            Layout::Isolated(isolated) => {
+                let is_new = !isolated.own.contains_key(tenant);
+                if is_new && isolated.own.len() >= TENANT_LIMITS_MAX {
+                    return unfit(format!(
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
+                    ));
+                }
+                let mut limits = isolated.limits_of(tenant);
+                numbers.apply_to(&mut limits);
+                let (processes, in_flight) = (limits.processes, limits.max_in_flight);
+                check_programs(self.program.sandbox(), in_flight)?;
+                if u64::from(in_flight) > IN_FLIGHT_CEILING {
+                    return unfit(format!("max_in_flight (per worker) must be at most {IN_FLIGHT_CEILING}"));
+                }
+                if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
+                    return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+                }
+                check_adaptive(&limits, processes, in_flight)?;
+                if in_flight == 0 && limits.max_queue > 0 {
+                    return unfit(
+                        "this tenant's max_in_flight is 0, so its queued jobs would never run".into(),
+                    );
+                }
+                check_workers(processes, limits.start.spares, isolated.max_active)
+            }
+            Layout::Shared(compartment) => {
+                let own = &self.own;
+                if !own.contains_key(tenant) && own.len() >= TENANT_LIMITS_MAX {
+                    return unfit(format!(
+                        "the maximum of {TENANT_LIMITS_MAX} tenants with separate limits is reached"
+                    ));
+                }
+                if numbers.processes.is_some() {
+                    return unfit("a tenant's own processes need tenants.isolate = true".into());
+                }
+                let limit = compartments[*compartment].policy.limits().rate_limit;
+                let is_common = limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+                if numbers.rate_limit.is_some() && is_common {
+                    return unfit("a tenant's own rate_limit needs rate_limit.per = \"tenant\"".into());
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Isolated {
+    /// Returns the limits that apply to a tenant, including its individual limits.
+    pub(super) fn limits_of(&self, tenant: &str) -> Limits {
+        let mut limits = self.limits.clone();
+        if let Some(own) = self.own.get(tenant) {
+            own.of_workers().apply_to(&mut limits);
+        }
+        limits
+    }
+}
+
+/// Result of merging a configuration with live changes.
+pub(crate) struct MergedLimits {
+    limits: Limits,
+    own: BTreeMap<String, TenantConfig>,
+    /// Keys whose live changes were dropped.
+    dropped: Vec<String>,
+}
+
+/// Name of a key that can be changed live, and a function that copies its value from the second argument to
+/// the first.
+type LiveLimit = (&'static str, fn(&mut Limits, &Limits));
+
+const LIVE_LIMITS: &[LiveLimit] = &[
+    ("max_in_flight", |to, live| to.max_in_flight = live.max_in_flight),
+    ("processes", |to, live| to.processes = live.processes),
+    ("max_queue", |to, live| to.max_queue = live.max_queue),
+    ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
+];
+
+/// Returns the live value, or the value of the new file if the key has changed in the file.
+fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {
+    if before == after { live.clone() } else { after.clone() }
+}
+
+fn limits_with_live(before: &Limits, after: &Limits, live: &Limits) -> Limits {
+    Limits {
+        processes: kept(&before.processes, &after.processes, &live.processes),
+        max_in_flight: kept(&before.max_in_flight, &after.max_in_flight, &live.max_in_flight),
+        max_queue: kept(&before.max_queue, &after.max_queue, &live.max_queue),
+        rate_limit: kept(&before.rate_limit, &after.rate_limit, &live.rate_limit),
+        ..after.clone()
+    }
+}
+
+fn own_with_live(
+    before: &BTreeMap<String, TenantConfig>,
+    after: &BTreeMap<String, TenantConfig>,
+    live: &BTreeMap<String, TenantConfig>,
+) -> BTreeMap<String, TenantConfig> {
+    let of = |numbers: &BTreeMap<String, TenantConfig>, tenant: &String| {
+        numbers.get(tenant).copied().unwrap_or_default()
+    };
+    let tenants = after.keys().chain(live.keys());
+    let merged = tenants.map(|tenant| {
+        let (before, after, live) = (of(before, tenant), of(after, tenant), of(live, tenant));
+        let numbers = TenantConfig {
+            processes: kept(&before.processes, &after.processes, &live.processes),
+            max_in_flight: kept(&before.max_in_flight, &after.max_in_flight, &live.max_in_flight),
+            max_queue: kept(&before.max_queue, &after.max_queue, &live.max_queue),
+            rate_limit: kept(&before.rate_limit, &after.rate_limit, &live.rate_limit),
+        };
+        (tenant.clone(), numbers)
+    });
+    merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
+}
+
+/// Returns an error if several programs would run in a worker at once and nothing isolates them from each
+/// other.
+fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
+    match sandbox.why_single_program() {
+        Some(why) if max_in_flight > 1 => Err(SteerError::Conflict(format!(
+            "max_in_flight must be at most 1, because programs of the same worker could reach each other: \
+             {why}"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Returns an error if the adaptive limit exceeds the number of permits.
+fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
+    let most = u64::from(processes) * u64::from(in_flight);
+    match &limits.adaptive {
+        Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Conflict(format!(
+            "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower adaptive.max in the \
+             configuration file first",
+            adaptive.max
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Returns an error if a bulkhead with isolated tenants would have too many processes, including spares.
+fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), SteerError> {
+    let each = u64::from(processes) + u64::from(spares);
+    match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
+        true => Ok(()),
+        false => Err(SteerError::Conflict(format!(
+            "(processes + start.spares) x tenants.max_active must be at most {ISOLATED_WORKERS_CEILING}"
+        ))),
+    }
+}
+
+/// Settings of a bulkhead that cannot be changed live.
+#[derive(Clone, Copy)]
+struct FixedSettings<'s> {
+    sandbox: &'s Sandbox,
+    /// Maximum number of tenants that have workers at once. `None` if tenants are not isolated.
+    max_active: Option<usize>,
+    has_own_pressure: bool,
+}
+
+/// Returns an error if a setting requires a queue but there is no queue.
+fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
+    let unfit = |(what, help): (String, String)| Err(SteerError::Conflict(format!("{what}: {help}")));
+    match limits.max_queue {
+        0 if limits.overflow == Overflow::EvictOldest => unfit(config::overflow_needs_queue(
+            format_args!("\"{}\"", limits.overflow.name()),
+            limits.max_queue,
+        )),
+        0 if has_own_pressure => unfit(config::pressure_needs_queue(limits.max_queue)),
+        _ => Ok(()),
+    }
+}
+
+/// Checks relations between keys. The same relations are checked in a configuration file.
+fn check_limits(
+    limits: &Limits,
+    own: &BTreeMap<String, TenantConfig>,
+    FixedSettings { sandbox, max_active, has_own_pressure }: FixedSettings<'_>,
+) -> Result<(), SteerError> {
+    let unfit = |message: String| Err(SteerError::Conflict(message));
+    check_programs(sandbox, limits.max_in_flight)?;
+    check_queue(limits, has_own_pressure)?;
+    let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
+    if processes * in_flight > PERMITS_CEILING {
+        return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+    }
+    check_adaptive(limits, limits.processes, limits.max_in_flight)?;
+    for own in own.values().filter(|_| max_active.is_some()) {
+        let processes = own.processes.unwrap_or(limits.processes);
+        check_adaptive(limits, processes, own.max_in_flight.unwrap_or(limits.max_in_flight))?;
+    }
+    if in_flight == 0 && limits.max_queue > 0 {
+        return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
+    }
+    let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+    let has_own = own.values().any(|own| own.rate_limit.is_some());
+    if max_active.is_none() && is_common && has_own {
+        let message = "some tenants have a separate rate limit, which needs rate_limit.per = \"tenant\"";
+        return unfit(message.into());
+    }
+    max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
+}

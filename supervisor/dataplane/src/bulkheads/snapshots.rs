@@ -1,0 +1,483 @@
+//! Snapshots of bulkheads. A snapshot describes a single compartment, or the sum of the compartments of all
+//! tenants.
+//!
+//! A bulkhead can have thousands of tenants, and visiting all of them at once would delay jobs for too long.
+//! [`SnapshotQueue`] therefore visits a bounded number of compartments per iteration. Each compartment is
+//! counted once, even if it is removed before it is visited.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_api::{Adaptive, Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker, millis};
+use bulkhead_plane::command::SteerError;
+use bulkhead_policy::{
+    Activity, AdaptiveLimits, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
+};
+use bulkhead_shared::RejectReason;
+use tokio::sync::oneshot;
+
+use super::{
+    BulkheadEntry, BulkheadIndex, Bulkheads, Compartment, CompartmentIndex, Compartments, Isolated, Layout,
+    LinkIndex, Presence,
+};
+
+/// Maximum number of compartments that are visited per iteration. If there are no more than this, a snapshot
+/// shows a single moment.
+const COMPARTMENTS_PER_ITERATION_MAX: usize = 256;
+
+/// Maximum number of tenants that a snapshot lists.
+const TENANTS_SHOWN: usize = 10;
+
+/// Number of tenants that are collected before all but the busiest ones are dropped.
+const TENANTS_SORTED_MAX: usize = 256;
+
+/// Information about a worker that is not part of policy.
+#[derive(Default)]
+pub(crate) struct WorkerDetails {
+    pub(crate) status: Option<String>,
+    pub(crate) confinement: Option<Confinement>,
+}
+
+/// Source of [`WorkerDetails`].
+pub(crate) trait DescribeWorker {
+    /// Returns the details of a worker. `link` is the index of the worker's link, or `None` if the worker has
+    /// no link.
+    fn describe(&self, link: Option<LinkIndex>, worker: WorkerId) -> WorkerDetails;
+}
+
+/// All parts of the data plane from which a snapshot is made.
+#[derive(Clone, Copy)]
+pub(crate) struct SnapshotSource<'a> {
+    bulkheads: &'a Bulkheads,
+    compartments: &'a Compartments,
+    workers: &'a dyn DescribeWorker,
+    now: Time,
+}
+
+impl<'a> SnapshotSource<'a> {
+    pub(crate) fn new(
+        bulkheads: &'a Bulkheads,
+        compartments: &'a Compartments,
+        workers: &'a dyn DescribeWorker,
+        now: Time,
+    ) -> Self {
+        Self { bulkheads, compartments, workers, now }
+    }
+
+    /// Returns a snapshot of a whole bulkhead.
+    pub(crate) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
+        let entry = &self.bulkheads[bulkhead];
+        let mut sum = Sum::default();
+        entry.compartments().iter().for_each(|&index| sum.add(self, &self.compartments[index]));
+        if let Some(isolated) = entry.isolated() {
+            sum.add_forgotten(isolated);
+        }
+        self.complete(entry, sum)
+    }
+
+    /// Makes the snapshot of a whole bulkhead from the sum of its compartments.
+    fn complete(&self, entry: &BulkheadEntry, sum: Sum) -> Snapshot {
+        let mut snapshot = sum.snapshot(self, entry);
+        snapshot.latency_ms = entry.latency.percentiles();
+        let (service, cause) = entry.service.service_with_cause(self.now);
+        (snapshot.service, snapshot.service_cause) = (Some(service.into()), cause);
+        match &entry.layout {
+            Layout::Shared(index) => {
+                let views = self.compartments[*index].policy.tenants(TENANTS_SHOWN);
+                snapshot.tenants = views.into_iter().map(share).collect();
+            }
+            Layout::Isolated(isolated) => {
+                if isolated.is_draining {
+                    snapshot.state = BulkheadState::Draining.into();
+                }
+                if isolated.is_forced_open {
+                    snapshot.breaker = BreakerState::ForcedOpen.into();
+                }
+            }
+        }
+        snapshot
+    }
+
+    /// Returns a snapshot of an isolated tenant.
+    pub(crate) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
+        let entry = &self.bulkheads[self.bulkheads.find(name).ok_or(SteerError::NotFound)?];
+        let Some(isolated) = entry.isolated() else {
+            let message = "the tenants of this bulkhead share workers: see `tenants` in the bulkhead's \
+                           snapshot";
+            return Err(SteerError::Conflict(message.into()));
+        };
+        let compartment =
+            &self.compartments[*isolated.by_tenant.get(tenant).ok_or(SteerError::UnknownTenant)?];
+        let mut sum = Sum::default();
+        sum.add(self, compartment);
+        let mut snapshot = sum.snapshot(self, entry);
+        snapshot.tenant = Some(tenant.to_owned());
+        snapshot.latency_ms = compartment.latency.percentiles();
+        let limits = compartment.policy.limits();
+        (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
+        snapshot.rate_limit = limits.rate_limit.map(Rate::from);
+        if isolated.is_draining {
+            snapshot.state = BulkheadState::Draining.into();
+        }
+        Ok(Box::new(snapshot))
+    }
+
+    fn workers(&self, compartment: &Compartment) -> Vec<Worker> {
+        let views = compartment.policy.workers(self.now);
+        views
+            .into_iter()
+            .map(|view| (self.workers.describe(compartment.link_at(view.id), view.id), view))
+            .map(|(WorkerDetails { status, confinement }, view)| Worker {
+                tenant: compartment.tenant.as_deref().map(str::to_owned),
+                slot: view.slot,
+                generation: view.id.generation,
+                pid: view.pid,
+                state: view.state.into(),
+                spare: view.is_spare,
+                uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
+                in_flight: view.in_flight.into(),
+                served: view.served,
+                restarts: view.restarts,
+                rss_bytes: None,
+                cpu_ms: None,
+                status,
+                last_exit: view.last_exit,
+                confinement,
+            })
+            .collect()
+    }
+}
+
+/// Queue of requested snapshots. One snapshot is made at a time.
+#[derive(Default)]
+pub(crate) struct SnapshotQueue(VecDeque<PartialSnapshot>);
+
+struct PartialSnapshot {
+    reply: oneshot::Sender<Vec<Snapshot>>,
+    /// Bulkheads that must still be visited, by index and name.
+    wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
+    visit: Option<BulkheadVisit>,
+    done: Vec<Snapshot>,
+}
+
+/// A bulkhead whose compartments were partly visited.
+struct BulkheadVisit {
+    bulkhead: BulkheadIndex,
+    name: Arc<str>,
+    /// Compartments that must still be visited.
+    left: Vec<CompartmentIndex>,
+    sum: Sum,
+}
+
+impl SnapshotQueue {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Requests a snapshot of all bulkheads, or of the bulkhead with this name.
+    pub(crate) fn request(
+        &mut self,
+        source: &SnapshotSource<'_>,
+        bulkhead: Option<&str>,
+        reply: oneshot::Sender<Vec<Snapshot>>,
+    ) {
+        let configured = source.bulkheads.configured().into_iter();
+        let wanted = configured.map(|index| (index, source.bulkheads[index].name.clone()));
+        let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
+        self.0.push_back(PartialSnapshot { reply, wanted, visit: None, done: Vec::new() });
+        // If no other snapshot is in progress, the snapshot is usually complete at once.
+        if self.0.len() == 1 {
+            self.advance(source);
+        }
+    }
+
+    /// Continues with the oldest requested snapshot.
+    pub(crate) fn advance(&mut self, source: &SnapshotSource<'_>) {
+        let Some(mut snapshot) = self.0.pop_front() else { return };
+        if snapshot.reply.is_closed() {
+            return;
+        }
+        let mut budget = COMPARTMENTS_PER_ITERATION_MAX;
+        while budget > 0 {
+            if snapshot.visit.is_none() {
+                let next = snapshot.wanted.pop_front();
+                snapshot.visit =
+                    next.and_then(|(bulkhead, name)| BulkheadVisit::begin(source, bulkhead, name));
+            }
+            match snapshot.visit.take() {
+                Some(mut visit) => {
+                    visit.visit(source, &mut budget);
+                    let Some(entry) = visit.entry(source) else { continue };
+                    if visit.left.is_empty() {
+                        snapshot.done.push(source.complete(entry, visit.sum));
+                    } else {
+                        snapshot.visit = Some(visit);
+                    }
+                }
+                None if snapshot.wanted.is_empty() => {
+                    // The requester may have gone.
+                    let _ = snapshot.reply.send(snapshot.done);
+                    return;
+                }
+                None => {}
+            }
+        }
+        self.0.push_front(snapshot);
+    }
+
+    /// Adds the compartment of a tenant that is about to be removed, unless the compartment was already
+    /// visited.
+    pub(crate) fn add_forgotten(
+        &mut self,
+        source: &SnapshotSource<'_>,
+        (bulkhead, index): (BulkheadIndex, CompartmentIndex),
+        gone: &Compartment,
+    ) {
+        for visit in self.0.iter_mut().filter_map(|snapshot| snapshot.visit.as_mut()) {
+            if visit.bulkhead == bulkhead
+                && let Some(at) = visit.left.iter().position(|&left| left == index)
+            {
+                visit.left.swap_remove(at);
+                visit.sum.add(source, gone);
+            }
+        }
+    }
+}
+
+impl BulkheadVisit {
+    fn begin(source: &SnapshotSource<'_>, bulkhead: BulkheadIndex, name: Arc<str>) -> Option<Self> {
+        let mut visit = Self { bulkhead, name, left: Vec::new(), sum: Sum::default() };
+        let entry = visit.entry(source)?;
+        visit.left = entry.compartments();
+        if let Some(isolated) = entry.isolated() {
+            visit.sum.add_forgotten(isolated);
+        }
+        Some(visit)
+    }
+
+    /// Returns the bulkhead, or `None` if the bulkhead was removed.
+    fn entry<'a>(&self, source: &SnapshotSource<'a>) -> Option<&'a BulkheadEntry> {
+        let entry = source.bulkheads.get(self.bulkhead);
+        entry.filter(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &self.name))
+    }
+
+    /// Visits at most `budget` more compartments.
+    fn visit(&mut self, source: &SnapshotSource<'_>, budget: &mut usize) {
+        while *budget > 0
+            && let Some(index) = self.left.pop()
+        {
+            *budget -= 1;
+            // The compartment may have been removed in the meantime.
+            if let Some(compartment) = source.compartments.get(index) {
+                self.sum.add(source, compartment);
+            }
+        }
+    }
+}
+
+impl BulkheadEntry {
+    /// Returns the adaptive limit of all tenants together.
+    pub(super) fn adaptive(&self, compartments: &Compartments) -> Option<Adaptive> {
+        let numbers = self.limits(compartments).adaptive.as_ref()?;
+        let mut seen = AdaptiveSeen::default();
+        self.compartments().into_iter().for_each(|index| seen.add(&compartments[index]));
+        Some(seen.describe(numbers, &self.counters(compartments)))
+    }
+}
+
+/// Sum over the compartments of a bulkhead.
+#[derive(Default)]
+struct Sum {
+    counters: Counters,
+    restarts: u64,
+    states: CombinedState,
+    trouble: Option<String>,
+    limit: u64,
+    adaptive: AdaptiveSeen,
+    in_flight: u64,
+    available: u64,
+    queued: u64,
+    capacity: u64,
+    breaker: BreakerState,
+    quarantined: u64,
+    tenants: Vec<Tenant>,
+    workers: Vec<Worker>,
+}
+
+impl Sum {
+    fn add(&mut self, source: &SnapshotSource<'_>, compartment: &Compartment) {
+        let now = source.now;
+        let policy = &compartment.policy;
+        self.counters.add(policy.counters());
+        self.restarts += policy.restarts();
+        let is_resting = policy.activity() == Activity::ScaledToZero;
+        if compartment.tenant.is_none() || !is_resting {
+            self.states.add(policy.state());
+        }
+        if !is_resting {
+            self.capacity += u64::from(policy.limits().max_queue);
+        }
+        if self.trouble.is_none() {
+            self.trouble = Some(policy.last_failure()).filter(|text| !text.is_empty()).map(str::to_owned);
+        }
+        self.limit += policy.limit();
+        self.adaptive.add(compartment);
+        self.in_flight += policy.in_flight();
+        self.available += policy.available();
+        self.queued += policy.queued() as u64;
+        self.breaker = worst([self.breaker, policy.breaker()].into_iter());
+        self.quarantined += policy.quarantined(now) as u64;
+        self.workers.extend(source.workers(compartment));
+        self.tenants.extend(tenant_of(compartment));
+        if self.tenants.len() >= TENANTS_SORTED_MAX {
+            keep_busiest(&mut self.tenants);
+        }
+    }
+
+    /// Adds the counters of tenants whose compartments were removed.
+    fn add_forgotten(&mut self, isolated: &Isolated) {
+        self.counters.add(&isolated.forgotten_counters);
+        self.restarts += isolated.forgotten_restarts;
+    }
+
+    fn snapshot(mut self, source: &SnapshotSource<'_>, entry: &BulkheadEntry) -> Snapshot {
+        let state = self.states.combined();
+        let is_fine = state == BulkheadState::Ready;
+        let limits = entry.limits(source.compartments);
+        keep_busiest(&mut self.tenants);
+        Snapshot {
+            name: entry.name.as_ref().to_owned(),
+            tenant: None,
+            state: state.into(),
+            detail: self.trouble.filter(|_| !is_fine),
+            service: None,
+            service_cause: None,
+            processes: limits.processes,
+            max_in_flight: limits.max_in_flight,
+            start_mode: limits.start.mode.into(),
+            rate_limit: limits.rate_limit.map(Rate::from),
+            limit: self.limit,
+            adaptive: limits.adaptive.as_ref().map(|numbers| self.adaptive.describe(numbers, &self.counters)),
+            in_flight: self.in_flight,
+            available: self.available,
+            queued: self.queued,
+            queue_capacity: self.capacity,
+            queue_available: self.capacity.saturating_sub(self.queued),
+            submitted: self.counters.submitted,
+            done: self.counters.ok,
+            failed: self.counters.failed,
+            crashed: self.counters.crashed,
+            deadline_exceeded: self.counters.deadline_exceeded,
+            cancelled: self.counters.cancelled,
+            rejected: rejected(&self.counters),
+            breaker: self.breaker.into(),
+            has_breaker: limits.breaker.is_some(),
+            restarts: self.restarts,
+            retries: self.counters.retries,
+            quarantined: self.quarantined,
+            elsewhere: self.counters.elsewhere,
+            late_replies: self.counters.late_replies,
+            latency_ms: Latencies::default(),
+            tenants: self.tenants,
+            workers: self.workers,
+        }
+    }
+}
+
+/// Sum of the adaptive limits of all compartments, and the latency of the slowest compartment.
+#[derive(Default)]
+struct AdaptiveSeen {
+    limit: u64,
+    limits: u64,
+    latency: Option<Duration>,
+}
+
+impl AdaptiveSeen {
+    fn add(&mut self, compartment: &Compartment) {
+        let is_resting = compartment.policy.activity() == Activity::ScaledToZero;
+        if let Some(view) = compartment.policy.adaptive().filter(|_| !is_resting) {
+            self.limit += u64::from(view.limit);
+            self.limits += 1;
+            self.latency = self.latency.max(view.latency);
+        }
+    }
+
+    fn describe(&self, numbers: &AdaptiveLimits, counters: &Counters) -> Adaptive {
+        Adaptive {
+            mode: numbers.mode.into(),
+            min: numbers.min,
+            max: numbers.max,
+            target_ms: millis(numbers.target),
+            limit: self.limit,
+            limits: self.limits,
+            latency_ms: self.latency.map(millis),
+            raised: counters.limit_raised,
+            lowered: counters.limit_lowered,
+        }
+    }
+}
+
+fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
+    let count = |reason: &RejectReason| (reason.name().into(), counters.rejected[reason.code() as usize]);
+    RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
+}
+
+/// States of several compartments. Does not include tenants without workers, because they need none.
+#[derive(Default)]
+pub(super) struct CombinedState {
+    first: Option<BulkheadState>,
+    differ: bool,
+    any_unhealthy: bool,
+}
+
+impl CombinedState {
+    pub(super) fn add(&mut self, state: BulkheadState) {
+        self.differ |= *self.first.get_or_insert(state) != state;
+        self.any_unhealthy |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
+    }
+
+    /// Returns a single state that summarises all compartments.
+    pub(super) fn combined(&self) -> BulkheadState {
+        match self.first {
+            None => BulkheadState::Ready,
+            Some(state) if !self.differ => state,
+            Some(_) if self.any_unhealthy => BulkheadState::Degraded,
+            // In a bulkhead with many tenants, some tenant's first worker is always starting.
+            Some(_) => BulkheadState::Ready,
+        }
+    }
+}
+
+/// Returns the most severe of the states.
+pub(super) fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
+    let weight = |state: &BreakerState| match state {
+        BreakerState::Closed => 0,
+        BreakerState::HalfOpen => 1,
+        BreakerState::Open => 2,
+        BreakerState::ForcedOpen => 3,
+    };
+    breakers.max_by_key(weight).unwrap_or_default()
+}
+
+fn share(view: TenantView) -> Tenant {
+    let TenantView { name, in_flight, queued, submitted, rejected } = view;
+    Tenant { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
+}
+
+fn keep_busiest(tenants: &mut Vec<Tenant>) {
+    let load = |tenant: &Tenant| (u64::from(tenant.in_flight) + tenant.queued, tenant.submitted);
+    tenants.sort_by(|a, b| load(b).cmp(&load(a)).then_with(|| a.name.cmp(&b.name)));
+    tenants.truncate(TENANTS_SHOWN);
+}
+
+fn tenant_of(compartment: &Compartment) -> Option<Tenant> {
+    let counters = compartment.policy.counters();
+    Some(Tenant {
+        name: compartment.tenant.as_deref()?.to_owned(),
+        in_flight: u32::try_from(compartment.policy.in_flight()).unwrap_or(u32::MAX),
+        queued: compartment.policy.queued() as u64,
+        submitted: counters.submitted,
+        rejected: counters.rejected.iter().sum(),
+    })
+}

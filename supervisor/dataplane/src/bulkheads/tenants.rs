@@ -1,0 +1,317 @@
+//! Isolated tenants: decides which tenants have workers, and which tenants must release their workers to make
+//! room for others.
+//!
+//! The compartment of a tenant is kept after its last worker has ended. It contains the rate limit, the
+//! breaker and the restart history, so a tenant cannot reset these by being idle for a while. If there are
+//! too many compartments, those that have been without workers for the longest time are removed first.
+
+use std::sync::Arc;
+
+use bulkhead_plane::command::SteerAction;
+use bulkhead_plane::latency::Latency;
+use bulkhead_policy::{Activity, BreakerState, Event, Time};
+
+use super::{Bulkheads, Compartment, CompartmentEvent, Compartments, Isolated, Layout};
+use crate::JobData;
+use crate::slab::{BulkheadIndex, CompartmentIndex};
+
+/// Maximum number of tenants whose compartments are kept, per bulkhead. More tenants than can ever have
+/// workers at once.
+const REMEMBERED_MAX: usize = 4096;
+
+/// Maximum number of tenants without workers that are examined in search of one whose compartment can be
+/// removed.
+const FORGET_CANDIDATES_MAX: usize = 16;
+
+/// Work for the wiring. The effects must be performed in order, immediately after the call that caused them.
+pub(crate) enum Effect {
+    Apply(CompartmentIndex, Event<Box<JobData>>),
+    /// Applies an event that was already reported to operators for the bulkhead as a whole.
+    ApplyQuietly(CompartmentIndex, Event<Box<JobData>>),
+    /// Adds a removed compartment to the snapshots that have not visited it yet.
+    Forgotten(BulkheadIndex, CompartmentIndex, Box<Compartment>),
+}
+
+/// State of a tenant's compartment that is recorded in [`Isolated`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TenantState {
+    /// The compartment has had no workers since this time.
+    ScaledToZero(Time),
+    /// The compartment has no workers and is waiting for some.
+    StartAnnounced,
+    /// The compartment has workers but has had no jobs since this time.
+    Idle(Time),
+    /// The compartment has workers and jobs.
+    Busy,
+    /// All workers of the compartment are ending.
+    Leaving,
+}
+
+impl TenantState {
+    fn has_workers(self) -> bool {
+        matches!(self, Self::Idle(_) | Self::Busy | Self::Leaving)
+    }
+}
+
+impl Compartment {
+    /// Returns the current state. If the compartment has just changed to a state with a time, the time is
+    /// `now`.
+    fn current_tenant_state(&self, now: Time) -> TenantState {
+        match (self.policy.activity(), self.policy.idle_since()) {
+            (Activity::Started, Some(since)) => TenantState::Idle(since),
+            (Activity::Started, None) => TenantState::Busy,
+            (_, _) if !self.policy.has_no_workers() => TenantState::Leaving,
+            (Activity::StartAnnounced, _) => TenantState::StartAnnounced,
+            (Activity::ScaledToZero, _) => match self.tenant_state {
+                TenantState::ScaledToZero(since) => TenantState::ScaledToZero(since),
+                _ => TenantState::ScaledToZero(now),
+            },
+        }
+    }
+}
+
+impl Isolated {
+    /// Removes and returns a waiting tenant that has no jobs left because its clients have gone.
+    fn take_idle_waiter(&mut self, compartments: &Compartments) -> Option<CompartmentIndex> {
+        let at = self.waiting.iter().position(|index| compartments[*index].policy.has_no_jobs())?;
+        self.waiting.remove(at)
+    }
+
+    /// Returns the event for the next tenant that gets workers, or that must release its workers for a
+    /// waiting tenant.
+    fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
+        // A waiting compartment may have been stopped in the meantime.
+        while let Some(&next) = self.waiting.front()
+            && compartments[next].policy.activity() != Activity::StartAnnounced
+        {
+            self.waiting.pop_front();
+        }
+        let &next = self.waiting.front()?;
+        let has_own = compartments[next].tenant_state == TenantState::Leaving;
+        if has_own || self.running < self.max_active {
+            self.waiting.pop_front();
+            return Some((next, Event::Start));
+        }
+        let idle = self.idle.first().filter(|_| self.ending < self.waiting.len());
+        idle.map(|&(_, index)| (index, Event::ScaleToZero))
+    }
+}
+
+impl Bulkheads {
+    #[inline]
+    pub(crate) fn next_effect(&mut self) -> Option<Effect> {
+        self.effects.pop_front()
+    }
+
+    /// Returns the compartments of the tenants of a bulkhead. Must only be called if tenants are isolated in
+    /// this bulkhead.
+    fn tenants(&mut self, bulkhead: BulkheadIndex) -> &mut Isolated {
+        match self.slab[bulkhead].isolated_mut() {
+            Some(isolated) => isolated,
+            None => unreachable!("the layout of a bulkhead never changes"),
+        }
+    }
+
+    /// Returns the compartment for a tenant's jobs. Creates the compartment if necessary.
+    #[inline]
+    pub(crate) fn compartment_for(
+        &mut self,
+        compartments: &mut Compartments,
+        (now, is_stopping): (Time, bool),
+        bulkhead: BulkheadIndex,
+        tenant: &str,
+    ) -> CompartmentIndex {
+        match &self.slab[bulkhead].layout {
+            Layout::Shared(compartment) => *compartment,
+            Layout::Isolated(isolated) => match isolated.by_tenant.get(tenant) {
+                Some(&compartment) => compartment,
+                None => self.add_tenant(compartments, (now, is_stopping), bulkhead, tenant),
+            },
+        }
+    }
+
+    /// Creates a compartment for a tenant. If there are too many, removes the compartment that has been
+    /// without workers for the longest time.
+    fn add_tenant(
+        &mut self,
+        compartments: &mut Compartments,
+        (now, is_stopping): (Time, bool),
+        bulkhead: BulkheadIndex,
+        tenant: &str,
+    ) -> CompartmentIndex {
+        let name = Arc::<str>::from(tenant);
+        let isolated = self.tenants(bulkhead);
+        let limits = isolated.limits_of(tenant);
+        let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
+        let mut oldest = isolated.resting.iter().map(|&(_, index)| index).take(FORGET_CANDIDATES_MAX);
+        // A compartment whose jobs are in other bulkheads is kept, because it must count the outcomes of
+        // these jobs.
+        let has_no_claims = |index: &CompartmentIndex| compartments[*index].policy.counters().elsewhere == 0;
+        let forgotten = if is_full { oldest.find(has_no_claims) } else { None };
+        let seed = compartments.next_seed(now);
+        let mut compartment = Compartment::new(bulkhead, Some(name.clone()), limits, seed, now);
+        let index = match forgotten {
+            Some(index) => {
+                std::mem::swap(&mut compartments[index], &mut compartment);
+                compartments[index].is_touched = compartment.is_touched;
+                self.forget_tenant(bulkhead, index, compartment);
+                index
+            }
+            None => compartments.insert(compartment),
+        };
+        let isolated = self.tenants(bulkhead);
+        isolated.by_tenant.insert(name, index);
+        isolated.resting.insert((now, index));
+        // These commands were given for the whole bulkhead, so they also apply to a new compartment.
+        let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
+        let stop = is_stopping.then(|| Effect::Apply(index, Event::Stop { by: now }));
+        let drain = is_draining.then(|| Effect::ApplyQuietly(index, Event::Drain));
+        let force = is_forced_open.then(|| Effect::ApplyQuietly(index, Event::ForceBreaker { open: true }));
+        self.effects.extend([stop, drain, force].into_iter().flatten());
+        index
+    }
+
+    /// Removes the compartment of a tenant, but keeps its counters.
+    fn forget_tenant(&mut self, bulkhead: BulkheadIndex, index: CompartmentIndex, gone: Compartment) {
+        let isolated = self.tenants(bulkhead);
+        isolated.tripped.remove(&index);
+        isolated.active.remove(&index);
+        isolated.forgotten_counters.add(gone.policy.counters());
+        isolated.forgotten_restarts += gone.policy.restarts();
+        if let Some(tenant) = &gone.tenant {
+            isolated.by_tenant.remove(tenant);
+        }
+        if let TenantState::ScaledToZero(since) = gone.tenant_state {
+            isolated.resting.remove(&(since, index));
+        }
+        self.effects.push_back(Effect::Forgotten(bulkhead, index, Box::new(gone)));
+    }
+
+    // Tenants with workers.
+
+    /// Returns true if a tenant without workers can get workers for its next job. This requires that fewer
+    /// than the maximum number of tenants have workers, that a tenant with workers is idle, or that more
+    /// tenants are ending their workers than are waiting.
+    #[inline]
+    pub(crate) fn can_wake(&mut self, compartments: &Compartments, index: CompartmentIndex) -> bool {
+        let compartment = &compartments[index];
+        compartment.tenant.is_some()
+            && compartment.policy.activity() == Activity::ScaledToZero
+            && self.has_room_for(compartments, compartment)
+    }
+
+    fn has_room_for(&mut self, compartments: &Compartments, compartment: &Compartment) -> bool {
+        let bulkhead = compartment.bulkhead;
+        while let Some(idle) = self.tenants(bulkhead).take_idle_waiter(compartments) {
+            self.effects.push_back(Effect::Apply(idle, Event::ScaleToZero));
+        }
+        let has_workers = compartment.tenant_state == TenantState::Leaving;
+        let isolated = self.tenants(bulkhead);
+        let waiting = isolated.waiting.len();
+        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.ending;
+        !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
+    }
+
+    /// Adds a tenant without workers, whose job was accepted, to the tenants that wait for workers.
+    pub(crate) fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
+        self.tenants(bulkhead).waiting.push_back(compartment);
+        self.schedule_update(bulkhead);
+    }
+
+    /// Updates the records of the bulkhead about a tenant's compartment, after an event was applied to the
+    /// compartment.
+    pub(crate) fn update_tenant(
+        &mut self,
+        compartments: &mut Compartments,
+        index: CompartmentIndex,
+        now: Time,
+    ) {
+        let compartment = &mut compartments[index];
+        let (bulkhead, after) = (compartment.bulkhead, compartment.current_tenant_state(now));
+        let is_tripped = compartment.policy.breaker() != BreakerState::Closed;
+        let isolated = self.tenants(bulkhead);
+        if std::mem::replace(&mut compartment.is_listed_tripped, is_tripped) != is_tripped {
+            let tripped = &mut isolated.tripped;
+            let _ = if is_tripped { tripped.insert(index) } else { tripped.remove(&index) };
+        }
+        let before = std::mem::replace(&mut compartment.tenant_state, after);
+        if before == after {
+            return;
+        }
+        match before {
+            TenantState::ScaledToZero(since) => drop(isolated.resting.remove(&(since, index))),
+            TenantState::Idle(since) => drop(isolated.idle.remove(&(since, index))),
+            TenantState::Leaving => isolated.ending -= 1,
+            TenantState::StartAnnounced | TenantState::Busy => {}
+        }
+        match after {
+            TenantState::ScaledToZero(since) => {
+                isolated.active.remove(&index);
+                isolated.resting.insert((since, index));
+                compartment.latency = Latency::default();
+            }
+            TenantState::Idle(since) => drop(isolated.idle.insert((since, index))),
+            TenantState::Leaving => isolated.ending += 1,
+            TenantState::StartAnnounced | TenantState::Busy => {}
+        }
+        if !matches!(after, TenantState::ScaledToZero(_)) {
+            isolated.active.insert(index);
+        }
+        isolated.running =
+            isolated.running + usize::from(after.has_workers()) - usize::from(before.has_workers());
+        if !isolated.waiting.is_empty() {
+            self.schedule_update(bulkhead);
+        }
+    }
+
+    /// Schedules an update that assigns workers to tenants.
+    pub(crate) fn schedule_update(&mut self, bulkhead: BulkheadIndex) {
+        if let Some(isolated) = self.slab[bulkhead].isolated_mut()
+            && !std::mem::replace(&mut isolated.needs_update, true)
+        {
+            self.needing_update.push(bulkhead);
+        }
+    }
+
+    /// Returns the next event of the scheduled updates. Waiting tenants get workers as long as the maximum
+    /// number of tenants is not reached. For the remaining waiting tenants, the workers of idle tenants are
+    /// ended. The event must be applied before the next call.
+    pub(crate) fn next_assignment(&mut self, compartments: &Compartments) -> Option<CompartmentEvent> {
+        while let Some(&bulkhead) = self.needing_update.last() {
+            // The bulkhead may have been removed in the meantime.
+            if let Some(isolated) = self.slab.get_mut(bulkhead).and_then(|entry| entry.isolated_mut()) {
+                if let Some(idle) = isolated.take_idle_waiter(compartments) {
+                    return Some((idle, Event::ScaleToZero));
+                }
+                if let Some(assignment) = isolated.next_assignment(compartments) {
+                    return Some(assignment);
+                }
+                isolated.needs_update = false;
+            }
+            self.needing_update.pop();
+        }
+        None
+    }
+
+    // Commands that apply to a whole bulkhead.
+
+    /// Applies a command to compartments that will be created in a bulkhead with isolated tenants. Returns
+    /// true if operators must get a single event for all tenants.
+    pub(crate) fn steer(&mut self, bulkhead: BulkheadIndex, action: SteerAction) -> bool {
+        let Some(isolated) = self.slab[bulkhead].isolated_mut() else { return false };
+        match action {
+            SteerAction::Drain => isolated.is_draining = true,
+            SteerAction::Resume => isolated.is_draining = false,
+            SteerAction::Reset => isolated.is_forced_open = false,
+            SteerAction::Restart => {}
+        }
+        true
+    }
+
+    /// Forces the breaker of compartments that will be created. Returns the previous value, or `None` if
+    /// tenants are not isolated.
+    pub(crate) fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) -> Option<bool> {
+        let isolated = self.slab[bulkhead].isolated_mut()?;
+        Some(std::mem::replace(&mut isolated.is_forced_open, open))
+    }
+}

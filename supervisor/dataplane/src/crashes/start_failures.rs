@@ -1,0 +1,74 @@
+//! Deaths of workers that were never ready, counted by cause. A program that never starts causes one crash
+//! report with a count, instead of hundreds of reports. These reports have a rate limit of their own, so that
+//! they do not displace reports about jobs.
+
+use bulkhead_api::{Cause, CrashId};
+
+use super::ReportLimit;
+
+/// Maximum number of causes that are remembered per bulkhead. If there are more, the cause that was seen
+/// least recently is forgotten.
+const CAUSES_MAX: usize = 8;
+
+/// Start failures of a bulkhead.
+#[derive(Debug, Default)]
+pub(super) struct StartFailures {
+    /// Rate limit of the crash reports about start failures.
+    pub(super) limit: ReportLimit,
+    /// Causes that were reported, in the order in which they were last seen.
+    seen: Vec<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    cause: Cause,
+    report: CrashId,
+    count: u32,
+}
+
+impl StartFailures {
+    /// Counts another start failure with a cause that was already reported. Returns the crash report and the
+    /// new count.
+    pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
+        let place = self.seen.iter().position(|seen| seen.cause.has_same_cause(cause))?;
+        let mut seen = self.seen.remove(place);
+        seen.count = seen.count.saturating_add(1);
+        let counted = (seen.report, seen.count);
+        self.seen.push(seen);
+        Some(counted)
+    }
+
+    /// Records the first crash report about a cause.
+    pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
+        if self.seen.len() == CAUSES_MAX {
+            self.seen.remove(0);
+        }
+        self.seen.push(Seen { cause, report, count: 1 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use bulkhead_policy::Death;
+
+    use super::*;
+    use bulkhead_plane::crash::cause_of;
+
+    #[test]
+    fn least_recently_seen_start_failure_is_forgotten() {
+        let mut failures = StartFailures::default();
+        let cause = |code| cause_of(&Death::Exit(code).into()).expect("a failed start must have a cause");
+        let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
+        for code in 1..=8 {
+            assert_eq!(failures.count_again(&cause(code)), None);
+            failures.begin(cause(code), id(code));
+        }
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 2)));
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 3)));
+        failures.begin(cause(9), id(9));
+        assert_eq!(failures.count_again(&cause(2)), None, "the cause seen least recently must be forgotten");
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 4)));
+    }
+}

@@ -1,0 +1,108 @@
+//! Determines which jobs a dead worker cannot have begun, because it has not read any byte of their frames.
+//!
+//! The supervisor keeps a duplicate of the worker's end of the link. When the worker is gone, the supervisor
+//! reads the remaining bytes from the duplicate. Descendants of the worker can then no longer read these
+//! bytes, and their number shows how far the worker had read. While the duplicate is open, the supervisor
+//! sees no end of file if a worker closes its end. Such a worker is noticed because the keeper reports its
+//! death or because it misses its heartbeats.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::net::RecvFlags;
+
+/// Size of the buffer for reading the remaining bytes of a dead worker, in bytes.
+const TAKEN_BYTES: usize = 16 * 1024;
+
+/// Tracks how many bytes of its link a worker has read.
+pub(crate) struct ReadPosition {
+    /// Duplicate of the worker's end of the link. Closed when the worker is gone.
+    theirs: Option<OwnedFd>,
+    /// Total number of bytes written to the link.
+    written: u64,
+    /// Number of jobs that were queued on the link so far.
+    jobs: u64,
+}
+
+/// Position of a job on the worker's link.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct JobPosition {
+    /// Number of bytes that were sent on the link before the job's frame.
+    offset: u64,
+    /// Sequence number of the job among all jobs on the link.
+    number: u64,
+    /// True if the worker has reported that the job has begun.
+    has_started: bool,
+}
+
+impl JobPosition {
+    /// Records that the worker has reported that the job has begun.
+    pub(crate) fn start(&mut self) {
+        self.has_started = true;
+    }
+
+    /// Returns true if a worker that has read `read` bytes cannot have begun the job.
+    pub(crate) fn is_unread(&self, read: u64) -> bool {
+        !self.has_started && self.offset >= read
+    }
+
+    /// Returns true if a worker that has begun `begun` jobs has not begun this job.
+    pub(crate) fn is_unbegun(&self, begun: Option<u64>) -> bool {
+        !self.has_started && begun.is_some_and(|begun| self.number > begun)
+    }
+}
+
+impl ReadPosition {
+    pub(crate) fn of(theirs: &OwnedFd) -> io::Result<Self> {
+        Ok(Self { theirs: Some(theirs.try_clone()?), written: 0, jobs: 0 })
+    }
+
+    /// Counts bytes that were written to the socket.
+    pub(crate) fn add_written(&mut self, bytes: usize) {
+        self.written += bytes as u64;
+    }
+
+    /// Returns the position of a job whose frame follows `waiting` bytes that were not sent yet.
+    pub(crate) fn position_behind(&mut self, waiting: usize) -> JobPosition {
+        self.jobs += 1;
+        JobPosition { offset: self.written + waiting as u64, number: self.jobs, has_started: false }
+    }
+
+    /// Reads the bytes that the worker has left unread, because the worker is gone or must not read any more.
+    /// Returns the number of bytes that the worker has read.
+    pub(crate) fn end(&mut self) -> u64 {
+        let Some(theirs) = self.theirs.take() else { return self.written };
+        let mut left = 0;
+        let mut bytes = [0; TAKEN_BYTES];
+        // The loop ends, because nothing more is written to the socket and the socket holds a bounded number
+        // of bytes.
+        loop {
+            match rustix::net::recv(&theirs, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => break,
+                Ok((_, count)) => left += count as u64,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => break,
+            }
+        }
+        self.written.saturating_sub(left)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unread_and_unbegun_jobs_are_recognised() {
+        let mut link = ReadPosition { theirs: None, written: 0, jobs: 0 };
+        let first = link.position_behind(0);
+        link.add_written(100);
+        let mut second = link.position_behind(20);
+        assert!(first.is_unread(0) && !first.is_unread(1));
+        assert!(second.is_unread(120) && !second.is_unread(121));
+        assert!(!first.is_unbegun(Some(1)) && second.is_unbegun(Some(1)) && !second.is_unbegun(None));
+        second.start();
+        assert!(!second.is_unread(0) && !second.is_unbegun(Some(1)));
+        assert_eq!(link.end(), 100);
+    }
+}

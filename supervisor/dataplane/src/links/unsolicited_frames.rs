@@ -1,0 +1,193 @@
+//! Notices: frames from a worker that are not replies to jobs, such as heartbeats, progress, status, and
+//! frames of an unknown kind. Notices are handled together after each read, within a budget. A worker that
+//! exceeds the budget is read less often, so that its further frames wait in its own socket. A worker that
+//! exceeds the budget by far is killed.
+
+use std::time::Duration;
+
+use bulkhead_policy::Time;
+
+/// Number of notices that every worker may send per second. A notice of `n` bytes counts as `1 + n / 8192`
+/// notices.
+const PER_SECOND: i64 = 1000;
+
+/// Number of additional notices per second for each job that the worker can run at once. This is twice the
+/// rate at which the SDK sends progress notices for a job.
+const PER_SECOND_AND_JOB: i64 = 20;
+
+/// Number of additional notices for each job. They allow for RETURNED and the heartbeat that follows.
+const FOR_A_JOB: i64 = 2;
+
+/// Maximum time for which a worker that exceeds its budget is not read. If the pause were longer, the worker
+/// would seem to hang.
+const PAUSE_MAX: Duration = Duration::from_millis(250);
+
+/// Maximum number of notices that exceed both the budget and what pauses can compensate (see
+/// `docs/protocol.md`). A worker that exceeds this number is killed. The count is reset when the budget is
+/// full.
+const EXCESS_MAX: i64 = 300_000;
+
+/// Budget for the notices on one link.
+pub(crate) struct UnsolicitedFrames {
+    /// Number of notices that the worker may still send, at most the budget of one second. If the number is
+    /// negative, a pause compensates for it.
+    remaining: i64,
+    filled_at: Time,
+    excess: i64,
+    /// End of the pause during which the link is not read.
+    paused_until: Option<Time>,
+    /// True if a notice arrived in the current read.
+    has_frames: bool,
+    status: Option<String>,
+}
+
+impl Default for UnsolicitedFrames {
+    fn default() -> Self {
+        Self {
+            remaining: PER_SECOND,
+            filled_at: Time::ZERO,
+            excess: 0,
+            paused_until: None,
+            has_frames: false,
+            status: None,
+        }
+    }
+}
+
+impl UnsolicitedFrames {
+    /// Adds the budget for one job.
+    pub(crate) fn add_job(&mut self) {
+        self.remaining += FOR_A_JOB;
+    }
+
+    /// Charges a notice with this size in bytes.
+    pub(crate) fn charge(&mut self, bytes: usize) {
+        self.has_frames = true;
+        self.remaining -= 1 + (bytes / 8192) as i64;
+    }
+
+    /// Records a status text. Replaces an earlier text from the current read.
+    pub(super) fn set_status(&mut self, text: String) {
+        self.status = Some(text);
+    }
+
+    /// Returns true if the link must not be read now.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.paused_until.is_some()
+    }
+
+    /// Returns the end of the pause, or `None` if the link may be read now.
+    pub(super) fn paused_until(&self) -> Option<Time> {
+        self.paused_until
+    }
+
+    /// Ends the pause if it is over. Returns true if so.
+    pub(super) fn resume(&mut self, now: Time) -> bool {
+        let is_over = self.paused_until.is_some_and(|until| until <= now);
+        if is_over {
+            self.paused_until = None;
+        }
+        is_over
+    }
+
+    /// Completes a read. Returns `None` if no notices arrived. Otherwise, returns the last status text, and
+    /// an error message if the worker must be killed.
+    pub(super) fn end_read(&mut self, now: Time, jobs: u32) -> Option<(Option<String>, Result<(), String>)> {
+        if !std::mem::take(&mut self.has_frames) {
+            return None;
+        }
+        Some((self.status.take(), self.update_budget(now, jobs)))
+    }
+
+    /// Refills the budget after a read, and starts a pause if the budget is exceeded. Returns an error if the
+    /// worker must be killed.
+    fn update_budget(&mut self, now: Time, jobs: u32) -> Result<(), String> {
+        let rate = PER_SECOND + PER_SECOND_AND_JOB * i64::from(jobs);
+        let passed = i64::try_from(now.since(self.filled_at).as_micros()).unwrap_or(i64::MAX).min(1_000_000);
+        let more = rate * passed / 1_000_000;
+        if more > 0 {
+            self.filled_at = now;
+        }
+        self.remaining = (self.remaining + more).min(rate);
+        if self.remaining == rate {
+            self.excess = 0;
+        }
+        if self.remaining < 0 {
+            let most = rate * PAUSE_MAX.as_millis() as i64 / 1000;
+            let owed = most.min(-self.remaining);
+            self.excess += -self.remaining - owed;
+            self.remaining = -owed;
+            self.paused_until = Some(now + Duration::from_micros((owed * 1_000_000 / rate) as u64));
+        }
+        if self.excess > EXCESS_MAX {
+            return Err(format!(
+                "the worker sent more than {EXCESS_MAX} frames beyond the budget for frames without a \
+                 result, such as heartbeats, progress and status"
+            ));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the time `ms` milliseconds after the origin.
+    fn at(ms: u64) -> Time {
+        Time::ZERO + Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn worker_within_its_budget_is_never_paused() {
+        let mut frames = UnsolicitedFrames::default();
+        for ms in 0..100_000 {
+            frames.add_job();
+            // The three notices are RETURNED, a heartbeat, and one other notice.
+            (0..3).for_each(|_| frames.charge(8));
+            frames.update_budget(at(ms), 1).unwrap();
+            assert_eq!((frames.paused_until, frames.excess), (None, 0), "{ms}");
+        }
+    }
+
+    /// Sends `notices_per_read` notices in each read for up to one hour. Returns the number of seconds after
+    /// which the worker is killed, or `None` if it is not killed.
+    fn flood(notices_per_read: u32) -> Option<u64> {
+        let (mut frames, mut now) = (UnsolicitedFrames::default(), at(0));
+        loop {
+            (0..notices_per_read).for_each(|_| frames.charge(8));
+            let settled = frames.update_budget(now, 1);
+            let seconds = now.since(Time::ZERO).as_secs();
+            if settled.is_err() || seconds >= 3600 {
+                return settled.is_err().then_some(seconds);
+            }
+            let pause = frames.paused_until.take().map_or(Duration::ZERO, |until| until.since(now));
+            assert!(pause <= PAUSE_MAX);
+            now = now + pause.max(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn only_a_flood_of_notices_kills_the_worker() {
+        // This is the number of notices in a full socket if each notice is sent separately.
+        assert_eq!(flood(250), None);
+        assert!(flood(5000).is_some_and(|seconds| (10..30).contains(&seconds)), "{:?}", flood(5000));
+        // Large notices are charged by size.
+        let mut frames = UnsolicitedFrames::default();
+        frames.charge(2000 * 8192);
+        assert_eq!(frames.remaining, -1001);
+    }
+
+    #[test]
+    fn occasional_bursts_do_not_kill_the_worker() {
+        let mut frames = UnsolicitedFrames::default();
+        for burst in 0..1000 {
+            (0..5000).for_each(|_| frames.charge(8));
+            frames.update_budget(at(burst * 10_000), 1).unwrap();
+            for second in 1..9 {
+                frames.charge(8);
+                frames.update_budget(at(burst * 10_000 + second * 1000), 1).unwrap();
+            }
+        }
+    }
+}

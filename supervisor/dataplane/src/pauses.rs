@@ -1,0 +1,100 @@
+//! Detects pauses of the supervisor (SIGSTOP, CPU starvation, suspend), so that they are not mistaken for
+//! unresponsive workers or clients.
+
+use std::time::Duration;
+
+use bulkhead_api::EventKind;
+use bulkhead_policy::Time;
+
+/// Minimum delay of an iteration that counts as a pause of the supervisor.
+const PAUSE_MIN: Duration = Duration::from_millis(500);
+
+/// Minimum time between two events about pauses.
+const EVENT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// State of the pause detection.
+#[derive(Default)]
+pub(super) struct PauseDetector {
+    /// Difference between `CLOCK_BOOTTIME`, which includes suspended time, and the clock of the data plane,
+    /// in nanoseconds.
+    suspended_ns: Option<u64>,
+    reported_at: Option<Time>,
+    /// True if a pause was detected in the previous iteration.
+    was_late: bool,
+}
+
+impl PauseDetector {
+    /// Checks at the beginning of an iteration whether the supervisor was paused. The iteration was due at
+    /// `due`. `boot_ns` is the time since the machine was booted, including suspended time. While the machine
+    /// is suspended, the clock of the data plane and so all deadlines stand still. If there was a pause,
+    /// returns the delay of the iteration, and an event unless a pause was reported a short time ago.
+    pub(super) fn detect(
+        &mut self,
+        now: Time,
+        boot_ns: u64,
+        due: Option<Time>,
+    ) -> Option<(Duration, Option<EventKind>)> {
+        let suspended_ns = boot_ns.saturating_sub(now.0);
+        let before_ns = self.suspended_ns.replace(suspended_ns).unwrap_or(suspended_ns);
+        let suspended = Duration::from_nanos(suspended_ns.saturating_sub(before_ns));
+        let late = due.map_or(Duration::ZERO, |at| now.since(at));
+        self.was_late = late.max(suspended) > PAUSE_MIN && !self.was_late;
+        if !self.was_late {
+            return None;
+        }
+        let is_reported = self.reported_at.is_none_or(|at| now.since(at) >= EVENT_INTERVAL);
+        let event = is_reported.then(|| {
+            self.reported_at = Some(now);
+            let suspended_ms = (suspended > PAUSE_MIN).then_some(suspended.as_millis() as u64);
+            EventKind::HeldUp { late_ms: late.as_millis() as u64, suspended_ms }
+        });
+        Some((late, event))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Time {
+        Time::ZERO + Duration::from_millis(ms)
+    }
+
+    /// Checks for a pause on a machine that has been suspended for `suspended_ms` in total.
+    fn detect(
+        detector: &mut PauseDetector,
+        now_ms: u64,
+        suspended_ms: u64,
+        due_ms: u64,
+    ) -> Option<(Duration, Option<EventKind>)> {
+        detector.detect(at(now_ms), (now_ms + suspended_ms) * 1_000_000, Some(at(due_ms)))
+    }
+
+    #[test]
+    fn late_iteration_is_reported_once() {
+        let mut detector = PauseDetector::default();
+        assert!(detect(&mut detector, 1500, 0, 1000).is_none(), "half a second does not count as a pause");
+        let pause = detect(&mut detector, 2600, 0, 2000).unwrap();
+        assert_eq!(pause.0, Duration::from_millis(600));
+        assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 600, suspended_ms: None })));
+        assert!(
+            detect(&mut detector, 3200, 0, 2600).is_none(),
+            "the iteration after a pause is also late, but must not be reported"
+        );
+        assert!(
+            detect(&mut detector, 3201, 0, 2600).unwrap().1.is_none(),
+            "a pause was reported a short time ago"
+        );
+    }
+
+    #[test]
+    fn suspension_of_the_machine_is_reported() {
+        let mut detector = PauseDetector::default();
+        assert!(
+            detect(&mut detector, 1000, 100, 1000).is_none(),
+            "time suspended before the first call must not count"
+        );
+        let pause = detect(&mut detector, 1100, 60_100, 1100).unwrap();
+        assert!(matches!(pause.1, Some(EventKind::HeldUp { late_ms: 0, suspended_ms: Some(60_000) })));
+    }
+}

@@ -1,0 +1,300 @@
+//! Fair order in which clients are read. Users take turns, and within a user its connections take turns. A
+//! client that floods the supervisor therefore delays only itself, whatever its number of connections. The
+//! number of bytes read from clients per iteration is bounded, because outcomes are sent to clients at
+//! the end of the iteration.
+
+use foldhash::quality::RandomState;
+use std::collections::{HashMap, VecDeque};
+
+use crate::slab::SessionIndex;
+
+/// Maximum number of bytes that are read at once from a connection while other connections are waiting.
+pub(super) const QUANTUM_BYTES: usize = 4 * 1024;
+
+/// Maximum number of bytes that are read at once from a connection if no other connection is waiting.
+const QUANTUM_BYTES_ALONE: usize = 16 * 1024;
+
+/// Fixed cost of each frame, which is added to the number of bytes that were read.
+const FRAME_COST: usize = 256;
+
+/// Number of rejected frames after which a connection has low priority. Each accepted job compensates for
+/// [`JOB_WEIGHT`] rejected frames, so a connection has low priority if more than four out of five frames are
+/// rejected.
+const REJECTED_MAX: u32 = 256;
+const JOB_WEIGHT: u32 = 4;
+
+/// User id. All connections of a user share one place in the order.
+type Uid = u32;
+
+/// State of a connection in the fair queue.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct QueueState {
+    is_waiting: bool,
+    /// Round of the user in which the connection was last read. `bytes` is the number of bytes that were read
+    /// in that round.
+    round: u64,
+    bytes: usize,
+    /// True if the client has closed its side. The bytes that remain in the socket then have low priority.
+    is_read_closed: bool,
+    /// Weighted number of rejected frames (see [`REJECTED_MAX`]).
+    rejected: u32,
+}
+
+/// Connections of one user that have input.
+#[derive(Default)]
+struct User {
+    /// Connections from which few bytes were read in the current round. They are read first, so that a
+    /// connection that sends a job now and then does not wait for connections that always have input.
+    fresh: VecDeque<SessionIndex>,
+    backlog: VecDeque<SessionIndex>,
+    /// Current round. Each round number is used only once.
+    round: u64,
+    /// Number of connections in the backlog that have not been read in the current round.
+    backlog_left: usize,
+}
+
+/// Connections that are waiting to be read.
+#[derive(Default)]
+pub(super) struct FairQueue {
+    users: HashMap<Uid, User, RandomState>,
+    /// Users with waiting connections, in the order in which they are served.
+    order: VecDeque<Uid>,
+    rounds: u64,
+    waiting: usize,
+}
+
+impl FairQueue {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// Adds a connection that may have input to the queue.
+    pub(super) fn push(&mut self, uid: Uid, index: SessionIndex, queue_state: &mut QueueState) {
+        if std::mem::replace(&mut queue_state.is_waiting, true) {
+            return;
+        }
+        self.waiting += 1;
+        let rounds = &mut self.rounds;
+        let user = self.users.entry(uid).or_insert_with(|| {
+            self.order.push_back(uid);
+            *rounds += 1;
+            User { round: *rounds, ..User::default() }
+        });
+        queue_state.enter(user.round);
+        let is_fresh = queue_state.bytes < QUANTUM_BYTES;
+        if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
+    }
+
+    /// Returns the next connection for which `begin` returns true. `begin` gets the connection and the user's
+    /// round, and returns false if the connection was closed after it was queued.
+    pub(super) fn begin_read(
+        &mut self,
+        mut begin: impl FnMut(SessionIndex, u64) -> bool,
+    ) -> Option<SessionIndex> {
+        loop {
+            let (index, round) = self.next()?;
+            if begin(index, round) {
+                return Some(index);
+            }
+        }
+    }
+
+    /// Returns the maximum number of bytes to read at once from the connection that was returned last.
+    pub(super) fn quantum(&self) -> usize {
+        if self.is_empty() { QUANTUM_BYTES_ALONE } else { QUANTUM_BYTES }
+    }
+
+    /// Returns the next connection and the user's round. The connection may have been closed after it was
+    /// queued.
+    fn next(&mut self) -> Option<(SessionIndex, u64)> {
+        let uid = self.order.pop_front()?;
+        let user = self.users.get_mut(&uid)?;
+        let next = user.fresh.pop_front().or_else(|| {
+            if user.backlog_left == 0 {
+                self.rounds += 1;
+                (user.round, user.backlog_left) = (self.rounds, user.backlog.len());
+            }
+            user.backlog_left = user.backlog_left.saturating_sub(1);
+            user.backlog.pop_front()
+        });
+        let round = user.round;
+        self.waiting -= usize::from(next.is_some());
+        if user.fresh.is_empty() && user.backlog.is_empty() {
+            self.users.remove(&uid);
+        } else {
+            self.order.push_back(uid);
+        }
+        next.map(|index| (index, round))
+    }
+}
+
+/// Returns the cost of a read. Each frame has a fixed cost in addition to its bytes.
+pub(super) fn read_cost(bytes: usize, frames: usize) -> usize {
+    bytes + FRAME_COST * (1 + frames)
+}
+
+impl QueueState {
+    /// Counts a frame that was rejected before it became a job.
+    pub(super) fn count_rejection(&mut self) {
+        self.rejected = (self.rejected + 1).min(2 * REJECTED_MAX);
+    }
+
+    /// Counts an accepted job.
+    #[inline]
+    pub(super) fn count_job(&mut self) {
+        self.rejected = self.rejected.saturating_sub(JOB_WEIGHT);
+    }
+
+    /// Returns true if the connection has low priority, because the client has closed its side or most of its
+    /// frames are rejected.
+    pub(super) fn is_low_priority(&self) -> bool {
+        self.is_read_closed || self.rejected >= REJECTED_MAX
+    }
+
+    /// Records that the client has closed its side of the connection.
+    pub(super) fn close_read(&mut self) {
+        self.is_read_closed = true;
+    }
+
+    pub(super) fn is_read_closed(&self) -> bool {
+        self.is_read_closed
+    }
+
+    /// Begins a read from the connection in this round. Returns false if the connection was not queued,
+    /// because its index belongs to another session now.
+    pub(super) fn try_begin(&mut self, round: u64) -> bool {
+        let is_waiting = self.is_waiting;
+        if is_waiting {
+            self.begin(round);
+        }
+        is_waiting
+    }
+
+    /// Completes a read. Returns its cost.
+    pub(super) fn end_read(&mut self, bytes: usize, frames: usize) -> usize {
+        self.bytes = self.bytes.saturating_add(bytes);
+        read_cost(bytes, frames)
+    }
+
+    /// Begins a read from the connection in this round.
+    fn begin(&mut self, round: u64) {
+        self.is_waiting = false;
+        self.enter(round);
+    }
+
+    fn enter(&mut self, round: u64) {
+        if self.round != round {
+            (self.round, self.bytes) = (round, 0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::SlabIndex;
+
+    /// Connections of several users. All of them always have input.
+    struct Crowd {
+        turns: FairQueue,
+        queue_states: Vec<QueueState>,
+        uids: Vec<Uid>,
+    }
+
+    impl Crowd {
+        fn new(uids: Vec<Uid>) -> Self {
+            let queue_states = vec![QueueState::default(); uids.len()];
+            let mut crowd = Self { turns: FairQueue::default(), queue_states, uids };
+            (0..crowd.uids.len()).for_each(|index| crowd.push(index));
+            crowd
+        }
+
+        fn push(&mut self, index: usize) {
+            self.turns.push(
+                self.uids[index],
+                SessionIndex::from_number(index),
+                &mut self.queue_states[index],
+            );
+        }
+
+        /// Reads from a connection. If it has more input afterwards, adds the connection to the queue again.
+        fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
+            let (index, round) = self.turns.next().unwrap();
+            let index = index.number();
+            self.queue_states[index].begin(round);
+            self.queue_states[index].bytes += bytes;
+            if has_more(index) {
+                self.push(index);
+            }
+            index
+        }
+    }
+
+    #[test]
+    fn users_take_turns_whatever_their_number_of_connections() {
+        let mut uids = vec![1; 200];
+        uids.push(2);
+        let mut crowd = Crowd::new(uids);
+        let read: Vec<usize> = (0..1000).map(|_| crowd.read(QUANTUM_BYTES, |_| true)).collect();
+        let of_the_second = read.iter().filter(|&&index| index == 200).count();
+        assert!((499..=501).contains(&of_the_second), "{of_the_second}");
+        let mut counts = [0; 200];
+        read.iter().filter(|&&index| index < 200).for_each(|&index| counts[index] += 1);
+        assert!(counts.iter().all(|count| (2..=3).contains(count)), "{counts:?}");
+    }
+
+    #[test]
+    fn quiet_connection_is_read_before_busy_connections() {
+        let mut crowd = Crowd::new(vec![1; 201]);
+        for _ in 0..200 {
+            crowd.read(QUANTUM_BYTES, |index| index != 200);
+        }
+        crowd.read(10, |index| index != 200);
+        for _ in 0..1000 {
+            crowd.push(200);
+            assert_eq!(crowd.read(10, |index| index != 200), 200);
+            crowd.read(QUANTUM_BYTES, |index| index != 200);
+        }
+        // Other connections do not wait for this connection either, because it no longer comes first in the
+        // round after it has used its quantum.
+        let mut its_own = 0;
+        for _ in 0..1000 {
+            crowd.push(200);
+            its_own += usize::from(crowd.read(QUANTUM_BYTES, |index| index != 200) == 200);
+        }
+        assert!(its_own <= 2 * 1000 / 200 + 2, "{its_own}");
+    }
+
+    #[test]
+    fn closed_or_mostly_rejected_connection_has_low_priority() {
+        let mut leaves = QueueState::default();
+        assert!(!leaves.is_low_priority());
+        leaves.is_read_closed = true;
+        assert!(leaves.is_low_priority());
+        let after = |rejected: u32| {
+            let mut queue_state = QueueState::default();
+            for _ in 0..1000 {
+                (0..rejected).for_each(|_| queue_state.count_rejection());
+                queue_state.count_job();
+            }
+            queue_state.is_low_priority()
+        };
+        assert_eq!([0, 4, 5].map(after), [false, false, true]);
+        // A few accepted jobs are enough to restore the normal priority of the connection.
+        let mut queue_state = QueueState::default();
+        (0..1_000_000).for_each(|_| queue_state.count_rejection());
+        (0..65).for_each(|_| queue_state.count_job());
+        assert!(!queue_state.is_low_priority());
+    }
+
+    #[test]
+    fn queue_is_empty_after_all_input_is_read() {
+        let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
+        crowd.push(3);
+        for _ in 0..50 {
+            crowd.read(1, |_| false);
+        }
+        assert!(crowd.turns.next().is_none());
+        assert!(crowd.turns.is_empty() && crowd.turns.users.is_empty() && crowd.turns.order.is_empty());
+    }
+}

@@ -1,0 +1,110 @@
+use bulkhead_shared::in_process;
+
+use super::*;
+
+const LIMITS: (u64, usize) = (1 << 20, 64 << 20);
+
+fn at(seconds: u64) -> Time {
+    Time::ZERO + Duration::from_secs(seconds)
+}
+
+fn client(uid: u32) -> Client {
+    Client { peer: None, grant: Grant::Unrestricted, uid, permit: None }
+}
+
+/// Opens a session of user 1 in which the hello has been awaited since `now`.
+fn open(sessions: &mut Sessions, now: Time) -> (SessionIndex, in_process::Endpoint) {
+    let (end, peer) = in_process::pair();
+    let epoch = sessions.next_epoch();
+    let phase = Phase::AwaitingHello { since: now };
+    let id = (epoch, Holder::default());
+    (sessions.open(ClientEndpoint::InProcess(end), client(1), phase, id, now), peer)
+}
+
+#[test]
+fn pause_of_the_supervisor_extends_timeouts() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].mid_frame_since = Some(at(2));
+    // The client's timer started during the pause. After the extension, it must not be later than the current
+    // time.
+    sessions[index].unread_since = Some(at(50));
+    sessions.extend_timeouts(Duration::from_secs(40), at(60));
+    let session = &sessions[index];
+    assert_eq!(session.phase, Phase::AwaitingHello { since: at(41) });
+    assert_eq!((session.mid_frame_since, session.unread_since), (Some(at(42)), Some(at(60))));
+}
+
+#[test]
+fn client_without_hello_is_rejected() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    assert!(sessions.needs_checks());
+    assert!(sessions.check_timeouts(at(6)).is_empty());
+    assert_eq!(sessions.check_timeouts(at(7)), [(index, Some("the client did not say hello in time"))]);
+}
+
+#[test]
+fn client_stalled_mid_frame_is_rejected_unless_paused() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    sessions[index].mid_frame_since = Some(at(1));
+    sessions[index].is_paused = true;
+    assert!(sessions.check_timeouts(at(60)).is_empty());
+    sessions[index].is_paused = false;
+    assert!(sessions.check_timeouts(at(31)).is_empty());
+    assert_eq!(sessions.check_timeouts(at(32)).len(), 1);
+}
+
+#[test]
+fn client_that_reads_nothing_is_closed() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    sessions.send_signal(sessions.id(index), kind::LEASE_ENDED, 1);
+    assert_eq!(sessions.next_dirty(), Some(index));
+    let waiting = sessions[index].outbox.waiting_bytes();
+    assert_eq!(sessions.flushed(index, waiting, at(2), LIMITS), AfterFlush::Keep);
+    assert_eq!(sessions.unread_bytes(), waiting);
+    assert!(sessions.check_timeouts(at(32)).is_empty());
+    assert_eq!(sessions.check_timeouts(at(33)), [(index, None)]);
+    sessions.close(index);
+    assert_eq!((sessions.unread_bytes(), sessions.clients()), (0, 0));
+    assert!(sessions.check_timeouts(at(34)).is_empty() && !sessions.needs_checks());
+}
+
+#[test]
+fn client_over_the_unread_limit_is_closed() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    sessions[index].phase = Phase::Open;
+    sessions.send_signal(sessions.id(index), kind::LEASE_ENDED, 1);
+    assert_eq!(sessions.flushed(index, 100, at(2), (0, 0)), AfterFlush::CloseBehind(index));
+}
+
+#[test]
+fn rejected_session_ends_when_everything_is_sent() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    assert!(sessions.reject(index, RejectReason::Invalid, "no"));
+    assert!(!sessions.reject(index, RejectReason::Invalid, "no"));
+    assert_eq!(sessions.flushed(index, 10, at(1), LIMITS), AfterFlush::Keep);
+    sessions[index].outbox = Outbox::default();
+    assert_eq!(sessions.flushed(index, 10, at(1), LIMITS), AfterFlush::Finish);
+}
+
+#[test]
+fn request_is_removed_with_its_outcome() {
+    let mut sessions = Sessions::new();
+    let (index, _peer) = open(&mut sessions, at(1));
+    let id = sessions.id(index);
+    let place = (CompartmentIndex::default(), JobId(1));
+    sessions.record_job(id, 7, place, BulkheadIndex::default());
+    assert_eq!(sessions.request(index, 7), Some(place));
+    assert!(sessions.finish_request(id, 7) && sessions.request(index, 7).is_none());
+    sessions.record_job(id, 8, place, BulkheadIndex::default());
+    assert_eq!(sessions.take_requests(index), [place]);
+    sessions.close(index);
+    assert!(!sessions.finish_request(id, 8));
+}

@@ -1,0 +1,59 @@
+//! Checks of a submission's form, which need no state.
+
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::{Submit, decode_run_limit};
+use bulkhead_shared::codec::{self, Extensions, tag};
+use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::memory_files::LeaseRef;
+use bulkhead_shared::trace::Traceparent;
+use bulkhead_shared::{Priority, RejectReason};
+
+/// Extensions of a SUBMIT frame.
+#[derive(Clone, Copy, Default)]
+pub(super) struct SubmitExtensions {
+    pub(super) traceparent: Option<Traceparent>,
+    pub(super) run_limit: Option<Duration>,
+    /// Location of the payload, if it is in a memory file.
+    pub(super) leased: Option<LeaseRef>,
+}
+
+/// Decodes a submission and its extensions.
+pub(super) fn decode(metadata: &[u8]) -> Result<(Submit<'_>, Extensions<'_>), codec::CodecError> {
+    codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
+}
+
+/// Returns the trace context. Ignores an invalid context, as the W3C specification requires.
+pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
+    let text = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok())?;
+    Traceparent::parse(text)
+}
+
+/// Checks the form of a submission. Returns its extensions, or the reason for rejecting the job.
+pub(super) fn check_form(
+    submit: &Submit<'_>,
+    extensions: &Extensions<'_>,
+) -> Result<SubmitExtensions, (RejectReason, String)> {
+    let invalid = |message: String| Err((RejectReason::Invalid, message));
+    if submit.operation.len() > OPERATION_BYTES_MAX {
+        return invalid(format!("the operation's name is longer than {OPERATION_BYTES_MAX} bytes"));
+    }
+    if submit.tenant.len() > TENANT_BYTES_MAX {
+        return invalid(format!("the tenant's name is longer than {TENANT_BYTES_MAX} bytes"));
+    }
+    if submit.operation.contains('\0') || submit.tenant.contains('\0') {
+        return invalid("the names of the operation and the tenant must not contain a NUL byte".into());
+    }
+    if Priority::from_code(submit.priority).is_none() {
+        return invalid(format!("there is no priority {}", submit.priority));
+    }
+    let run_limit = extensions.get(tag::RUN_LIMIT).map(decode_run_limit);
+    if run_limit == Some(None) {
+        return invalid("the run limit must be a number of microseconds in 8 bytes, at least 1".into());
+    }
+    let leased = match extensions.get(tag::LEASE).map(LeaseRef::from_bytes) {
+        Some(None) => return invalid("the name of a lease must have 16 bytes".into()),
+        leased => leased.flatten(),
+    };
+    Ok(SubmitExtensions { traceparent: traceparent(extensions), run_limit: run_limit.flatten(), leased })
+}

@@ -1,0 +1,15 @@
+//! Connects the parts of the data plane with each other, with the sockets and with the event loop. Each file
+//! performs the effects of one part.
+
+mod commands;
+mod fallback;
+mod keeper;
+mod leases;
+mod links;
+mod memory;
+mod reload;
+mod replays;
+mod reports;
+mod sessions;
+mod templates;
+mod tenants;

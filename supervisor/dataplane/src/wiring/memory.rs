@@ -1,0 +1,78 @@
+//! Connects the memory of waiting data with jobs, frames, and payloads that are arriving over HTTP.
+
+use std::sync::atomic::Ordering;
+
+use bulkhead_policy::Event;
+use bulkhead_shared::JobId;
+
+use crate::memory::{ChargeKind, Eviction};
+use crate::shares::Holder;
+use crate::slab::{BulkheadIndex, CompartmentIndex};
+use crate::{DataPlane, Incoming};
+
+impl DataPlane {
+    /// Charges the memory of a job to its client.
+    pub(crate) fn charge(&mut self, index: CompartmentIndex, job: JobId, kind: ChargeKind) {
+        let compartment = &mut self.compartments[index];
+        let Some(record) = compartment.policy.record_mut(job) else {
+            debug_assert!(false, "{job} was just taken or dispatched, but has no record");
+            return;
+        };
+        let priority = record.priority;
+        let connection = self.sessions.holder(record.session);
+        let holder = self.memory.charge(record, kind, connection, compartment.bulkhead);
+        if kind == ChargeKind::Waiting {
+            let compartments = &self.compartments;
+            let is_waiting =
+                |at, job| compartments.get(at).is_some_and(|compartment| compartment.policy.is_waiting(job));
+            self.memory.list_waiting((holder, priority), (index, job), is_waiting);
+        }
+    }
+
+    /// Publishes the size of the held memory, and the share that payloads arriving over HTTP can always hold.
+    pub(crate) fn publish_memory(&self) {
+        self.counters.buffered.store(self.memory.held(), Ordering::Relaxed);
+        let share = self.memory.equal_share(self.limits.buffered_bytes_max);
+        self.counters.spool_share.store(share, Ordering::Relaxed);
+    }
+
+    /// Enforces the memory limit. The holders that exceed a fair share the most must free memory. `wants`
+    /// contains the connection and the bulkhead that need the memory.
+    pub(crate) fn enforce_memory_limit(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
+        let unwanted = self.counters.spool_bytes_to_free.load(Ordering::Relaxed);
+        self.memory.set_spooled(self.counters.spooled.load(Ordering::Relaxed).saturating_sub(unwanted));
+        if self.leases.bytes() > 0 {
+            self.recall_leases_over_budget();
+        }
+        while let Some(eviction) = self.memory.next_eviction(wants, self.limits.buffered_bytes_max) {
+            let before = self.memory.held_in_all();
+            match eviction {
+                Eviction::Spool(bytes) => {
+                    self.counters.spool_bytes_to_free.fetch_add(bytes, Ordering::Relaxed);
+                    self.counters.spool_free_requested.notify_waiters();
+                    self.memory.release_spooled(bytes);
+                }
+                Eviction::Frame(connection) => self.evict_frame(connection),
+                Eviction::Job(holder) => self.evict_job(holder),
+            }
+            if self.memory.held_in_all() >= before {
+                debug_assert!(false, "{eviction:?} freed nothing");
+                return;
+            }
+        }
+    }
+
+    /// Rejects the newest waiting job of the lowest priority class of a holder.
+    fn evict_job(&mut self, holder: Holder) {
+        while let Some((index, job)) = self.memory.pop_waiting(holder) {
+            let Some(compartment) = self.compartments.get_mut(index) else { continue };
+            let policy = &mut compartment.policy;
+            if policy.is_waiting(job)
+                && policy.record_mut(job).is_some_and(|record| record.charge.is_of_waiting(holder))
+            {
+                self.apply(index, Event::MemoryExhausted { job }, Incoming::None);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Frames from clients: reads and decodes them, and calls their handlers. A session is removed after a read
+//! or during a flush, but never while one of its frames is being handled.
+
+use bulkhead_shared::RejectReason;
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{Inbox, Item, Received, Scratch};
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
+use bulkhead_shared::worker_protocol::Empty;
+
+use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
+use crate::handshake::check_version;
+use crate::sessions::{Phase, Violation};
+use crate::slab::SessionIndex;
+use crate::{DataPlane, Incoming};
+
+fn is_hello(header: Header) -> bool {
+    header.kind == kind::HELLO && header.number == MAGIC
+}
+
+fn no_hello() -> Violation {
+    let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
+                   HTTP is spoken on the admin socket";
+    Violation(RejectReason::Invalid, message.into())
+}
+
+impl DataPlane {
+    /// Reads once from a client: either frames of up to `most` bytes in total, or the rest of an incomplete
+    /// frame. Returns the number of bytes that were read.
+    pub(crate) fn read_session(&mut self, index: SessionIndex, most: usize) -> usize {
+        let Some(session) = self.sessions.get_mut(index) else { return 0 };
+        if session.pause_if_behind() {
+            return 0;
+        }
+        let most = most.max(session.inbox.missing_bytes());
+        let (growth, holder, frame_for) = (session.inbox.growth_bytes(), session.holder, session.frame_for);
+        let budget = self.limits.buffered_bytes_max;
+        if growth > 0 && !self.memory.can_hold(holder, frame_for, growth, budget) {
+            self.evict_frame(holder);
+        }
+        let session = &mut self.sessions[index];
+        session.inbox.grow(&mut self.buffers.pool);
+        // Moved out of the session, so that the handlers of frames can access the whole data plane.
+        let mut inbox = std::mem::take(&mut session.inbox);
+        let mut scratch = std::mem::take(&mut self.buffers.scratch);
+        let mut bytes = 0;
+        let result = self.read_frames(index, &mut inbox, &mut scratch, (most, &mut bytes));
+        self.buffers.scratch = scratch;
+        self.sessions[index].inbox = inbox;
+        match result {
+            Ok(received) => self.finish_read(index, received),
+            Err(Some(Violation(reason, message))) => self.reject_session(index, reason, &message),
+            Err(None) => self.close_session(index),
+        }
+        bytes
+    }
+
+    fn read_frames(
+        &mut self,
+        index: SessionIndex,
+        inbox: &mut Inbox,
+        scratch: &mut Scratch,
+        (most, bytes): (usize, &mut usize),
+    ) -> Result<Received, Option<Violation>> {
+        let session = &self.sessions[index];
+        let is_closing = session.phase == Phase::Closing;
+        let is_large = inbox.is_within_large();
+        let mut is_cut = false;
+        let read = inbox.receive_by(scratch, |buffer| {
+            let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
+            *bytes = session.end.receive(&self.intake, &mut buffer[..most])?;
+            is_cut = *bytes == most;
+            Ok(*bytes)
+        });
+        let (received, mut batch) = read.map_err(|error| {
+            let is_foreign = error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error());
+            (is_foreign && !is_closing).then(|| Violation(RejectReason::Invalid, NOT_TAKEN.into()))
+        })?;
+        let received = if is_cut && received == Received::Drained { Received::More } else { received };
+        if is_closing {
+            return Ok(received);
+        }
+        let invalid =
+            |error: &dyn std::fmt::Display| Some(Violation(RejectReason::Invalid, error.to_string()));
+        while let Some(item) = batch.next().map_err(|error| invalid(&error))? {
+            match item {
+                Item::Frame { header, metadata, payload } => {
+                    self.handle_client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                }
+                Item::Large { header, metadata, payload } => {
+                    self.handle_client_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                }
+                Item::Announced { header, metadata } => {
+                    if self.handle_client_announcement(index, header, metadata)? {
+                        let fit = self.buffers.pool.take(batch.buffer_bytes());
+                        batch.accept(fit);
+                    }
+                }
+            }
+        }
+        let is_awaited = self
+            .sessions
+            .get(index)
+            .is_some_and(|session| matches!(session.phase, Phase::AwaitingHello { .. }));
+        if is_awaited && inbox.pending_header().is_some_and(|header| !is_hello(header)) {
+            return Err(Some(no_hello()));
+        }
+        Ok(received)
+    }
+
+    fn finish_read(&mut self, index: SessionIndex, received: Received) {
+        self.count_frame(index);
+        self.sessions.received(index, received, self.now);
+        if received == Received::Closed {
+            self.close_session(index);
+        }
+        let wants = self.sessions.get(index).map(|session| (session.holder, session.frame_for));
+        self.enforce_memory_limit(wants);
+    }
+
+    fn handle_client_frame(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), Option<Violation>> {
+        let session = &self.sessions[index];
+        match (session.phase, header.kind) {
+            (Phase::AwaitingHello { .. }, _) => {
+                self.handle_client_hello(index, header, metadata).map_err(Some)
+            }
+            (Phase::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
+            (Phase::Open, kind::CANCEL) => {
+                let (_, extensions) = codec::decode::<Empty>(metadata, &[tag::UNLESS_BEGUN])
+                    .map_err(|error| Some(Violation(RejectReason::Invalid, error.to_string())))?;
+                self.cancel_request(index, header.number, extensions.get(tag::UNLESS_BEGUN).is_some());
+                Ok(())
+            }
+            (Phase::Open, kind::LEASE | kind::LEASE_TAKEN | kind::LEASE_RETURNED) => {
+                self.handle_lease_frame(index, header, metadata).map_err(Some)
+            }
+            (Phase::Open, unknown) if header.is_critical() => {
+                let message = format!("the client sent a critical frame of the unknown kind {unknown}");
+                Err(Some(Violation(RejectReason::Invalid, message)))
+            }
+            (Phase::Open, _) => {
+                self.sessions.count_rejection(index);
+                Ok(())
+            }
+            (Phase::Closing, _) => Ok(()),
+        }
+    }
+
+    fn handle_client_hello(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<(), Violation> {
+        let invalid = |message: String| Violation(RejectReason::Invalid, message);
+        if !is_hello(header) {
+            return Err(no_hello());
+        }
+        let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
+        if hello.role != role::CLIENT {
+            return Err(invalid("only clients connect to this socket; the supervisor starts workers".into()));
+        }
+        check_version(&hello, "use a matching client library").map_err(invalid)?;
+        let welcome = ClientWelcome {
+            version: PROTOCOL_VERSION,
+            frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
+                .min(u64::from(u32::MAX)) as u32,
+            capabilities: capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN,
+            server_version: env!("CARGO_PKG_VERSION"),
+        };
+        self.sessions[index].welcome(&welcome);
+        self.sessions.schedule_flush(index);
+        Ok(())
+    }
+
+    /// Handles the beginning of a large frame. Returns true if its payload must be received. Otherwise, the
+    /// client has already got the outcome.
+    fn handle_client_announcement(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<bool, Option<Violation>> {
+        if self.sessions[index].phase != Phase::Open || header.kind != kind::SUBMIT {
+            self.handle_client_frame(index, header, metadata, Incoming::None)?;
+            return Ok(false);
+        }
+        self.check_request_number(index, header.number).map_err(Some)?;
+        match self.check_submission(index, header, metadata) {
+            // The payload is not received, because the job would be rejected anyway.
+            Ok(_) if self.is_stopping => {
+                self.reject_submission(
+                    index,
+                    header,
+                    metadata,
+                    RejectReason::Draining,
+                    "the supervisor is stopping",
+                );
+                Ok(false)
+            }
+            Ok((bulkhead, ..)) => {
+                if let Some(session) = self.sessions.get_mut(index) {
+                    session.frame_for = Some(bulkhead);
+                }
+                Ok(true)
+            }
+            Err((reason, message)) => {
+                self.reject_submission(index, header, metadata, reason, &message);
+                Ok(false)
+            }
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Deaths of workers and programs, and their consequences.
+
+use std::fmt;
+
+use bulkhead_shared::{CrashReason, Verdict, vocabulary};
+
+pub(crate) const SIGKILL: i32 = 9;
+
+/// Death of a process, together with the supervisor's reason if it killed the process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ending {
+    /// Cause of death.
+    pub death: Death,
+    /// Reason for the kill, or `None` if the supervisor did not kill the process.
+    pub killed: Option<KillReason>,
+}
+
+/// Cause of a process's death.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Death {
+    /// Exited with this exit status.
+    Exit(i32),
+    /// Killed by the signal with this number.
+    Signal(i32),
+    /// Killed for a system call that the sandbox forbids. The string is the name of the system call, or empty
+    /// if unknown.
+    Violation(&'static str),
+    /// Killed by the kernel for exceeding the memory limit.
+    Oom,
+    /// Killed by the supervisor for exceeding the size limit of the temporary folder.
+    TmpFull,
+}
+
+/// Reason for killing a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KillReason {
+    /// A job in the worker did not end in time.
+    Deadline,
+    /// The worker sent no heartbeats.
+    Hung,
+    /// The worker violated the protocol. The string describes the violation.
+    Protocol(String),
+    /// The worker sent no hello within `start.handshake`.
+    NoHello,
+    /// The worker was not ready within `start.ready`.
+    NotReady,
+    /// The worker was asked to exit and did not exit in time.
+    ExitTimeout,
+    /// The worker has not begun any job and is no longer needed.
+    NotNeeded,
+    /// The keeper died.
+    KeeperDied,
+}
+
+vocabulary! {
+    /// Reason for replacing a healthy worker.
+    RecycleReason {
+        /// `recycle.jobs` was reached.
+        Jobs = "jobs",
+        /// `recycle.rss` was exceeded.
+        Memory = "rss",
+        /// `recycle.age` was reached.
+        Age = "age",
+        /// An operator requested a restart.
+        Restart = "restart",
+        /// `max_in_flight` grew, and the worker cannot change its maximum.
+        Resize = "resize",
+        /// The worker runs an outdated program or configuration.
+        Reload = "reload",
+    }
+}
+
+vocabulary! {
+    /// Cause of a worker restart, as used in metrics.
+    #[repr(u8)]
+    #[expect(missing_docs, reason = "the names are self-explanatory")]
+    RestartCause {
+        // The previous worker ended without being killed by the supervisor.
+        Exit = "exit",
+        Signal = "signal",
+        Oom = "oom",
+        Violation = "violation",
+        // The supervisor killed the previous worker.
+        Protocol = "protocol",
+        Hung = "hung",
+        Deadline = "deadline",
+        NotReady = "not_ready",
+        Stopped = "stopped",
+        KeeperDied = "keeper_died",
+        /// The previous worker could not be started.
+        NotStarted = "not_started",
+        // The previous worker was replaced.
+        Jobs = RecycleReason::Jobs.name(),
+        Memory = RecycleReason::Memory.name(),
+        Age = RecycleReason::Age.name(),
+        Restart = RecycleReason::Restart.name(),
+        Resize = RecycleReason::Resize.name(),
+        Reload = RecycleReason::Reload.name(),
+    }
+}
+
+impl RestartCause {
+    /// Returns true if the previous worker was replaced because it reached a limit of `recycle`.
+    pub(crate) const fn is_recycling(self) -> bool {
+        matches!(self, Self::Jobs | Self::Memory | Self::Age)
+    }
+}
+
+impl From<RecycleReason> for RestartCause {
+    fn from(reason: RecycleReason) -> Self {
+        match reason {
+            RecycleReason::Jobs => Self::Jobs,
+            RecycleReason::Memory => Self::Memory,
+            RecycleReason::Age => Self::Age,
+            RecycleReason::Restart => Self::Restart,
+            RecycleReason::Resize => Self::Resize,
+            RecycleReason::Reload => Self::Reload,
+        }
+    }
+}
+
+impl KillReason {
+    /// Returns a description for operators and clients.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Deadline => "a job in the worker continued after the deadline, run limit or cancellation, \
+                               or after a result that was too large"
+                .into(),
+            Self::Hung => "the worker no longer sent heartbeats".into(),
+            Self::Protocol(how) => format!("protocol violation: {how}"),
+            Self::NoHello => "the worker did not say hello within start.handshake; a program that is not \
+                              built with the worker SDK needs `exec` instead of `command`"
+                .into(),
+            Self::NotReady => "the worker was not ready within start.ready".into(),
+            Self::ExitTimeout => "the worker was asked to stop, but did not exit".into(),
+            Self::NotNeeded => "the worker had not started a job and is no longer needed".into(),
+            Self::KeeperDied => "the keeper died, and all workers were killed by SIGKILL".into(),
+        }
+    }
+}
+
+impl From<Death> for Ending {
+    /// Returns the ending of a process that the supervisor did not kill.
+    fn from(death: Death) -> Self {
+        Self { death, killed: None }
+    }
+}
+
+impl Ending {
+    /// Returns true if the process exited by itself with status 0.
+    pub fn is_clean(&self) -> bool {
+        *self == Death::Exit(0).into()
+    }
+
+    /// Returns true if a job of the worker may have caused the death.
+    pub(crate) fn may_be_caused_by_job(&self) -> bool {
+        matches!(self.killed, None | Some(KillReason::Hung | KillReason::Protocol(_)))
+    }
+
+    /// Returns true if the worker exited by itself, did not start, hung or violated the protocol. Returns
+    /// false if the supervisor killed the worker for another reason.
+    pub(crate) fn is_fault_of_worker(&self) -> bool {
+        self.may_be_caused_by_job() || matches!(self.killed, Some(KillReason::NoHello | KillReason::NotReady))
+    }
+
+    /// Returns the cause to report for the restart that follows this death.
+    pub(crate) fn restart_cause(&self) -> RestartCause {
+        match (&self.killed, self.death) {
+            (Some(KillReason::Deadline), _) => RestartCause::Deadline,
+            (Some(KillReason::Hung), _) => RestartCause::Hung,
+            (Some(KillReason::Protocol(_)), _) => RestartCause::Protocol,
+            (Some(KillReason::NoHello | KillReason::NotReady), _) => RestartCause::NotReady,
+            (Some(KillReason::ExitTimeout | KillReason::NotNeeded), _) => RestartCause::Stopped,
+            (Some(KillReason::KeeperDied), _) => RestartCause::KeeperDied,
+            (None, Death::Exit(_)) => RestartCause::Exit,
+            (None, Death::Signal(_)) => RestartCause::Signal,
+            (None, Death::Violation(_) | Death::TmpFull) => RestartCause::Violation,
+            (None, Death::Oom) => RestartCause::Oom,
+        }
+    }
+
+    /// Returns the verdict for jobs that were in the process.
+    pub(crate) fn verdict(&self, message: String) -> Verdict {
+        let (reason, status) = match (self.restart_cause(), self.death) {
+            (RestartCause::Exit, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
+            (RestartCause::Signal, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
+            (RestartCause::KeeperDied, _) => (CrashReason::Signal, Some(SIGKILL)),
+            (RestartCause::Violation, _) => (CrashReason::Violation, None),
+            (RestartCause::Oom, _) => (CrashReason::Oom, None),
+            (RestartCause::Hung, _) => (CrashReason::Hung, None),
+            (RestartCause::Protocol, _) => (CrashReason::Protocol, None),
+            _ if self.killed == Some(KillReason::ExitTimeout) => (CrashReason::Stopped, None),
+            _ => (CrashReason::Collateral, None),
+        };
+        Verdict::Crashed { reason, status, message }
+    }
+}
+
+impl fmt::Display for Ending {
+    /// Writes a description that continues a sentence after the worker's name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.killed {
+            Some(reason) => write!(f, "killed by the supervisor: {}", reason.describe()),
+            None => self.death.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Death {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exit(code) => write!(f, "exited with status {code}"),
+            Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
+            Self::Violation("") => write!(
+                f,
+                "made a system call that the sandbox forbids; the kernel does not report which call (32-bit \
+                 calls have no name)"
+            ),
+            Self::Violation(call) => write!(f, "made the system call {call}, which the sandbox forbids"),
+            Self::TmpFull => {
+                write!(f, "ended by the supervisor: the temporary folder held more than sandbox.tmp allows")
+            }
+            Self::Oom => write!(f, "killed by the kernel: the memory limit was exceeded"),
+        }
+    }
+}
+
+/// Returns the name of a signal, such as `SIGSEGV`. Signals are numbered as in Linux on x86-64 and AArch64.
+fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+        "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+    ];
+    let name = usize::try_from(signal).ok().and_then(|number| NAMES.get(number.checked_sub(1)?));
+    name.map_or_else(|| format!("signal {signal}"), |name| format!("SIG{name}"))
+}

@@ -1,0 +1,499 @@
+//! One worker process: its slot, the phase of its life, and its jobs.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::ending::{Ending, KillReason, RecycleReason};
+use crate::limits::{Limits, StartMode};
+use crate::messages::{JobJournal, WorkerId};
+use crate::tenants::TenantId;
+use crate::time::Time;
+
+/// Maximum time between the order to start a process and the report that it is running. The time is long,
+/// because the keeper starts processes one after the other. The time limit `start.handshake` begins once the
+/// process is running.
+const SPAWN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Maximum time until a process forked from a template is running. The time is long, because the template may
+/// ask for more time to initialise. If a template takes too long, the caller kills it, and the start of the
+/// worker then fails.
+const FORK_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
+#[derive(Default)]
+pub(crate) struct Worker {
+    pub(crate) id: WorkerId,
+    pub(crate) assignment: Assignment,
+    pub(crate) phase: Phase,
+    pub(crate) pid: Option<u32>,
+    pub(crate) spawned_at: Time,
+    pub(crate) ready_at: Option<Time>,
+    pub(crate) last_heard_at: Time,
+    pub(crate) silence: SilenceCheck,
+    /// Number of consecutive silences that were blamed on a busy machine.
+    pub(crate) excused_silences: u32,
+    pub(crate) has_dispatch_thread: bool,
+    /// Heartbeat interval that was sent to the worker.
+    pub(crate) heartbeat: Duration,
+    pub(crate) revision: Revision,
+    /// True if the worker accepts a new `max_in_flight` after the welcome.
+    pub(crate) can_resize: bool,
+    /// Last `max_in_flight` that was sent to the worker. `u32::MAX` before the welcome.
+    pub(crate) sent_max_in_flight: u32,
+    /// Journal of the jobs that the worker has begun. Without a journal, jobs are neither prefetched nor
+    /// recalled.
+    pub(crate) journal: Option<Box<dyn JobJournal>>,
+    /// Number of jobs that were sent to the worker.
+    pub(crate) sent: u64,
+    /// Number of the last job that the worker is known to have begun.
+    pub(crate) last_begun: u64,
+    /// Number of the last job that had been sent when all jobs were last recalled.
+    pub(crate) recalled_up_to: u64,
+    /// Time of the next check for jobs that the worker is late to begin.
+    pub(crate) next_begin_check: Option<Time>,
+    /// True if the worker was late to begin a job in flight, and has shown no sign of life since.
+    pub(crate) is_stalled: bool,
+    /// Prefetched jobs, oldest first.
+    pub(crate) prefetched: VecDeque<u32>,
+    pub(crate) prefetched_bytes: u32,
+    /// Last time at which the worker was given a job with a permit or sent the result of a job.
+    pub(crate) last_progress_at: Time,
+    /// Number of checks since `last_progress_at` that found the worker late to begin a job.
+    pub(crate) late_checks: u8,
+    /// Tenant of the worker's jobs, or `None` if the jobs belong to different tenants.
+    pub(crate) tenant: Option<TenantId>,
+    /// Exclusive use of the worker by one suspect job.
+    pub(crate) exclusivity: Exclusivity,
+    /// Indexes of the jobs in flight.
+    pub(crate) jobs: Vec<u32>,
+    /// Number of jobs that the worker had not begun when it died, according to its own record.
+    pub(crate) unbegun: usize,
+    /// Number of jobs in flight whose clients are still waiting.
+    pub(crate) awaited_jobs: u32,
+    /// Number of jobs in flight that have passed the bulkhead's own deadline or run limit.
+    pub(crate) overdue_jobs: u32,
+    /// Time at which the worker is killed unless the reason for the kill has disappeared by then.
+    pub(crate) kill_at: Option<Time>,
+    pub(crate) served: u64,
+    /// Number of jobs that the worker has been given.
+    pub(crate) jobs_given: u64,
+    /// Earliest time at which a replacement of this worker is attempted. For a successor on standby, the time
+    /// of the next check whether the slot's worker is idle.
+    pub(crate) next_replacement_at: Time,
+    /// Time of the next check of `recycle.age`.
+    pub(crate) next_age_check: Time,
+    /// Last status that the worker reported before it became ready.
+    pub(crate) last_start_status: Option<String>,
+}
+
+/// Relation of a worker to its slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Assignment {
+    /// The worker fills a slot for jobs. `is_at_job_limit` is true if the worker was given all jobs that
+    /// `recycle.jobs` allows.
+    Active { slot: u32, is_at_job_limit: bool },
+    /// The worker fills a spare slot.
+    Spare { slot: u32 },
+    /// The worker takes over the slot once it is ready. If the reason is `recycle.jobs`, the worker first
+    /// waits until the slot's current worker was given its last job.
+    Successor { slot: u32, reason: RecycleReason },
+    /// The worker was replaced, and its running jobs are charged to the last slot that it filled. The slot
+    /// waits for the worker unless `has_released_slot` is set.
+    Replaced { slot: u32, charged_slot: u32, was_killed: bool, has_released_slot: bool },
+    /// The worker had already been killed when a spare took over its slot, and fills the spare slot until it
+    /// is gone. Its end is charged to the last slot that it filled.
+    Displaced { slot: u32, charged_slot: u32, is_at_job_limit: bool },
+}
+
+impl Default for Assignment {
+    fn default() -> Self {
+        Self::Spare { slot: 0 }
+    }
+}
+
+impl Assignment {
+    /// Returns the assignment of the only worker of a slot.
+    pub(crate) fn of_slot(slot: u32, is_spare_slot: bool) -> Self {
+        if is_spare_slot { Self::Spare { slot } } else { Self::Active { slot, is_at_job_limit: false } }
+    }
+
+    pub(crate) fn slot(self) -> u32 {
+        let (Self::Active { slot, .. }
+        | Self::Spare { slot }
+        | Self::Successor { slot, .. }
+        | Self::Replaced { slot, .. }
+        | Self::Displaced { slot, .. }) = self;
+        slot
+    }
+
+    /// Returns the last slot that the worker filled. The running jobs and the end of the worker are charged
+    /// to this slot.
+    pub(crate) fn charged_slot(self) -> u32 {
+        match self {
+            Self::Replaced { charged_slot, .. } | Self::Displaced { charged_slot, .. } => charged_slot,
+            _ => self.slot(),
+        }
+    }
+
+    pub(crate) fn is_active(self) -> bool {
+        matches!(self, Self::Active { .. })
+    }
+
+    pub(crate) fn is_spare(self) -> bool {
+        matches!(self, Self::Spare { .. })
+    }
+
+    pub(crate) fn is_replaced(self) -> bool {
+        matches!(self, Self::Replaced { .. })
+    }
+
+    /// Returns true if the worker fills its slot.
+    pub(crate) fn is_current(self) -> bool {
+        matches!(self, Self::Active { .. } | Self::Spare { .. } | Self::Displaced { .. })
+    }
+
+    /// Returns true if the worker was given all jobs that `recycle.jobs` allows.
+    pub(crate) fn is_at_job_limit(self) -> bool {
+        matches!(
+            self,
+            Self::Active { is_at_job_limit: true, .. } | Self::Displaced { is_at_job_limit: true, .. }
+        )
+    }
+
+    /// Returns true if the running jobs count as overcommit of the charged slot.
+    pub(crate) fn is_overcommit(self) -> bool {
+        matches!(self, Self::Replaced { was_killed: false, .. })
+    }
+
+    /// Returns the slot that is waiting for this replaced worker, or `None` if no slot is waiting.
+    pub(crate) fn unreleased_slot(self) -> Option<u32> {
+        match self {
+            Self::Replaced { slot, has_released_slot: false, .. } => Some(slot),
+            _ => None,
+        }
+    }
+}
+
+/// Program and configuration that a worker runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Revision {
+    /// The current program and configuration.
+    #[default]
+    UpToDate,
+    /// An outdated program or configuration. If a replacement failed to start, the next attempt is made at
+    /// `retry_at`.
+    Outdated { retry_at: Option<Time> },
+}
+
+/// State of the check of a worker that missed its heartbeats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum SilenceCheck {
+    /// The worker is not silent.
+    #[default]
+    None,
+    /// The worker is silent, and its processor time is observed until this time.
+    Observing { until: Time },
+    /// The observation is complete, and the caller was asked for its result.
+    AwaitingResult,
+}
+
+/// Exclusive use of a worker by one suspect job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Exclusivity {
+    /// The worker runs ordinary jobs.
+    #[default]
+    Shared,
+    /// The worker gets no new jobs, so that it becomes idle for a suspect.
+    Draining,
+    /// The worker runs one suspect and gets no other jobs.
+    Exclusive,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// The process was ordered or is running, but has not sent its hello.
+    Handshaking { until: Time },
+    /// The worker has sent its hello and is initialising.
+    Initializing { until: Time },
+    /// The worker accepts jobs.
+    Ready,
+    /// The worker finishes its jobs and then exits.
+    Draining,
+    /// The worker was sent SIGKILL and has not exited yet.
+    Killing(KillReason),
+    /// The process of the worker has exited, and its descendants are being reaped.
+    Dead(EndEffect),
+}
+
+impl Default for Phase {
+    fn default() -> Self {
+        Self::Handshaking { until: Time::ZERO }
+    }
+}
+
+/// Consequences of a worker's end for its slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct EndEffect {
+    /// The worker did not start, or ended while idle without ever having completed a job.
+    pub(crate) is_failure: bool,
+    /// The worker exited with status 0 while idle.
+    pub(crate) is_clean: bool,
+    /// The worker became ready and died during its first jobs.
+    pub(crate) is_early_death: bool,
+    /// The worker was killed before it had begun any job, because it was no longer needed.
+    pub(crate) is_not_needed: bool,
+    /// The worker had been given all jobs that `recycle.jobs` allows.
+    pub(crate) is_at_job_limit: bool,
+}
+
+impl EndEffect {
+    pub(crate) fn of(worker: &Worker, ending: &Ending) -> Self {
+        let (was_ready, is_idle) = (worker.ready_at.is_some(), worker.jobs.is_empty());
+        let is_fault = ending.is_fault_of_worker() && !worker.assignment.is_replaced();
+        let is_failure = is_fault && (!was_ready || is_idle && worker.served == 0);
+        let is_due_to_jobs = is_fault || ending.killed == Some(KillReason::Deadline);
+        Self {
+            is_failure,
+            is_clean: ending.is_clean() && is_idle && was_ready,
+            is_early_death: is_due_to_jobs && !is_failure && worker.served == 0,
+            is_not_needed: ending.killed == Some(KillReason::NotNeeded),
+            is_at_job_limit: worker.assignment.is_at_job_limit(),
+        }
+    }
+}
+
+impl Worker {
+    pub(crate) fn new(id: WorkerId, assignment: Assignment, now: Time, limits: &Limits) -> Self {
+        let spawn_timeout = match limits.start.mode {
+            StartMode::Spawn => SPAWN_TIMEOUT,
+            StartMode::Fork => FORK_TIMEOUT,
+        };
+        Self {
+            id,
+            assignment,
+            phase: Phase::Handshaking { until: now + limits.start.handshake.max(spawn_timeout) },
+            spawned_at: now,
+            last_heard_at: now,
+            heartbeat: limits.health.heartbeat,
+            sent_max_in_flight: u32::MAX,
+            last_progress_at: now,
+            ..Self::default()
+        }
+    }
+
+    /// Returns true if the worker has neither jobs in flight nor prefetched jobs.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.prefetched.is_empty()
+    }
+
+    /// Returns true if the process has exited.
+    pub(crate) fn is_dead(&self) -> bool {
+        matches!(self.phase, Phase::Dead(_))
+    }
+
+    /// Returns the reason why the worker was killed, or `None` if it was not killed or has already exited.
+    pub(crate) fn killed(&self) -> Option<KillReason> {
+        match &self.phase {
+            Phase::Killing(reason) => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
+    /// Returns the process id, or `None` if the process is not running.
+    pub(crate) fn living_pid(&self) -> Option<u32> {
+        self.pid.filter(|_| !self.is_dead())
+    }
+
+    pub(crate) fn is_ready(&self) -> bool {
+        self.phase == Phase::Ready
+    }
+
+    /// Returns true if the worker was started but is not ready yet.
+    pub(crate) fn is_starting(&self) -> bool {
+        matches!(self.phase, Phase::Handshaking { .. } | Phase::Initializing { .. })
+    }
+
+    /// Returns true if the worker was sent SIGKILL or has exited.
+    pub(crate) fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Killing(_) | Phase::Dead(_))
+    }
+
+    /// Returns true if the worker's permits count towards the limit.
+    pub(crate) fn is_available(&self) -> bool {
+        self.is_ready() && self.kill_at.is_none() && self.assignment.is_active()
+    }
+
+    /// Returns true if the worker is a spare and is ready.
+    pub(crate) fn is_ready_spare(&self) -> bool {
+        self.is_ready() && self.assignment.is_spare()
+    }
+
+    /// Returns true if the worker is a ready successor that is waiting to take over the slot.
+    pub(crate) fn is_standby(&self) -> bool {
+        self.is_ready() && matches!(self.assignment, Assignment::Successor { .. })
+    }
+
+    /// Returns true if the worker is exiting because it was given its last job.
+    pub(crate) fn is_leaving_at_job_limit(&self) -> bool {
+        self.phase == Phase::Draining && self.assignment.is_at_job_limit()
+    }
+
+    /// Returns true if the worker was replaced, has finished its jobs, and still occupies its slot.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.assignment.unreleased_slot().is_some() && self.phase == Phase::Draining && self.is_idle()
+    }
+
+    /// Returns true if the worker may be given another job, provided that it has a free permit.
+    pub(crate) fn takes_jobs(&self) -> bool {
+        self.is_available() && self.exclusivity == Exclusivity::Shared && !self.is_stalled
+    }
+
+    /// Returns true if the worker can prefetch jobs, which requires that exactly all its permits are in use.
+    /// If the worker had more jobs than permits, a reply would not free a permit for a prefetched job.
+    pub(crate) fn can_prefetch(&self, permits: u32) -> bool {
+        self.journal.is_some()
+            && self.is_available()
+            && self.exclusivity == Exclusivity::Shared
+            && !self.jobs.is_empty()
+            && self.jobs.len() as u32 == permits
+            && self.served > 0
+            && self.late_checks == 0
+    }
+
+    /// Returns true if no client is waiting for any of the worker's jobs, or if a job has passed the
+    /// bulkhead's own deadline or run limit.
+    pub(crate) fn is_stuck(&self) -> bool {
+        !self.jobs.is_empty() && (self.awaited_jobs == 0 || self.overdue_jobs > 0)
+    }
+
+    /// Marks the worker as replaced. The worker remains in `slot` until it has finished its jobs.
+    pub(crate) fn replace(&mut self, slot: u32, was_killed: bool) {
+        let was_killed = was_killed || matches!(self.assignment, Assignment::Displaced { .. });
+        let charged_slot = self.assignment.charged_slot();
+        self.assignment = Assignment::Replaced { slot, charged_slot, was_killed, has_released_slot: false };
+    }
+
+    /// Removes a replaced worker from its slot and returns the slot.
+    pub(crate) fn release_slot(&mut self) -> u32 {
+        if let Assignment::Replaced { has_released_slot, .. } = &mut self.assignment {
+            *has_released_slot = true;
+        }
+        self.assignment.slot()
+    }
+
+    /// Adds a job in flight and returns its index in the list of jobs.
+    pub(crate) fn add_job(&mut self, now: Time, index: u32, tenant: TenantId, is_suspect: bool) -> u32 {
+        let is_of_same = self.jobs.is_empty() || self.tenant == Some(tenant);
+        self.tenant = is_of_same.then_some(tenant);
+        self.last_progress_at = now;
+        self.late_checks = if self.jobs.is_empty() { 0 } else { self.late_checks };
+        self.jobs.push(index);
+        self.awaited_jobs += 1;
+        self.jobs_given += 1;
+        if is_suspect {
+            self.exclusivity = Exclusivity::Exclusive;
+        }
+        self.jobs.len() as u32 - 1
+    }
+
+    /// Removes the job at index `at` from the list of jobs. Returns the job that was moved to `at`.
+    pub(crate) fn remove_job(&mut self, at: u32, is_overdue: bool, is_suspect: bool) -> Option<u32> {
+        self.jobs.swap_remove(at as usize);
+        self.overdue_jobs -= u32::from(is_overdue);
+        if is_suspect {
+            self.exclusivity = Exclusivity::Shared;
+        }
+        self.jobs.get(at as usize).copied()
+    }
+
+    /// Returns the number of the next job that is sent to the worker. If `check_at` is set, schedules a check
+    /// for jobs that the worker should have begun by then.
+    pub(crate) fn send(&mut self, check_at: Option<Time>) -> (WorkerId, u64) {
+        self.sent += 1;
+        if let Some(at) = check_at {
+            self.schedule_begin_check(at);
+        }
+        (self.id, self.sent)
+    }
+
+    /// Schedules a check for jobs that the worker should have begun by `at`. Does nothing if a check is
+    /// already scheduled.
+    pub(crate) fn schedule_begin_check(&mut self, at: Time) {
+        if self.journal.is_some() && self.next_begin_check.is_none() && self.may_have_unbegun() {
+            self.next_begin_check = Some(at);
+        }
+    }
+
+    /// Records that the worker has begun a job or sent a result. If the worker was late, schedules the next
+    /// check for `check_at`.
+    pub(crate) fn record_progress(&mut self, now: Time, check_at: Time) {
+        self.last_progress_at = now;
+        if std::mem::take(&mut self.late_checks) > 0 {
+            self.next_begin_check = None;
+            self.schedule_begin_check(check_at);
+        }
+    }
+
+    /// Returns true if the worker had not begun all its jobs when its journal was last read.
+    pub(crate) fn may_have_unbegun(&self) -> bool {
+        self.last_begun.max(self.recalled_up_to) < self.sent
+    }
+
+    /// Returns true if the worker has missed its heartbeats.
+    pub(crate) fn is_silent(&self, now: Time, missed: u32) -> bool {
+        self.last_heard_at + self.silence_max(missed) <= now
+    }
+
+    /// Returns the number of jobs that the worker may still be given.
+    pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
+        limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.jobs_given))
+    }
+
+    /// Returns the maximum silence, which is the time of `missed` heartbeats plus one that may be in transit.
+    pub(crate) fn silence_max(&self, missed: u32) -> Duration {
+        self.heartbeat.saturating_mul(missed.saturating_add(1))
+    }
+
+    /// Returns the time of the next attempt to replace an outdated worker, or `None` if no attempt has
+    /// failed.
+    pub(crate) fn retry_replacement_at(&self) -> Option<Time> {
+        match self.revision {
+            Revision::Outdated { retry_at } if self.assignment.is_current() => retry_at,
+            _ => None,
+        }
+    }
+
+    /// Returns true if the worker must send heartbeats now. A worker without a dispatch thread must send
+    /// heartbeats only while idle.
+    pub(crate) fn owes_heartbeats(&self) -> bool {
+        self.has_dispatch_thread || self.jobs.is_empty()
+    }
+
+    pub(crate) fn state_name(&self) -> &'static str {
+        let [spawning, handshaking, initializing, ready, busy, draining, terminating, killing, reaping] =
+            WORKER_STATES;
+        match self.phase {
+            Phase::Handshaking { .. } if self.pid.is_none() => spawning,
+            Phase::Handshaking { .. } => handshaking,
+            Phase::Initializing { .. } => initializing,
+            Phase::Ready if self.kill_at.is_some() => terminating,
+            Phase::Ready if self.jobs.is_empty() => ready,
+            Phase::Ready => busy,
+            Phase::Draining => draining,
+            Phase::Killing(_) => killing,
+            Phase::Dead(_) => reaping,
+        }
+    }
+}
+
+/// Names of the states of a worker, as used in every interface.
+pub const WORKER_STATES: [&str; 9] = [
+    "spawning",
+    "handshaking",
+    "initializing",
+    "ready",
+    "busy",
+    "draining",
+    "terminating",
+    "killing",
+    "reaping",
+];
